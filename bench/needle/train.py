@@ -1,0 +1,171 @@
+"""Trains the bundled checkpoint: ``python -m bench.needle.train --out DIR [--seed S]``.
+
+A Llama of 2.8 M parameters over bytes, in PyTorch (on two cores twice as fast as a plain fp32 JAX step), through the
+stages of `bench.needle.stages`. Stops and resumes anywhere: the state is written to DIR every few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.needle import stages, task
+
+CONFIG = dict(
+    vocab_size=task.EOS + 1,
+    hidden_size=256,
+    intermediate_size=640,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=stages.MAX_POSITION,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=task.EOS,
+    pad_token_id=task.EOS,
+    rms_norm_eps=1e-5,
+)
+MUON_RATE, ADAMW_RATE = 0.005, 2e-3
+SAVE_EVERY_S = 180.0
+
+
+class Trainer:
+    """The model, its two optimisers, and the place in the curriculum."""
+
+    def __init__(self, out: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.out, self.seed, self.stage, self.step = out, seed, 0, 0
+        self.model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        rest = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="original"),
+            torch.optim.AdamW(rest, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.rates = [MUON_RATE, ADAMW_RATE]
+
+    def save(self) -> None:
+        state = dict(model=self.model.state_dict(), stage=self.stage, step=self.step, seed=self.seed)
+        state["optimizers"] = [o.state_dict() for o in self.optimizers]
+        torch.save(state, self.out / "state.pt.part")
+        os.replace(self.out / "state.pt.part", self.out / "state.pt")
+
+    def resume(self) -> None:
+        state = torch.load(self.out / "state.pt")
+        if state["seed"] != self.seed:
+            raise SystemExit(f"{self.out} holds a run of seed {state['seed']}, not {self.seed}: choose another --out")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.stage, self.step = state["stage"], state["step"]
+
+    def update(self, batch: stages.Batch, progress: float) -> tuple[float, float]:
+        """Takes one step at `progress` through the stage and returns the text loss and the answer loss in nats."""
+        rate = min(1.0, progress / 0.03) * max(0.02, 0.5 * (1 + math.cos(math.pi * progress)))
+        for optimizer, peak in zip(self.optimizers, self.rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate
+        tokens = torch.from_numpy(batch.tokens).long()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(
+                tokens, attention_mask=_mask(batch), position_ids=torch.from_numpy(batch.positions).long(), use_cache=False
+            ).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        weights = torch.from_numpy(batch.weights).flatten()
+        (loss * weights).sum().div(weights.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        answers, text = weights == stages.ANSWER_WEIGHT, weights == stages.FILLER_WEIGHT
+        return tuple(float(loss.detach()[kind].mean()) if kind.any() else math.nan for kind in (text, answers))
+
+
+def _mask(batch: stages.Batch) -> torch.Tensor | None:
+    """The causal mask with the crowding of distant keys, or None where nothing is crowded (the fast causal path)."""
+    if not batch.crowding.any():
+        return None
+    length = batch.tokens.shape[1]
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    crowding = torch.from_numpy(batch.crowding)[:, None, None, :] * (row - column > stages.LOCAL)
+    return crowding.masked_fill(row < column, -math.inf).to(torch.bfloat16)
+
+
+@torch.no_grad()
+def exact(model: LlamaForCausalLM, *, length: int, facts: int, contexts: int) -> float:
+    """Returns the share of held-out answers whose every token is the model's first choice, all facts asked for."""
+    rng, hits, asked = np.random.default_rng(length * 100 + facts), 0, 0
+    for _ in range(contexts):
+        context = task.context(rng, length=length, facts=facts, split="heldout")
+        text = context.text
+        with torch.autocast("cpu", torch.bfloat16):
+            past = model(torch.tensor([list(text)]), use_cache=True, logits_to_keep=1).past_key_values
+            for name, value in context.answers.items():
+                asked_text = (task.question(name) + value + ".").encode()
+                logits = model(torch.tensor([list(asked_text)]), past_key_values=past, use_cache=True).logits[0]
+                past.crop(-len(asked_text))  # a negative count removes
+                first = logits[-1 - task.ANSWER_LENGTH : -1].argmax(-1)
+                hits += bytes(first.tolist()[: task.ANSWER_LENGTH]) == asked_text[-task.ANSWER_LENGTH :] if max(first) < 256 else 0
+                asked += 1
+    return hits / asked
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one goes on")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(arguments.out, arguments.seed)
+    if (arguments.out / "state.pt").exists():
+        trainer.resume()
+    log = (arguments.out / "log.jsonl").open("a")
+    saved = time.monotonic()
+    while trainer.stage < len(stages.STAGES):
+        stage = stages.STAGES[trainer.stage]
+        started, losses = time.monotonic(), []
+        while trainer.step < stage.steps:
+            rng = np.random.default_rng((arguments.seed, trainer.stage, trainer.step))
+            losses.append(trainer.update(stages.batch(stage, rng), trainer.step / stage.steps))
+            trainer.step += 1
+            if trainer.step % 50 == 0 or trainer.step == stage.steps:
+                text, answer = np.nanmean(losses, axis=0)
+                speed = len(losses) * stage.batch * stage.length / (time.monotonic() - started)
+                row = dict(stage=trainer.stage, step=trainer.step, text=round(text, 4), answer=round(answer, 4), tokens_s=round(speed))
+                _write(log, row)
+                started, losses = time.monotonic(), []
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                trainer.save()
+                saved = time.monotonic()
+        trainer.save()
+        _evaluate(trainer, log)
+        trainer.stage, trainer.step = trainer.stage + 1, 0
+        trainer.save()
+
+
+def _evaluate(trainer: Trainer, log) -> None:
+    trainer.model.eval()
+    for length, facts, contexts in ((512, 4, 15), (2048, 1, 30), (2048, 4, 10), (8192, 1, 20), (8192, 4, 6)):
+        share = exact(trainer.model, length=length, facts=facts, contexts=contexts)
+        _write(log, dict(stage=trainer.stage, length=length, facts=facts, exact=round(share, 3)))
+    trainer.model.train()
+
+
+def _write(log, row: dict) -> None:
+    print(json.dumps(row), flush=True)
+    log.write(json.dumps(row) + "\n")
+    log.flush()
+
+
+if __name__ == "__main__":
+    main()

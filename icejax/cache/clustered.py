@@ -1,0 +1,211 @@
+"""The clustered cache: pages of tokens that mean similar things, in host memory, fetched by need (arXiv 2604.10539)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from icejax.cache.host import PoolLayer
+from icejax.cache.policy import CachePolicy, CacheSpec, Lengths, append, grouped
+from icejax.errors import InputError
+from icejax.ops.attention import attend
+from icejax.ops.digests import Digests, digest, score
+from icejax.ops.pages import pack
+from icejax.ops.topk import top_k
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ClusteredState:
+    """What the device keeps of a layer.
+
+    Attributes:
+        sinks_k, sinks_v: the first tokens.
+        window_k, window_v: the newest tokens, oldest first.
+        digests: one per page of the pool.
+    """
+
+    sinks_k: jax.Array  # dtype[B, K, sinks, H]
+    sinks_v: jax.Array
+    window_k: jax.Array  # dtype[B, K, window, H]
+    window_v: jax.Array
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class Clustered(CachePolicy):
+    """IceCache's budgeted cache, with a second-order page score.
+
+    A step attends exactly to the sinks, to the pages of highest score while they fit the budget, and to the window;
+    never to more than `budget` tokens per KV head and layer.
+
+    Attributes:
+        budget: tokens attended exactly per KV head and layer, sinks and window included.
+        page_size: tokens of a page.
+        sinks: first tokens kept on the device; None: an eighth of the budget, at most 32 (the paper's two pages).
+        window: newest tokens kept on the device; None: an eighth of the budget and a page, at most two pages.
+        span: largest number of prompt tokens packed together.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
+            paper), else 0.
+
+    Raises:
+        InputError: an option is out of range, or the budget leaves no room for a page.
+    """
+
+    budget: int = 256
+    page_size: int = 16
+    sinks: int | None = None
+    window: int | None = None
+    span: int = 8192
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("budget", 1), ("page_size", 4), ("sinks", 0), ("window", 1), ("span", 256), ("dense_layers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{name} must be at least {least}, got {value}")
+        for name in ("page_size", "span"):
+            if getattr(self, name) & (getattr(self, name) - 1):
+                raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
+        if self.page_size > 128:
+            raise InputError(f"page_size must be at most 128, got {self.page_size}")
+        if self.num_window <= self.page_size:
+            raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
+        least = self.num_sinks + self.num_window + self.page_size
+        if self.budget < least:
+            raise InputError(
+                f"budget must hold {self.num_sinks} sinks, a window of {self.num_window} and a page of {self.page_size}: "
+                f"at least {least}, got {self.budget}"
+            )
+
+    @property
+    def num_sinks(self) -> int:
+        """First tokens kept on the device."""
+        return min(32, self.budget // 8) if self.sinks is None else self.sinks
+
+    @property
+    def num_window(self) -> int:
+        """Slots of the window."""
+        return min(2 * self.page_size, self.budget // 8 + self.page_size) if self.window is None else self.window
+
+    def num_pages(self, spec: CacheSpec) -> int:
+        return (spec.prompt_capacity + spec.new_capacity) // self.page_size
+
+    def num_selected(self, pages: int) -> int:
+        """Returns how many of `pages` pages are fetched at most: all that fit beside the smallest window, one partial."""
+        room = self.budget - self.num_sinks - self.num_window + self.page_size - 1
+        return min(pages, room // self.page_size + 1)
+
+    def init(self, spec: CacheSpec) -> ClusteredState:
+        def empty(slots: int) -> jax.Array:
+            return jnp.zeros((spec.batch_size, spec.num_kv_heads, slots, spec.head_dim), spec.dtype)
+
+        pages = self.num_pages(spec)
+        count = jnp.zeros((spec.batch_size, spec.num_kv_heads, pages), jnp.int32)
+        sinks, window = self.num_sinks, self.num_window
+        return ClusteredState(
+            empty(sinks), empty(sinks), empty(window), empty(window), Digests(count, empty(pages), empty(pages))
+        )
+
+    def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
+        batch, tokens, heads, size = k.shape
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        prompt = lengths.prompt[:, None]
+        sinks = jnp.arange(self.num_sinks)[None, :]
+        state_sinks = [_take(x, sinks, sinks < prompt) for x in (k, v)]
+        recent = self._window_positions(lengths)
+        kept = (recent >= self._sink_lengths(lengths)) & (recent < prompt)
+        state_window = [_take(x, recent, kept) for x in (k, v)]
+        # The middle, in pages. A full window page is left free, so that pages are flushed at the same step in all rows.
+        middle = jnp.arange(tokens)[None, :] + self.num_sinks
+        valid = middle < self._window_start(lengths)
+        k, v = (_take(x, middle, valid) for x in (k, v))
+        order = pack(k, valid, page_size=self.page_size, span=self.span)
+        shape = (batch, heads, tokens // self.page_size, self.page_size)
+        mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
+        k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
+        digests = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.digests, digest(k, mask)
+        )
+        return ClusteredState(*state_sinks, *state_window, digests), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+
+    def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
+        with jax.named_scope("append"):
+            slot = self._fill + lengths.decoded % self.page_size
+            window_k, window_v = append(state.window_k, k, slot), append(state.window_v, v, slot)
+            sinks_mask = jnp.arange(self.num_sinks)[None, :] < self._sink_lengths(lengths)
+            recent = self._window_positions(lengths)
+            window_mask = (recent >= self._sink_lengths(lengths)) & (recent <= lengths.seen[:, None])
+        with jax.named_scope("select"):
+            queries = grouped(q, k.shape[1])
+            resident = (sinks_mask.sum(-1) + window_mask.sum(-1))[:, None]
+            page_ids, counts = self._select(queries, state.digests, room=self.budget - resident)
+        with jax.named_scope("fetch"):
+            fetched_k, fetched_v = pool.fetch(page_ids)
+        with jax.named_scope("attend"):
+            slots_mask = jnp.arange(self.page_size) < counts[..., None]  # in a page empty slots come last
+            fetched_v = jnp.where(slots_mask[..., None], fetched_v, 0)
+            fetched = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (fetched_k, fetched_v))
+            keys, values = (
+                jnp.concatenate(parts, axis=2)
+                for parts in zip((state.sinks_k, state.sinks_v), fetched, (window_k, window_v), strict=True)
+            )
+            resident_masks = (jnp.broadcast_to(m[:, None, :], (*counts.shape[:2], m.shape[1])) for m in (sinks_mask, window_mask))
+            sinks_mask, window_mask = resident_masks
+            mask = jnp.concatenate([sinks_mask, slots_mask.reshape(*counts.shape[:2], -1), window_mask], axis=2)
+            out = attend(queries, keys, values, mask).reshape(q.shape)
+        return out, ClusteredState(state.sinks_k, state.sinks_v, window_k, window_v, state.digests)
+
+    def _select(self, queries: jax.Array, digests: Digests, *, room: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the best pages by score, i32[B, K, M], and how many of their tokens count: none past `room` [B, 1].
+
+        A KV head has one set of pages: the softmax over pages of each of its query heads, summed.
+        """
+        scores = score(queries, digests)
+        share = jax.nn.softmax(jnp.where(jnp.isneginf(scores), -1e30, scores), axis=-1).sum(axis=2)
+        share = jnp.where(digests.count > 0, share, -1.0)
+        page_ids = top_k(share, self.num_selected(share.shape[-1]))[1]
+        counts = jnp.take_along_axis(digests.count, page_ids, axis=-1)
+        return page_ids, jnp.where(jnp.cumsum(counts, axis=-1) <= room[..., None], counts, 0)
+
+    def flush(self, state: ClusteredState, lengths: Lengths):
+        # Called with the window full: its first page holds the positions just before those that will start the next.
+        p = self.page_size
+        position = self._window_positions(lengths)[:, :p] - p
+        count = jnp.minimum(p, p + position[:, :1] - self._sink_lengths(lengths))  # the rest are sinks or before the start
+        slots = jnp.arange(p)[None, :]
+        # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
+        page_k, page_v = (_take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
+        mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
+        new = digest(page_k[:, :, None], mask)
+        digests = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, lengths.pages, axis=2), state.digests, new
+        )
+        window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
+        page = jnp.stack([page_k, page_v], axis=2)
+        return ClusteredState(state.sinks_k, state.sinks_v, window_k, window_v, digests), page
+
+    @property
+    def _fill(self) -> int:
+        """Tokens in the window after a prompt and after every flush."""
+        return self.num_window - self.page_size
+
+    def _sink_lengths(self, lengths: Lengths) -> jax.Array:
+        return jnp.minimum(self.num_sinks, lengths.prompt)[:, None]
+
+    def _window_start(self, lengths: Lengths) -> jax.Array:
+        """Position of the window's first slot, i32[B, 1]; below the sinks' end for short prompts."""
+        flushed = lengths.decoded // self.page_size * self.page_size
+        return lengths.prompt[:, None] - self._fill + flushed
+
+    def _window_positions(self, lengths: Lengths) -> jax.Array:
+        return self._window_start(lengths) + jnp.arange(self.num_window)[None, :]
+
+
+def _take(x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the tokens of `x` [B, K, T, H] at `positions` [B or 1, S], zero where `mask` is False."""
+    positions, mask = jnp.broadcast_arrays(positions, mask)
+    index = jnp.clip(positions, 0, x.shape[2] - 1)[:, None, :, None]
+    return jnp.where(mask[:, None, :, None], jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds"), 0)

@@ -1,0 +1,139 @@
+"""The protocol every cache policy follows: frozen options, state in, state out."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from icejax.cache.host import PoolLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """The shapes of one layer's cache.
+
+    Attributes:
+        prompt_capacity: tokens a padded prompt may have.
+        new_capacity: tokens that may be generated after it.
+        dtype: dtype of keys and values, by name.
+    """
+
+    batch_size: int
+    num_kv_heads: int
+    head_dim: int
+    prompt_capacity: int
+    new_capacity: int
+    dtype: str
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of prompt and generation together."""
+        return self.prompt_capacity + self.new_capacity
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lengths:
+    """How far a cache has come; kept once for all layers.
+
+    Attributes:
+        prompt: tokens of each row's prompt.
+        decoded: tokens decoded since the prompt, the same for all rows.
+        pages: pages of the pool in use, the same for all rows, heads and layers.
+    """
+
+    prompt: jax.Array  # i32[B]
+    decoded: jax.Array  # i32[]
+    pages: jax.Array  # i32[]
+
+    @property
+    def seen(self) -> jax.Array:
+        """Tokens of each row so far: the position of the token that comes next. i32[B]."""
+        return self.prompt + self.decoded
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """The device part of a cache: one state per layer, each of the shape its policy made it."""
+
+    layers: tuple[Any, ...]
+    lengths: Lengths
+
+
+class CachePolicy(abc.ABC):
+    """Decides what of the keys and values is kept, where, and what a query attends to.
+
+    A policy is a frozen dataclass, its fields are its options, and jit takes it as a static argument. It sees one
+    layer at a time and never the model. A policy that keeps pages in host memory returns them from `prefill` and
+    `flush` for the caller to write, and reads them in `decode`.
+    """
+
+    dense_layers: int | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page in the pool; 0 for a policy that keeps nothing there."""
+        return 0
+
+    def num_pages(self, spec: CacheSpec) -> int:
+        """Returns how many pages of the pool a layer of `spec` can need; 0 for a policy that keeps nothing there."""
+        del spec
+        return 0
+
+    @abc.abstractmethod
+    def init(self, spec: CacheSpec) -> Any:
+        """Returns the empty state of a layer."""
+
+    @abc.abstractmethod
+    def prefill(
+        self,
+        state: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Lengths,
+    ) -> tuple[Any, jax.Array | None]:
+        """Returns the state after a prompt, and its pages `dtype[P, B, K, 2, p, H]` for the pool, if any.
+
+        `lengths.pages` counts them. What stands in padding, NaN included, must not be kept.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        state: Any,
+        q: Float[Array, "B N H"],
+        k: Float[Array, "B K H"],
+        v: Float[Array, "B K H"],
+        lengths: Lengths,
+        pool: PoolLayer | None,
+    ) -> tuple[Float[Array, "B N H"], Any]:
+        """Appends the token at position `lengths.seen` and returns what its queries attend to, and the new state."""
+
+    def flush(self, state: Any, lengths: Lengths) -> tuple[Any, jax.Array]:
+        """Returns the state after its oldest window page has left it, and that page `dtype[B, K, 2, p, H]`.
+
+        Called between steps whenever `page_size` tokens have been decoded, for policies with a pool.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
+
+
+def append(buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: jax.Array) -> Float[Array, "B K S H"]:
+    """Returns `buffer` with `new` in `slot`: i32[] for all rows, or i32[B]."""
+    new = new[:, :, None, :].astype(buffer.dtype)
+    if slot.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)
+    rows = jnp.arange(buffer.shape[0])
+    return buffer.at[rows, :, slot].set(new[:, :, 0], mode="promise_in_bounds")
+
+
+def grouped(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "B K G H"]:
+    """Returns the queries by KV head."""
+    batch, heads, size = q.shape
+    return q.reshape(batch, num_kv_heads, heads // num_kv_heads, size)

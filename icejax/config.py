@@ -1,0 +1,68 @@
+"""What a model is: frozen, hashable, with Hugging Face's field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are changed for longer contexts; the fields are those of `rope_type`'s own paper or code.
+
+    Attributes:
+        rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071) or `llama3`.
+        factor: how much longer the context is than the original one.
+        original_max_position_embeddings: tokens of the original context (`dynamic`: of the trained context).
+        low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
+        attention_factor: `yarn` only, what cos and sin are multiplied by.
+        beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
+    """
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    attention_factor: float = 1.0
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder of the llama-like families.
+
+    Attributes:
+        layer_types: one of `full_attention` and `sliding_attention` per layer.
+        sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
+        qkv_bias, o_bias, mlp_bias: which projections have a bias.
+        qk_norm: whether queries and keys pass an RMSNorm per head before RoPE (Qwen3).
+        dtype: the checkpoint's own dtype, by name.
+        eos_token_ids: every token id that ends a text.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int | None
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,52 @@
+"""Model families by the `model_type` of their config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from icejax.config import ModelConfig
+from icejax.errors import InputError
+from icejax.models import llama, mistral, qwen
+from icejax.models.decoder import CausalLM
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's checkpoints are read.
+
+    Attributes:
+        read_config: raw config.json -> ModelConfig.
+        ignored_keys: checkpoint keys that hold no parameter.
+    """
+
+    read_config: Callable[[dict[str, Any]], ModelConfig]
+    ignored_keys: re.Pattern[str]
+
+
+FAMILIES = {
+    "llama": Family(llama.read_config, llama.IGNORED_KEYS),
+    "mistral": Family(mistral.read_config, mistral.IGNORED_KEYS),
+    "ministral": Family(mistral.read_config, mistral.IGNORED_KEYS),
+    "qwen2": Family(qwen.read_qwen2_config, qwen.IGNORED_KEYS),
+    "qwen3": Family(qwen.read_qwen3_config, qwen.IGNORED_KEYS),
+}
+
+
+def family(raw: dict[str, Any]) -> Family:
+    """Returns the family of a raw config.json.
+
+    Raises:
+        InputError: it has no model_type, or one that is not supported.
+    """
+    known = ", ".join(FAMILIES)
+    if "model_type" not in raw:
+        raise InputError(f"config.json has no 'model_type': expected one of {known}")
+    if raw["model_type"] not in FAMILIES:
+        raise InputError(f"config.json: model_type {raw['model_type']!r} is not supported: expected one of {known}")
+    return FAMILIES[raw["model_type"]]
+
+
+__all__ = ["FAMILIES", "CausalLM", "Family", "family"]

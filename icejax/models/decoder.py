@@ -1,0 +1,169 @@
+"""The one decoder of the llama-like families. Attribute paths and weight layouts are Hugging Face's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from icejax.cache.host import PoolLayer
+from icejax.cache.policy import CachePolicy, Lengths
+from icejax.config import ModelConfig
+from icejax.ops.attention import EINSUM, causal
+from icejax.ops.rope import cos_sin, rotate
+
+MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b, with W as Hugging Face stores it."""
+
+    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((features_out,), dtype))
+        self.has_bias = bias
+
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        y = EINSUM("bti,oi->bto", x, self.weight[...]).astype(x.dtype)
+        return y + self.bias[...][None, None, :] if self.has_bias else y
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32."""
+
+    def __init__(self, features: int, *, eps: float, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.zeros((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return normal.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class Attention(nnx.Module):
+    """Projections, head norms and RoPE; what is attended to is the cache policy's."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+        self.config = config
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = Linear(config.hidden_size, heads * size, bias=config.qkv_bias, dtype=dtype)
+        self.k_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
+        self.v_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
+        self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
+
+    def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
+        """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
+        size = self.config.head_dim
+        with jax.named_scope("qkv"):
+            q, k, v = (f(x).reshape(*x.shape[:2], -1, size) for f in (self.q_proj, self.k_proj, self.v_proj))
+            if self.config.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+        with jax.named_scope("rope"):
+            cos, sin = cos_sin(positions, seen, config=self.config)
+            return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Returns the attention block's output from its heads."""
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """The gated MLP (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """One layer; its phase is a method, and its cache an argument."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+        self.self_attn = Attention(config, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    def prefill(
+        self, x: Float[Array, "B T D"], lengths: Lengths, *, policy: CachePolicy, state: Any, window: int | None
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """Runs the layer over a right-padded prompt; returns its output, its cache state and its pages for the pool."""
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
+        q, k, v = self.self_attn.project(self.input_layernorm(x), positions, lengths.prompt)
+        with jax.named_scope("attend"):
+            heads = causal(q, k, v, lengths=lengths.prompt, window=window)
+        with jax.named_scope("pack"):
+            state, pages = policy.prefill(state, q, k, v, lengths)
+        x = x + self.self_attn.output(heads)
+        return x + self._mlp_in_chunks(x), state, pages
+
+    def decode(
+        self, x: Float[Array, "B 1 D"], lengths: Lengths, *, policy: CachePolicy, state: Any, pool: PoolLayer | None
+    ) -> tuple[jax.Array, Any]:
+        """Runs the layer over one new token per row; returns its output and its new cache state."""
+        q, k, v = self.self_attn.project(self.input_layernorm(x), lengths.seen[:, None], lengths.seen + 1)
+        heads, state = policy.decode(state, q[:, 0], k[:, 0], v[:, 0], lengths, pool)
+        x = x + self.self_attn.output(heads[:, None])
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.post_attention_layernorm(x)), state
+
+    def _mlp_in_chunks(self, x: jax.Array) -> jax.Array:
+        batch, tokens, hidden = x.shape
+        chunk = min(MLP_CHUNK, tokens)
+        if tokens % chunk:
+            chunk = tokens
+        with jax.named_scope("mlp"):
+            chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
+            out = lax.map(lambda part: self.mlp(self.post_attention_layernorm(part)), chunks)
+            return out.swapaxes(0, 1).reshape(x.shape)
+
+
+class Embedding(nnx.Module):
+    """The token embedding."""
+
+    def __init__(self, vocab_size: int, features: int, *, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return jnp.take(self.weight[...], tokens, axis=0)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+
+class CausalLM(nnx.Module):
+    """A language model: read-only weights, no cache, no random state.
+
+    `config` says what it is; `dtype` is the name of the dtype its weights and activations have.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+        self.config, self.dtype = config, dtype
+        self.model = Decoder(config, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Returns the fp32 logits of the last layer's output."""
+        head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return EINSUM("btd,vd->btv", self.model.norm(x), head[...])

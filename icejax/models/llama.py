@@ -1,0 +1,22 @@
+"""Llama 1, 2, 3, 3.1, 3.2, and what has their architecture (LongChat, DeepSeek-R1-Distill-Llama)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from icejax.config import ModelConfig
+from icejax.models.reading import common, layer_types
+
+# Old checkpoints carry the rotary table, which the config determines.
+IGNORED_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def read_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `llama` checkpoint."""
+    fields, found = common(raw)
+    bias = fields.take("attention_bias", bool, default=False)
+    found |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=fields.take("mlp_bias", bool, default=False), qk_norm=False)
+    found |= layer_types(raw, fields, window=None, first_sliding=0)
+    fields.finish()
+    return ModelConfig(**found)

@@ -1,0 +1,22 @@
+"""Mistral 7B v0.1 to v0.3, Codestral-22B, Mistral-Nemo and Ministral."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from icejax.config import ModelConfig
+from icejax.models.reading import common, layer_types
+
+IGNORED_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def read_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `mistral` or `ministral` checkpoint; a sliding window (v0.1) is on every layer."""
+    # transformers' own default where the field is absent; v0.2 and later write null.
+    raw = raw if "sliding_window" in raw else raw | {"sliding_window": 4096}
+    fields, found = common(raw)
+    found |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+    found |= layer_types(raw, fields, window=fields.take("sliding_window", int, default=None), first_sliding=0)
+    fields.finish()
+    return ModelConfig(**found)

@@ -1,0 +1,35 @@
+"""Qwen2, Qwen2.5 and Qwen3, and what has their architecture (DeepSeek-R1-Distill-Qwen)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from icejax.config import ModelConfig
+from icejax.models.reading import common, layer_types
+
+IGNORED_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `qwen2` checkpoint: biased q, k and v."""
+    return _read(raw, lambda fields: dict(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False))
+
+
+def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `qwen3` checkpoint: normed q and k, head_dim 128 unless said."""
+
+    def attention(fields) -> dict[str, Any]:
+        bias = fields.take("attention_bias", bool, default=False)
+        return dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True)
+
+    return _read({"head_dim": 128, **raw}, attention)
+
+
+def _read(raw: dict[str, Any], attention) -> ModelConfig:
+    fields, found = common(raw)
+    window = fields.take("sliding_window", int, default=4096) if fields.take("use_sliding_window", bool, default=False) else None
+    first = fields.take("max_window_layers", int, default=28)
+    found |= attention(fields) | layer_types(raw, fields, window=window, first_sliding=first)
+    fields.finish()
+    return ModelConfig(**found)

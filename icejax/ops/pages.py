@@ -1,0 +1,90 @@
+"""Page formation: a balanced permutation of tokens that puts tokens of similar keys into one page."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.ops.attention import EINSUM
+from icejax.ops.topk import top_k
+
+BLOCK = 1024  # tokens among which nearest neighbours are sought
+POWER_ITERATIONS = 3
+FAR = 1e30  # the distance of an empty slot: after every token, before what is already taken
+
+
+def pack(k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, span: int) -> Int[Array, "B K S"]:
+    """Returns the order of tokens in pages: page i holds tokens `order[..., i * page_size : (i + 1) * page_size]`.
+
+    Spans of at most `span` tokens are packed on their own, so cost is linear in S. In a span a balanced tree halves
+    the tokens along their main axis down to blocks of about 1024; in a block each page is the free token of largest
+    norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). Only the last
+    page with tokens in it may be partial, and empty slots come last in a span.
+
+    Args:
+        k: keys; what stands where `valid` is False is not read.
+        valid: which tokens there are; True for a prefix of every row.
+        page_size: slots of a page; divides S.
+        span: largest number of tokens packed together.
+    """
+    batch, heads, tokens, size = k.shape
+    spans = math.ceil(tokens / span)
+    levels = max(0, round(math.log2(tokens / spans / BLOCK)))
+    if tokens % (spans * 2**levels * page_size):
+        raise ValueError(f"{tokens} tokens do not divide into {spans} spans of {2**levels} blocks of {page_size}-token pages")
+    valid = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
+    keys = jnp.where(valid[..., None], k, 0).astype(jnp.float32)
+    order = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), valid.shape)
+    for level in range(levels):
+        nodes = spans * 2**level
+        keys, valid, order = _reorder(_halves(keys.reshape(-1, tokens // nodes, size), valid.reshape(-1, tokens // nodes)), keys, valid, order)
+    blocks = spans * 2**levels
+    neighbours = functools.partial(_neighbours, page_size=page_size)
+    pages = neighbours(keys.reshape(-1, tokens // blocks, size), valid.reshape(-1, tokens // blocks))
+    return _reorder(pages, keys, valid, order)[2]
+
+
+def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Applies the order i32[nodes, tokens of a node] of every node to each array [B, K, S, ...]."""
+    reordered = []
+    for x in arrays:
+        flat = x.reshape(*within.shape, *x.shape[3:])
+        index = within.reshape(*within.shape, *(1,) * (flat.ndim - 2))
+        reordered.append(jnp.take_along_axis(flat, index, axis=1, mode="promise_in_bounds").reshape(x.shape))
+    return tuple(reordered)
+
+
+def _halves(keys: jax.Array, valid: jax.Array) -> jax.Array:
+    """Sorts the tokens of every node [n, S, H] along its main axis, so that its halves are alike; empty slots last."""
+    count = jnp.maximum(valid.sum(-1), 1)[:, None]
+    centred = jnp.where(valid[..., None], keys - (keys.sum(1) / count)[:, None, :], 0)
+    widest = jnp.square(centred).sum(-1).argmax(-1)
+    axis = jnp.take_along_axis(centred, widest[:, None, None], axis=1)[:, 0]
+    for _ in range(POWER_ITERATIONS):
+        axis = EINSUM("nsh,ns->nh", centred, EINSUM("nsh,nh->ns", centred, axis))
+        axis = axis / (jnp.linalg.norm(axis, axis=-1, keepdims=True) + 1e-30)
+    along = jnp.where(valid, EINSUM("nsh,nh->ns", centred, axis), FAR)
+    index = jnp.broadcast_to(jnp.arange(along.shape[-1], dtype=jnp.int32), along.shape)
+    return lax.sort((along, index), num_keys=1)[1]
+
+
+def _neighbours(keys: jax.Array, valid: jax.Array, *, page_size: int) -> jax.Array:
+    """Orders the tokens of every block [n, S, H]: a page is the free token of largest norm and those nearest to it."""
+    squares = jnp.square(keys).sum(-1)
+
+    def page(taken: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        seed = jnp.where(taken, -jnp.inf, jnp.where(valid, squares, -1.0)).argmax(-1)
+        key = jnp.take_along_axis(keys, seed[:, None, None], axis=1)[:, 0]
+        distance = squares - 2 * EINSUM("nsh,nh->ns", keys, key)  # less the seed's own square, alike for all
+        distance = jnp.where(taken, jnp.inf, jnp.where(valid, distance, FAR))
+        chosen = top_k(-distance, page_size)[1]
+        rows = jnp.arange(len(keys))[:, None]
+        return taken.at[rows, chosen].set(True), chosen
+
+    _, chosen = lax.scan(page, jnp.zeros(valid.shape, bool), None, length=keys.shape[1] // page_size)
+    return chosen.transpose(1, 0, 2).reshape(valid.shape)

@@ -1,0 +1,91 @@
+"""Rotary position embeddings (arXiv 2104.09864) and the ways families stretch them."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from icejax.config import ModelConfig, RopeScaling
+
+
+def cos_sin(
+    positions: Int[Array, "B T"], lengths: Int[Array, " B"], *, config: ModelConfig
+) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+    """Returns fp32 cos and sin of every position, halves repeated, as `rotate` takes them.
+
+    Args:
+        positions: token positions from 0.
+        lengths: tokens seen so far in each row; only `dynamic` scaling depends on them.
+        config: names head_dim, rope_theta and rope_scaling.
+    """
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        frequencies = _dynamic(lengths, scaling, theta=config.rope_theta, size=config.head_dim)[:, None, :]
+    else:
+        frequencies = jnp.asarray(inverse_frequencies(config))[None, None, :]
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    factor = scaling.attention_factor if scaling is not None else 1.0
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
+) -> Float[Array, "B T N H"]:
+    """Returns `x` rotated, in its own dtype; Hugging Face's layout (first half with second half)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([-second, first], axis=-1)
+    rotated = x.astype(jnp.float32) * cos[:, :, None, :] + turned * sin[:, :, None, :]
+    return rotated.astype(x.dtype)
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Returns the fp32 inverse frequencies [H / 2] of every scaling but `dynamic`."""
+    size, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    plain = (1.0 / theta ** (np.arange(0, size, 2, dtype=np.float64) / size)).astype(np.float32)
+    match scaling.rope_type if scaling is not None else None:
+        case None:
+            return plain
+        case "linear":
+            return plain / np.float32(scaling.factor)
+        case "llama3":
+            return _llama3(plain, scaling)
+        case "yarn":
+            return _yarn(plain, scaling, theta=theta, size=size)
+    raise ValueError(f"rope_type {scaling.rope_type!r} has no fixed frequencies")
+
+
+def _dynamic(lengths: jax.Array, scaling: RopeScaling, *, theta: float, size: int) -> jax.Array:
+    """NTK by length: the base grows once a text is longer than the trained context."""
+    trained = scaling.original_max_position_embeddings
+    seen = jnp.maximum(lengths, trained).astype(jnp.float32)
+    stretch = scaling.factor * seen / trained - (scaling.factor - 1.0)
+    base = theta * stretch ** (size / (size - 2))
+    return 1.0 / base[:, None] ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size)[None, :]
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Long wavelengths are divided by the factor, short ones kept, the band between blended (Llama 3.1)."""
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32)
+
+
+def _yarn(plain: np.ndarray, scaling: RopeScaling, *, theta: float, size: int) -> np.ndarray:
+    """NTK by parts: a ramp over dimensions from interpolation to extrapolation (arXiv 2309.00071 section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        context = scaling.original_max_position_embeddings
+        return size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    return (plain / scaling.factor * ramp + plain * (1 - ramp)).astype(np.float32)
