@@ -145,16 +145,15 @@ class Clustered(CachePolicy):
         with jax.named_scope("fetch"):
             fetched_k, fetched_v = pool.fetch(page_ids)
         with jax.named_scope("attend"):
-            slots_mask = jnp.arange(self.page_size) < counts[..., None]  # in a page empty slots come last
+            slots_mask = jnp.arange(self.page_size)[None, None, None, :] < counts[..., None]  # tokens come first in a page
             fetched_v = jnp.where(slots_mask[..., None], fetched_v, 0)
-            fetched = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (fetched_k, fetched_v))
-            keys, values = (
-                jnp.concatenate(parts, axis=2)
-                for parts in zip((state.sinks_k, state.sinks_v), fetched, (window_k, window_v), strict=True)
+            fetched_k, fetched_v, slots_mask = (_flat(x) for x in (fetched_k, fetched_v, slots_mask))
+            sinks_mask, window_mask = (
+                jnp.broadcast_to(m[:, None, :], (*counts.shape[:2], m.shape[1])) for m in (sinks_mask, window_mask)
             )
-            resident_masks = (jnp.broadcast_to(m[:, None, :], (*counts.shape[:2], m.shape[1])) for m in (sinks_mask, window_mask))
-            sinks_mask, window_mask = resident_masks
-            mask = jnp.concatenate([sinks_mask, slots_mask.reshape(*counts.shape[:2], -1), window_mask], axis=2)
+            keys = jnp.concatenate([state.sinks_k, fetched_k, window_k], axis=2)
+            values = jnp.concatenate([state.sinks_v, fetched_v, window_v], axis=2)
+            mask = jnp.concatenate([sinks_mask, slots_mask, window_mask], axis=2)
             out = attend(queries, keys, values, mask).reshape(q.shape)
         return out, ClusteredState(state.sinks_k, state.sinks_v, window_k, window_v, state.digests)
 
@@ -202,6 +201,11 @@ class Clustered(CachePolicy):
 
     def _window_positions(self, lengths: Lengths) -> jax.Array:
         return self._window_start(lengths) + jnp.arange(self.num_window)[None, :]
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Returns [B, K, M, p, ...] as [B, K, M * p, ...]."""
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _take(x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:

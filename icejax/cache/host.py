@@ -126,7 +126,7 @@ def allocate(shape: tuple[int, ...], dtype: str) -> jax.Array:
             "use a shorter prompt, fewer new tokens, a smaller batch or a 16-bit --dtype"
         )
     if jax.default_backend() == "cpu":  # an array over numpy's own memory could not be written in place later
-        return jax.jit(lambda: jnp.zeros(shape, bits), out_shardings=_sharding(host=True))()
+        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), HOST), out_shardings=_sharding(host=True))()
     return jax.device_put(np.zeros(shape, bits), _sharding(host=True))
 
 

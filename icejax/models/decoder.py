@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -123,9 +124,7 @@ class DecoderLayer(nnx.Module):
 
     def _mlp_in_chunks(self, x: jax.Array) -> jax.Array:
         batch, tokens, hidden = x.shape
-        chunk = min(MLP_CHUNK, tokens)
-        if tokens % chunk:
-            chunk = tokens
+        chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):
             chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
             out = lax.map(lambda part: self.mlp(self.post_attention_layernorm(part)), chunks)

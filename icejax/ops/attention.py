@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,7 @@ def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths: jax.Array, 
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    block = min(BLOCK, tokens)
-    if tokens % block:
-        raise ValueError(f"expected a prompt padded to a multiple of {block} tokens, got {tokens}")
+    block = math.gcd(BLOCK, tokens)
     valid = jnp.arange(tokens)[None, :] < lengths[:, None]
     k = jnp.where(valid[:, :, None, None], k, 0).transpose(0, 2, 1, 3)  # B K T H
     v = jnp.where(valid[:, :, None, None], v, 0).transpose(0, 2, 1, 3)

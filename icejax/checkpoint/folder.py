@@ -1,0 +1,77 @@
+"""Where a checkpoint is, and writing a folder so that it is there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from icejax.errors import InputError
+
+ORBAX = "orbax"  # the folder's parameters, in icejax's own form
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What travels with the weights from one form to the other.
+COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def resolve(model: str | Path) -> Path:
+    """Returns the folder of `model`: itself, or the snapshot of a hub id, downloaded if need be.
+
+    Raises:
+        InputError: there is no such folder, or the hub does not bring it.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not any(folder.iterdir()):
+            raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
+        return folder
+    if folder.exists() or not HUB_ID.fullmatch(str(model)):
+        raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, "model*.safetensors", "*.index.json"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{model}: no such folder, and the hub does not bring it ({reason})") from None
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies config and tokenizer files."""
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+@contextlib.contextmanager
+def writing(target: Path, *, force: bool) -> Iterator[Path]:
+    """Yields a folder beside `target` that takes its place by rename when the block ends well, and is removed else.
+
+    Raises:
+        InputError: `target` exists and `force` is False, or `target` is there and no folder.
+    """
+    if target.exists() and (not force or not target.is_dir()):
+        raise InputError(f"{target} exists: choose another place{', or give --force to replace it' if target.is_dir() else ''}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield part
+        part.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            os.rename(target, old / "old")
+            os.rename(part, target)
+            shutil.rmtree(old)
+        else:
+            os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

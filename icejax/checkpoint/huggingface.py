@@ -1,0 +1,92 @@
+"""Hugging Face folders: config.json and safetensors, read tensor by tensor, and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from icejax.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 2**30  # as in transformers
+# Other packagings of the same weights that publishers put beside the shards.
+OTHER_PACKAGING = ("consolidated",)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object; InputError if the file is missing or is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path.parent} has no {path.name}: expected a Hugging Face or icejax checkpoint folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object, found a {type(found).__name__}")
+    return found
+
+
+def shards(folder: Path) -> list[Path]:
+    """Returns the safetensors files of `folder`, in order.
+
+    Raises:
+        InputError: there are none, one that the index names is missing, or one is there that the index does not name.
+    """
+    present = {p.name for p in folder.glob("*.safetensors") if not p.name.startswith(OTHER_PACKAGING)}
+    if not (folder / INDEX).exists():
+        if len(present) == 1:
+            return [folder / present.pop()]
+        found = "none" if not present else f"{len(present)} and no {INDEX}"
+        raise InputError(f"{folder}: expected one .safetensors file, or several with an index, found {found}")
+    named = set(read_json(folder / INDEX).get("weight_map", {}).values())
+    faults = [f"{name} is named in {INDEX} and missing" for name in sorted(named - present)]
+    faults += [f"{name} is not named in {INDEX}" for name in sorted(present - named)]
+    if faults:
+        raise InputError(f"{folder}: {'; '.join(faults)}: fetch the folder again, or remove what does not belong to it")
+    return [folder / name for name in sorted(named)]
+
+
+def keys(files: Iterable[Path]) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
+    """Yields key, file and shape of every tensor, reading headers only; InputError for a broken file."""
+    for file in files:
+        with _open(file) as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                yield key, file, tuple(tensors.get_slice(key).get_shape())
+
+
+def read_tensor(file: Path, key: str) -> np.ndarray:
+    """Returns one tensor in its stored dtype. The file is opened anew, so that pages read do not stay mapped."""
+    with _open(file) as tensors:
+        return tensors.get_tensor(key)
+
+
+def _open(file: Path):
+    try:
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray], *, shard_bytes: int = SHARD_BYTES) -> Iterator[str]:
+    """Writes `tensors` in shards of at most `shard_bytes` with an index, or one file; yields keys as they are written."""
+    groups: list[dict[str, np.ndarray]] = [{}]
+    for key in sorted(tensors):
+        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensors[key].nbytes > shard_bytes:
+            groups.append({})
+        groups[-1][key] = tensors[key]
+    single = len(groups) == 1
+    names = ["model.safetensors" if single else f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    for name, group in zip(names, groups, strict=True):
+        save_file(group, folder / name, metadata={"format": "pt"})
+        yield from group
+    if not single:
+        total = sum(t.nbytes for t in tensors.values())
+        weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))

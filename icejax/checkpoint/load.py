@@ -1,0 +1,109 @@
+"""A checkpoint folder -> a model: every key consumed once, every parameter filled once, all faults told together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from icejax.checkpoint import huggingface, orbax
+from icejax.checkpoint.folder import ORBAX, resolve
+from icejax.config import ModelConfig
+from icejax.errors import InputError
+from icejax.models import CausalLM, family
+from icejax.models.reading import token_ids
+
+DTYPES = ("float32", "bfloat16", "float16")
+TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Returns the config of a checkpoint folder; InputError for a field that is missing, unknown or unsupported."""
+    raw = huggingface.read_json(folder / "config.json")
+    config = family(raw).read_config(raw)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        more = token_ids(huggingface.read_json(generation).get("eos_token_id"))
+        config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    return config
+
+
+def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
+    """Returns a model without arrays: its graph, its parameters by Hugging Face key in leaf order, its leaves' tree."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
+    paths, tree = jax.tree_util.tree_flatten_with_path(state)
+    named = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
+    return graph, named, tree
+
+
+def load_model(model: str | Path, *, dtype: str | None = None, progress: Progress | None = None) -> CausalLM:
+    """Returns the model of a Hugging Face folder, an icejax folder or a hub id, on the default device.
+
+    Tensors go one by one to `dtype` and the device, so host memory holds little beside the model itself.
+
+    Args:
+        dtype: float32, bfloat16 or float16; None: float32 on CPU, whose bf16 products are slow, else the checkpoint's.
+        progress: called after every tensor.
+
+    Raises:
+        InputError: the folder, its config or its tensors are not what they should be; the message tells all faults.
+    """
+    folder = resolve(model)
+    config = read_config(folder)
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    graph, parameters, tree = abstract(config, dtype)
+    if (folder / ORBAX).is_dir():
+        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype)
+        leaves = [stored[key] for key in parameters]
+    else:
+        read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
+        found = {}
+        for done, (key, tensor) in enumerate(read, start=1):
+            found[key] = _to_device(tensor, dtype)
+            if progress is not None:
+                progress(key, done, len(parameters))
+        leaves = [found[key] for key in parameters]
+    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
+def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
+    """Yields key and tensor, in the stored dtype, of every parameter of a Hugging Face folder, one at a time.
+
+    Raises:
+        InputError: keys are missing, unknown, stored twice or of another shape; before the first tensor is read.
+    """
+    raw = huggingface.read_json(folder / "config.json")
+    ignored = family(raw).ignored_keys
+    faults, where = [], {}
+    for key, file, shape in huggingface.keys(huggingface.shards(folder)):
+        tied = key == TIED_HEAD and config.tie_word_embeddings
+        if ignored.fullmatch(key):
+            continue
+        if key in where:
+            faults.append(f"{key} is stored twice")
+        elif key not in shapes and not tied:
+            faults.append(f"{key} is not a parameter of this model")
+        elif not tied and shape != shapes[key]:
+            faults.append(f"{key} has shape {list(shape)}, expected {list(shapes[key])}")
+        where[key] = file
+    faults += [f"{key} is missing" for key in shapes if key not in where]
+    if TIED_HEAD in where and TIED_HEAD not in shapes and not faults:
+        if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (TIED_HEAD, EMBEDDING))):
+            faults.append(f"{TIED_HEAD} differs from the embedding that config.json ties it to")
+    if faults:
+        shown = "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
+        raise InputError(f"{folder} does not fit its config.json: {shown}")
+    return ((key, huggingface.read_tensor(where[key], key)) for key in shapes)
+
+
+def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:
+    # The copy matters on CPU, where a device array could otherwise share memory with the reader's.
+    return jax.device_put(tensor.astype(jnp.dtype(dtype), copy=True))

@@ -1,0 +1,54 @@
+"""icejax's own form of the parameters: an Orbax checkpoint of Hugging Face keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from icejax.errors import InputError
+
+
+def save(path: Path, parameters: dict[str, np.ndarray]) -> None:
+    """Writes `parameters` in their own dtypes to the new folder `path`."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), parameters)
+
+
+def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of every parameter stored at `path`; InputError if it is no whole checkpoint."""
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} is not a whole Orbax checkpoint ({reason}): convert it again") from None
+    return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
+
+
+def read(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str | None = None) -> dict[str, jax.Array]:
+    """Returns the parameters at `path` on the default device, in `dtype` or as stored.
+
+    Raises:
+        InputError: keys are missing, unknown or of another shape.
+    """
+    found = stored(path)
+    faults = [f"{key} is missing" for key in shapes if key not in found]
+    faults += [f"{key} is not a parameter of this model" for key in found if key not in shapes]
+    faults += [
+        f"{key} has shape {list(found[key].shape)}, expected {list(shape)}"
+        for key, shape in shapes.items()
+        if key in found and tuple(found[key].shape) != tuple(shape)
+    ]
+    if faults:
+        raise InputError(f"{path} does not fit its config.json: {'; '.join(faults)}")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {
+        key: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype) if dtype is not None else s.dtype, sharding=sharding)
+        for key, s in found.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path.absolute(), target)

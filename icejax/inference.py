@@ -1,0 +1,229 @@
+"""Prefill and decode: pure array code that knows nothing of text.
+
+Prefill is layer-major: one program runs one layer over the whole prompt, so the device holds the weights, the
+prompt's activations and one layer's keys and values. A decode step is one program over all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from icejax.cache import host, layer_policies
+from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
+from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.sampling import Sampling
+
+SHORTEST = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """All that changes from step to step, but for the pool.
+
+    Attributes:
+        cache: the device part of the cache.
+        last_tokens: the newest token of every row, not yet in the cache.
+        done: rows that have ended; they go on with their last token, which is not to be read.
+        key: the random key of the whole generation.
+        seen: which tokens the text holds; None unless the sampling asks for it.
+    """
+
+    cache: KVCache
+    last_tokens: jax.Array  # i32[B]
+    done: jax.Array  # bool[B]
+    key: jax.Array
+    seen: jax.Array | None  # bool[B, V]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is static about a generation: how each layer caches, how large, how tokens are chosen and what ends a text."""
+
+    policies: tuple[CachePolicy, ...]
+    spec: CacheSpec
+    sampling: Sampling
+    eos_token_ids: tuple[int, ...]
+    fetch_backend: str
+
+    @property
+    def pooled(self) -> tuple[int, ...]:
+        """The layers that keep pages in the pool, in the pool's order."""
+        return tuple(i for i, policy in enumerate(self.policies) if policy.num_pages(self.spec))
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a pool page; 0 without a pool."""
+        return self.policies[self.pooled[0]].page_size if self.pooled else 0
+
+    @property
+    def pool_shape(self) -> tuple[int, ...] | None:
+        """Shape [P, L, B, K, 2, p, H] of the pool, None without one."""
+        if not self.pooled:
+            return None
+        spec, pages = self.spec, self.policies[self.pooled[0]].num_pages(self.spec)
+        return (pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, 2, self.page_size, spec.head_dim)
+
+
+def ladder(tokens: int) -> int:
+    """Returns the size a prompt of `tokens` is padded to: 256, 384, 512, 768, ..., so that few sizes are compiled."""
+    size = SHORTEST
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def make_plan(
+    model: CausalLM, policy: CachePolicy, sampling: Sampling, *, batch_size: int, prompt_tokens: int, new_tokens: int
+) -> Plan:
+    """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`."""
+    config = model.config
+    spec = CacheSpec(
+        batch_size=batch_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        prompt_capacity=ladder(prompt_tokens),
+        new_capacity=ladder(new_tokens),
+        dtype=model.dtype,
+    )
+    return Plan(layer_policies(policy, config), spec, sampling, config.eos_token_ids, host.fetch_backend())
+
+
+def prefill(
+    model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan, *, seed: int = 0, progress: Callable[[int], None] | None = None
+) -> tuple[DecodeState, jax.Array, jax.Array | None]:
+    """Runs the prompts and chooses the first new token.
+
+    Args:
+        prompts: token ids, one list per row.
+        seed: of the random key.
+        progress: called with the number of layers done.
+
+    Returns:
+        The state to decode from, the logits f32[B, V] of the last prompt token, and the pool.
+
+    Raises:
+        InputError: the host has not enough memory for the pool; raised before anything runs.
+    """
+    pool = host.allocate(plan.pool_shape, plan.spec.dtype) if plan.pool_shape is not None else None
+    tokens = np.zeros((len(prompts), plan.spec.prompt_capacity), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
+    lengths = Lengths(prompt_lengths, jnp.int32(0), jnp.int32(0))
+    x = _embed(model, jnp.asarray(tokens))
+    states, written = [], 0
+    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
+        window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
+        x, state, pages = _prefill_layer(layer, x, lengths, policy=policy, spec=plan.spec, window=window)
+        states.append(state)
+        if pages is not None:
+            pool = host.write_layer(pool, pages, plan.pooled.index(i))
+            written = pages.shape[0]
+        if progress is not None:
+            x.block_until_ready()
+            progress(i + 1)
+    logits = _last_logits(model, x, prompt_lengths)
+    cache = KVCache(tuple(states), Lengths(prompt_lengths, jnp.int32(0), jnp.int32(written)))
+    seen = None
+    if plan.sampling.needs_seen:
+        seen = np.zeros((len(prompts), model.config.vocab_size), bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[np.asarray(prompt)] = True
+        seen = jnp.asarray(seen)
+    state = DecodeState(cache, jnp.zeros(len(prompts), jnp.int32), jnp.zeros(len(prompts), bool), jax.random.key(seed), seen)
+    return _first_token(logits, state, plan=plan), logits, pool
+
+
+@jax.jit
+def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
+    return model.model.embed_tokens(tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames=("x",))
+def _prefill_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None):
+    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)
+
+
+@jax.jit
+def _last_logits(model: CausalLM, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    return model.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def _first_token(logits: jax.Array, state: DecodeState, *, plan: Plan) -> DecodeState:
+    return _choose(logits, state, plan)
+
+
+def _choose(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
+    """Puts the next token of every row that has not ended into the state."""
+    key = jax.random.fold_in(state.key, state.cache.lengths.decoded)
+    tokens = plan.sampling.choose(logits, key=key, seen=state.seen)
+    tokens = jnp.where(state.done, state.last_tokens, tokens)
+    ended = jnp.isin(tokens, jnp.asarray(plan.eos_token_ids, jnp.int32)) if plan.eos_token_ids else jnp.zeros_like(state.done)
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, seen=seen)
+
+
+class Decoding:
+    """The decode programs of one model and plan. Weights are passed flat: walking a module takes longer than a step."""
+
+    def __init__(self, model: CausalLM, plan: Plan) -> None:
+        graph, state = nnx.split(model)
+        self._leaves, tree = jax.tree.flatten(state)
+        self._programs = _programs(graph, tree, plan)
+        self._page_size = plan.page_size
+        self._decoded = 0
+
+    def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, jax.Array, jax.Array | None]:
+        """Puts `last_tokens` into the cache and chooses the next; returns state, logits f32[B, V] and pool.
+
+        Donates `state`, and, when a window page is full and goes to the pool, `pool`.
+        """
+        step, flush = self._programs
+        state, logits = step(self._leaves, state, pool)
+        self._decoded += 1
+        if self._page_size and self._decoded % self._page_size == 0:
+            cache, pages, at = flush(state.cache)
+            state, pool = dataclasses.replace(state, cache=cache), host.write_page(pool, pages, at)
+        return state, logits, pool
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, jax.Array]:
+        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        lengths = state.cache.lengths
+        x = model.model.embed_tokens(state.last_tokens[:, None])
+        states = []
+        for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
+            view = None
+            if i in plan.pooled:
+                view = host.PoolLayer(pool, plan.pooled.index(i), plan.fetch_backend, plan.spec.dtype)
+            x, layer_state = layer.decode(x, lengths, policy=policy, state=state.cache.layers[i], pool=view)
+            states.append(layer_state)
+        logits = model.logits(x)[:, 0]
+        cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))
+        return _choose(logits, dataclasses.replace(state, cache=cache), plan), logits
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def flush(cache: KVCache) -> tuple[KVCache, jax.Array, jax.Array]:
+        states, pages = list(cache.layers), []
+        for i in plan.pooled:
+            states[i], page = plan.policies[i].flush(states[i], cache.lengths)
+            pages.append(page)
+        lengths = dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1)
+        return KVCache(tuple(states), lengths), jnp.stack(pages), cache.lengths.pages
+
+    return step, flush
