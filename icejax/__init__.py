@@ -1,0 +1,21 @@
+"""Long-context inference in JAX and Flax: the KV cache in host memory, in pages of tokens that mean similar things."""
+
+from icejax.cache import POLICIES, CachePolicy, Clustered, Full
+from icejax.errors import InputError
+from icejax.generation import GenerationResponse, chat, generate, load, stream_generate
+from icejax.sampling import Sampling
+
+__version__ = "0.1.0"
+__all__ = [
+    "POLICIES",
+    "CachePolicy",
+    "Clustered",
+    "Full",
+    "GenerationResponse",
+    "InputError",
+    "Sampling",
+    "chat",
+    "generate",
+    "load",
+    "stream_generate",
+]

@@ -44,6 +44,21 @@ class DecodeState:
     seen: jax.Array | None  # bool[B, V]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """What a decode step brought.
+
+    Attributes:
+        tokens_and_pages: the chosen tokens, and the pages attended to exactly over layers and KV heads: one array,
+            for one transfer.
+        logits: of the chosen tokens.
+    """
+
+    tokens_and_pages: jax.Array  # i32[2, B]
+    logits: jax.Array  # f32[B, V]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is static about a generation: how each layer caches, how large, how tokens are chosen and what ends a text."""
@@ -63,6 +78,13 @@ class Plan:
     def page_size(self) -> int:
         """Slots of a pool page; 0 without a pool."""
         return self.policies[self.pooled[0]].page_size if self.pooled else 0
+
+    @property
+    def pages_fetched(self) -> int:
+        """Pages a row fetches in a step, over layers and KV heads."""
+        return sum(
+            self.spec.num_kv_heads * self.policies[i].num_selected(self.policies[i].num_pages(self.spec)) for i in self.pooled
+        )
 
     @property
     def pool_shape(self) -> tuple[int, ...] | None:
@@ -99,7 +121,7 @@ def make_plan(
 
 def prefill(
     model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan, *, seed: int = 0, progress: Callable[[int], None] | None = None
-) -> tuple[DecodeState, jax.Array, jax.Array | None]:
+) -> tuple[DecodeState, Step, jax.Array | None]:
     """Runs the prompts and chooses the first new token.
 
     Args:
@@ -108,7 +130,7 @@ def prefill(
         progress: called with the number of layers done.
 
     Returns:
-        The state to decode from, the logits f32[B, V] of the last prompt token, and the pool.
+        The state to decode from, what the prompt brought (no pages), and the pool.
 
     Raises:
         InputError: the host has not enough memory for the pool; raised before anything runs.
@@ -140,7 +162,8 @@ def prefill(
             row[np.asarray(prompt)] = True
         seen = jnp.asarray(seen)
     state = DecodeState(cache, jnp.zeros(len(prompts), jnp.int32), jnp.zeros(len(prompts), bool), jax.random.key(seed), seen)
-    return _first_token(logits, state, plan=plan), logits, pool
+    state = _first_token(logits, state, plan=plan)
+    return state, Step(jnp.stack([state.last_tokens, jnp.zeros_like(state.last_tokens)]), logits), pool
 
 
 @jax.jit
@@ -185,24 +208,24 @@ class Decoding:
         self._page_size = plan.page_size
         self._decoded = 0
 
-    def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, jax.Array, jax.Array | None]:
-        """Puts `last_tokens` into the cache and chooses the next; returns state, logits f32[B, V] and pool.
+    def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
+        """Puts `last_tokens` into the cache and chooses the next; returns state, what the step brought, and pool.
 
         Donates `state`, and, when a window page is full and goes to the pool, `pool`.
         """
         step, flush = self._programs
-        state, logits = step(self._leaves, state, pool)
+        state, brought = step(self._leaves, state, pool)
         self._decoded += 1
         if self._page_size and self._decoded % self._page_size == 0:
             cache, pages, at = flush(state.cache)
             state, pool = dataclasses.replace(state, cache=cache), host.write_page(pool, pages, at)
-        return state, logits, pool
+        return state, brought, pool
 
 
 @functools.lru_cache(maxsize=16)
 def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, jax.Array]:
+    def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         lengths = state.cache.lengths
         x = model.model.embed_tokens(state.last_tokens[:, None])
@@ -215,7 +238,10 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             states.append(layer_state)
         logits = model.logits(x)[:, 0]
         cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))
-        return _choose(logits, dataclasses.replace(state, cache=cache), plan), logits
+        state = _choose(logits, dataclasses.replace(state, cache=cache), plan)
+        selected = [policy.pages_selected(s) for policy, s in zip(plan.policies, states, strict=True)]
+        selected = sum((s for s in selected if s is not None), jnp.zeros_like(state.last_tokens))
+        return state, Step(jnp.stack([state.last_tokens, selected]), logits)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def flush(cache: KVCache) -> tuple[KVCache, jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -25,6 +26,7 @@ class ClusteredState:
         sinks_k, sinks_v: the first tokens.
         window_k, window_v: the newest tokens, oldest first.
         digests: one per page of the pool.
+        selected: pages attended exactly in the newest step, over KV heads.
     """
 
     sinks_k: jax.Array  # dtype[B, K, sinks, H]
@@ -32,6 +34,7 @@ class ClusteredState:
     window_k: jax.Array  # dtype[B, K, window, H]
     window_v: jax.Array
     digests: Digests
+    selected: jax.Array  # i32[B]
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,8 @@ class Clustered(CachePolicy):
         pages = self.num_pages(spec)
         count = jnp.zeros((spec.batch_size, spec.num_kv_heads, pages), jnp.int32)
         sinks, window = self.num_sinks, self.num_window
-        return ClusteredState(
-            empty(sinks), empty(sinks), empty(window), empty(window), Digests(count, empty(pages), empty(pages))
-        )
+        digests, selected = Digests(count, empty(pages), empty(pages)), jnp.zeros(spec.batch_size, jnp.int32)
+        return ClusteredState(empty(sinks), empty(sinks), empty(window), empty(window), digests, selected)
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
         batch, tokens, heads, size = k.shape
@@ -129,7 +131,8 @@ class Clustered(CachePolicy):
         digests = jax.tree.map(
             lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.digests, digest(k, mask)
         )
-        return ClusteredState(*state_sinks, *state_window, digests), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+        state = ClusteredState(*state_sinks, *state_window, digests, state.selected)
+        return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
         with jax.named_scope("append"):
@@ -155,7 +158,8 @@ class Clustered(CachePolicy):
             values = jnp.concatenate([state.sinks_v, fetched_v, window_v], axis=2)
             mask = jnp.concatenate([sinks_mask, slots_mask, window_mask], axis=2)
             out = attend(queries, keys, values, mask).reshape(q.shape)
-        return out, ClusteredState(state.sinks_k, state.sinks_v, window_k, window_v, state.digests)
+        selected = (counts > 0).sum((1, 2), dtype=jnp.int32)
+        return out, dataclasses.replace(state, window_k=window_k, window_v=window_v, selected=selected)
 
     def _select(self, queries: jax.Array, digests: Digests, *, room: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the best pages by score, i32[B, K, M], and how many of their tokens count: none past `room` [B, 1].
@@ -184,7 +188,13 @@ class Clustered(CachePolicy):
         )
         window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
         page = jnp.stack([page_k, page_v], axis=2)
-        return ClusteredState(state.sinks_k, state.sinks_v, window_k, window_v, digests), page
+        return dataclasses.replace(state, window_k=window_k, window_v=window_v, digests=digests), page
+
+    def pages_selected(self, state: ClusteredState) -> jax.Array:
+        return state.selected
+
+    def digest_bytes(self, state: ClusteredState) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(state.digests)) + state.selected.nbytes
 
     @property
     def _fill(self) -> int:

@@ -74,7 +74,8 @@ class CachePolicy(abc.ABC):
     `flush` for the caller to write, and reads them in `decode`.
     """
 
-    dense_layers: int | None = None
+    budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
+    dense_layers: int | None = None  # first layers that keep the full cache; None: 2 from 16 layers on, as in the paper
 
     @property
     def page_size(self) -> int:
@@ -122,6 +123,22 @@ class CachePolicy(abc.ABC):
         Called between steps whenever `page_size` tokens have been decoded, for policies with a pool.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
+
+
+    def pages_selected(self, state: Any) -> jax.Array | None:
+        """Returns how many pages the newest step attended to exactly, i32[B], over KV heads; None without pages."""
+        del state
+        return None
+
+    def num_selected(self, pages: int) -> int:
+        """Returns how many of `pages` pages a step fetches per KV head."""
+        del pages
+        return 0
+
+    def digest_bytes(self, state: Any) -> int:
+        """Returns the bytes of a layer's state that describe pages and are no keys or values."""
+        del state
+        return 0
 
 
 def append(buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: jax.Array) -> Float[Array, "B K S H"]:

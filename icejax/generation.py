@@ -1,0 +1,249 @@
+"""Text in, text out: generate, stream_generate and what they answer with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from icejax.cache import Clustered
+from icejax.cache.policy import CachePolicy
+from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.load import Progress, load_model
+from icejax.detokenize import Detokenizer
+from icejax.errors import InputError
+from icejax.inference import Decoding, DecodeState, Plan, Step, make_plan, prefill
+from icejax.models import CausalLM
+from icejax.sampling import Sampling
+
+ASSETS = Path(__file__).parent / "assets"
+MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResponse:
+    """A piece of one row's text while it streams, or, from `generate`, all of it. Bytes and pages are this row's share.
+
+    Attributes:
+        row: which prompt it answers.
+        text, token_ids: the new text and its tokens; a final eos is among the tokens and not in the text.
+        prompt_tokens, new_tokens: tokens so far.
+        finish_reason: `stop` (an eos or a stop string), `length`, or None while the row goes on.
+        ttft_s: seconds from the call to the first token.
+        tpot_s: median seconds per token after it; None until the row has ended.
+        prefill_tps, decode_tps: tokens per second of this row in the two phases.
+        cache, budget: the policy's name, and tokens attended exactly per KV head and layer (None: all).
+        device_kv_bytes, digest_bytes: keys and values, and digests, on the device.
+        host_kv_bytes: the pool.
+        full_kv_bytes: what the keys and values of all tokens so far take.
+        pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads.
+    """
+
+    row: int
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    finish_reason: str | None
+    ttft_s: float
+    tpot_s: float | None
+    prefill_tps: float
+    decode_tps: float | None
+    cache: str
+    budget: int | None
+    device_kv_bytes: int
+    digest_bytes: int
+    host_kv_bytes: int
+    full_kv_bytes: int
+    pages_selected: int
+    pages_fetched: int
+    fetch_backend: str | None
+    device: str
+    dtype: str
+
+
+def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progress | None = None) -> tuple[CausalLM, Any]:
+    """Returns the model and the tokenizer of a Hugging Face folder, an icejax folder or a hub id; the bundled ones without.
+
+    Raises:
+        InputError: something about the folder is not as it should be; the message says what.
+    """
+    folder = resolve(path)
+    model = load_model(folder, dtype=dtype, progress=progress)
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    try:
+        return model, AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+
+
+def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
+    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none."""
+    if not tokenizer.chat_template:
+        raise InputError("the tokenizer has no chat template: give the prompt without --chat, in the model's own form")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def encode(tokenizer: Any, prompts: Sequence[str], *, special_tokens: bool, context_length: int) -> list[list[int]]:
+    """Returns the token ids of prompts.
+
+    Raises:
+        InputError: a prompt is empty or leaves no room for a token in `context_length`.
+    """
+    encoded = []
+    for row, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, add_special_tokens=special_tokens, verbose=False)["input_ids"] if prompt else []
+        if not ids:
+            raise InputError(f"prompt {row + 1} is empty: expected some text")
+        if len(ids) >= context_length:
+            raise InputError(
+                f"prompt {row + 1} has {len(ids)} tokens and the context holds {context_length}, the answer included: "
+                "shorten it, or raise --context-length if the model can take it"
+            )
+        encoded.append(ids)
+    return encoded
+
+
+def stream_generate(
+    model: CausalLM,
+    tokenizer: Any,
+    prompts: str | Sequence[str],
+    *,
+    cache: CachePolicy | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    special_tokens: bool = True,
+    context_length: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[GenerationResponse]:
+    """Yields each row's text piece by piece; a row's last piece has a `finish_reason`.
+
+    Args:
+        prompts: one or several, run as one batch; they may differ in length.
+        cache: the cache policy; None: `Clustered()`.
+        sampling: None: greedy.
+        stop: strings that end a text and are not part of it.
+        special_tokens: whether the tokenizer adds its own (False for text that has them, as from `chat`).
+        context_length: tokens of prompt and answer together; None: the model's own.
+        progress: called with the number of layers done while the prompt runs.
+
+    Raises:
+        InputError: a prompt is empty or too long, or the host has too little memory; before anything runs.
+    """
+    cache, sampling = cache or Clustered(), sampling or Sampling()
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    context_length = context_length or model.config.max_position_embeddings
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    ids = encode(tokenizer, prompts, special_tokens=special_tokens, context_length=context_length)
+    longest = max(map(len, ids))
+    limits = [min(max_new_tokens, context_length - len(row)) for row in ids]
+    started = time.perf_counter()
+    plan = make_plan(model, cache, sampling, batch_size=len(ids), prompt_tokens=longest, new_tokens=max(limits))
+    state, step, pool = prefill(model, ids, plan, seed=seed, progress=progress)
+    decoding = Decoding(model, plan)
+    still = _still(model, cache, plan, state, pool)
+    rows = [_Row(tokenizer, stop, model.config.eos_token_ids, limit) for limit in limits]
+    step.tokens_and_pages.block_until_ready()
+    read_at, ttft = [], time.perf_counter() - started
+    while True:
+        pending = step
+        if any(not row.finished(ahead=1) for row in rows):  # the next step runs while this one's tokens are read
+            state, step, pool = decoding.step(state, pool)
+        tokens, pages = np.asarray(pending.tokens_and_pages)
+        read_at.append(time.perf_counter())
+        for i, row in enumerate(rows):
+            if row.finish_reason is not None:
+                continue
+            text = row.take(int(tokens[i]), int(pages[i]))
+            count, ended = len(row.tokens), row.finish_reason is not None
+            tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
+            yield GenerationResponse(
+                row=i,
+                text=text,
+                token_ids=(row.tokens[-1],),
+                prompt_tokens=len(ids[i]),
+                new_tokens=count,
+                finish_reason=row.finish_reason,
+                ttft_s=ttft,
+                tpot_s=tpot,
+                prefill_tps=len(ids[i]) / ttft,
+                decode_tps=1 / tpot if tpot is not None else None,
+                full_kv_bytes=still["token_bytes"] * (len(ids[i]) + count),
+                pages_selected=row.pages,
+                pages_fetched=plan.pages_fetched * (count - 1),
+                **still["fields"],
+            )
+        if all(row.finish_reason is not None for row in rows):
+            return
+
+
+def generate(model: CausalLM, tokenizer: Any, prompts: str | Sequence[str], **options: Any) -> list[GenerationResponse]:
+    """Returns one whole response per prompt; the arguments are those of `stream_generate`."""
+    pieces: dict[int, list[GenerationResponse]] = {}
+    for piece in stream_generate(model, tokenizer, prompts, **options):
+        pieces.setdefault(piece.row, []).append(piece)
+    return [join(pieces[row]) for row in sorted(pieces)]
+
+
+def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
+    """Returns the pieces of one row as one response."""
+    return replace(
+        pieces[-1], text="".join(p.text for p in pieces), token_ids=tuple(token for p in pieces for token in p.token_ids)
+    )
+
+
+class _Row:
+    """What is known on the host of one row: its tokens, its text, and why it ended."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], eos_token_ids: tuple[int, ...], limit: int) -> None:
+        self.tokens: list[int] = []
+        self.pages = 0
+        self.finish_reason: str | None = None
+        self._text = Detokenizer(tokenizer, stop)
+        self._eos, self._limit = eos_token_ids, limit
+
+    def finished(self, *, ahead: int) -> bool:
+        """Whether the row ends within `ahead` tokens by what is known now."""
+        return self.finish_reason is not None or len(self.tokens) + ahead >= self._limit
+
+    def take(self, token: int, pages: int) -> str:
+        """Adds a token and returns the text that it completes."""
+        self.tokens.append(token)
+        self.pages += pages
+        text = self._text.add(token)
+        if token in self._eos or self._text.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self._limit:
+            self.finish_reason = "length"
+        return text + self._text.rest() if self.finish_reason is not None else text
+
+
+def _still(model: CausalLM, cache: CachePolicy, plan: Plan, state: DecodeState, pool: jax.Array | None) -> dict[str, Any]:
+    """What does not change from token to token: the figures of the pytree, per row, and names."""
+    config, batch = model.config, plan.spec.batch_size
+    digest_bytes = sum(policy.digest_bytes(s) for policy, s in zip(plan.policies, state.cache.layers, strict=True))
+    device_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache.layers))
+    item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
+    device = jax.devices()[0]
+    fields = dict(
+        cache=type(cache).__name__.lower(),
+        budget=cache.budget,
+        device_kv_bytes=(device_bytes - digest_bytes) // batch,
+        digest_bytes=digest_bytes // batch,
+        host_kv_bytes=pool.nbytes // batch if pool is not None else 0,
+        fetch_backend=plan.fetch_backend if pool is not None else None,
+        device=f"{device.platform}: {device.device_kind}",
+        dtype=model.dtype,
+    )
+    return dict(fields=fields, token_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item)
