@@ -35,7 +35,9 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser; defaults are those of the dataclasses."""
-    parser = Parser(prog="icejax.generate", description="Generate text from a long prompt. Without arguments: the bundled example.")
+    parser = Parser(
+        prog="icejax.generate", description="Generate text from a long prompt. Without arguments: the bundled example."
+    )
     parser.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
     parser.add_argument("--prompt", action="append", default=[], help="text; repeatable; - reads stdin")
     parser.add_argument("--prompt-file", type=Path, help="text file, or .jsonl with one object with 'prompt' per line")
@@ -49,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
-    parser.add_argument("--cache", default="clustered", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: %(default)s)")
+    parser.add_argument(
+        "--cache", default="clustered", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: %(default)s)"
+    )
     parser.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer")
     parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page")
     parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="any option of the cache")
@@ -157,7 +161,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     with _progress(console) as bars:
         bar = bars.add_task("load", total=None)
         model, tokenizer = load(
-            arguments.model or ASSETS, dtype=arguments.dtype, progress=lambda _, done, total: bars.update(bar, completed=done, total=total)
+            arguments.model or ASSETS,
+            dtype=arguments.dtype,
+            progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
         )
     if arguments.chat:
         prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
@@ -246,13 +252,14 @@ def _progress(console: Console) -> Progress:
 
 def _table(responses: list[GenerationResponse]) -> Table:
     """The cost of every answer."""
-    table = Table(title="cost")
-    for name in ("prompt", "new", "ended by", "first token", "per token", "cache", "KV on device", "digests", "KV on host", "full KV"):
+    first = responses[0]
+    budget = f", budget {first.budget}" if first.budget is not None else ""
+    table = Table(title=f"{first.cache} cache{budget}, {first.dtype}, {first.device}")
+    for name in ("prompt", "new", "ended by", "first token", "per token", "KV device", "KV host", "full KV"):
         table.add_column(name, justify="right")
     for r in responses:
         tpot = f"{r.tpot_s * 1e3:.1f} ms" if r.tpot_s is not None else "-"
-        budget = f"{r.cache} {r.budget}" if r.budget is not None else r.cache
-        sizes = (r.device_kv_bytes, r.digest_bytes, r.host_kv_bytes, r.full_kv_bytes)
-        shown = [f"{size / 2**20:.2f} MiB" for size in sizes]
-        table.add_row(str(r.prompt_tokens), str(r.new_tokens), r.finish_reason, f"{r.ttft_s:.2f} s", tpot, budget, *shown)
+        sizes = (r.device_kv_bytes + r.digest_bytes, r.host_kv_bytes, r.full_kv_bytes)
+        shown = [f"{size / 2**20:.1f} MiB" for size in sizes]
+        table.add_row(str(r.prompt_tokens), str(r.new_tokens), r.finish_reason, f"{r.ttft_s:.2f} s", tpot, *shown)
     return table

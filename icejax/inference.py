@@ -120,7 +120,12 @@ def make_plan(
 
 
 def prefill(
-    model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan, *, seed: int = 0, progress: Callable[[int], None] | None = None
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Runs the prompts and chooses the first new token.
 
@@ -172,7 +177,9 @@ def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames=("x",))
-def _prefill_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None):
+def _prefill_layer(
+    layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None
+):
     return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)
 
 

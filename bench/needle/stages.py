@@ -92,7 +92,11 @@ def _copying(stage: Stage, rng: np.random.Generator):
         seen = np.full(len(string), 1.0)
         seen[:2] = 0.0  # nothing says yet that a copy begins
         weights = np.concatenate([weights, np.zeros(len(string) + len(gap)), seen])
-    return tokens[: stage.length].astype(np.int32), weights[: stage.length].astype(np.float32), np.zeros(stage.length, np.float32)
+    return (
+        tokens[: stage.length].astype(np.int32),
+        weights[: stage.length].astype(np.float32),
+        np.zeros(stage.length, np.float32),
+    )
 
 
 def _positions(stage: Stage, rng: np.random.Generator) -> np.ndarray:

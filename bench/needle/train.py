@@ -80,7 +80,9 @@ class Trainer:
             logits = self.model(
                 tokens, attention_mask=_mask(batch), position_ids=torch.from_numpy(batch.positions).long(), use_cache=False
             ).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+        )
         weights = torch.from_numpy(batch.weights).flatten()
         (loss * weights).sum().div(weights.sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -115,7 +117,9 @@ def exact(model: LlamaForCausalLM, *, length: int, facts: int, contexts: int) ->
                 logits = model(torch.tensor([list(asked_text)]), past_key_values=past, use_cache=True).logits[0]
                 past.crop(-len(asked_text))  # a negative count removes
                 first = logits[-1 - task.ANSWER_LENGTH : -1].argmax(-1)
-                hits += bytes(first.tolist()[: task.ANSWER_LENGTH]) == asked_text[-task.ANSWER_LENGTH :] if max(first) < 256 else 0
+                hits += (
+                    bytes(first.tolist()[: task.ANSWER_LENGTH]) == asked_text[-task.ANSWER_LENGTH :] if max(first) < 256 else 0
+                )
                 asked += 1
     return hits / asked
 
@@ -141,7 +145,9 @@ def main(argv: list[str] | None = None) -> None:
             if trainer.step % 50 == 0 or trainer.step == stage.steps:
                 text, answer = np.nanmean(losses, axis=0)
                 speed = len(losses) * stage.batch * stage.length / (time.monotonic() - started)
-                row = dict(stage=trainer.stage, step=trainer.step, text=round(text, 4), answer=round(answer, 4), tokens_s=round(speed))
+                row = dict(
+                    stage=trainer.stage, step=trainer.step, text=round(text, 4), answer=round(answer, 4), tokens_s=round(speed)
+                )
                 _write(log, row)
                 started, losses = time.monotonic(), []
             if time.monotonic() - saved > SAVE_EVERY_S:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from icejax.cache.host import PoolLayer
-from icejax.cache.policy import CachePolicy, CacheSpec, Lengths, append, grouped
+from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
 from icejax.errors import InputError
 from icejax.ops.attention import attend
 from icejax.ops.digests import Digests, digest, score
@@ -137,12 +137,15 @@ class Clustered(CachePolicy):
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
         with jax.named_scope("append"):
             slot = self._fill + lengths.decoded % self.page_size
-            window_k, window_v = append(state.window_k, k, slot), append(state.window_v, v, slot)
+            window_k, window_v = (
+                jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], slot, axis=2)
+                for old, new in ((state.window_k, k), (state.window_v, v))
+            )
             sinks_mask = jnp.arange(self.num_sinks)[None, :] < self._sink_lengths(lengths)
             recent = self._window_positions(lengths)
             window_mask = (recent >= self._sink_lengths(lengths)) & (recent <= lengths.seen[:, None])
         with jax.named_scope("select"):
-            queries = grouped(q, k.shape[1])
+            queries = q.reshape(*k.shape[:2], -1, k.shape[2])
             resident = (sinks_mask.sum(-1) + window_mask.sum(-1))[:, None]
             page_ids, counts = self._select(queries, state.digests, room=self.budget - resident)
         with jax.named_scope("fetch"):
@@ -150,14 +153,15 @@ class Clustered(CachePolicy):
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < counts[..., None]  # tokens come first in a page
             fetched_v = jnp.where(slots_mask[..., None], fetched_v, 0)
-            fetched_k, fetched_v, slots_mask = (_flat(x) for x in (fetched_k, fetched_v, slots_mask))
-            sinks_mask, window_mask = (
-                jnp.broadcast_to(m[:, None, :], (*counts.shape[:2], m.shape[1])) for m in (sinks_mask, window_mask)
+            keys, values, mask = (
+                jnp.concatenate([first, pages.reshape(*first.shape[:2], -1, *first.shape[3:]), last], axis=2)
+                for first, pages, last in (
+                    (state.sinks_k, fetched_k, window_k),
+                    (state.sinks_v, fetched_v, window_v),
+                    (_per_head(sinks_mask, k), slots_mask, _per_head(window_mask, k)),
+                )
             )
-            keys = jnp.concatenate([state.sinks_k, fetched_k, window_k], axis=2)
-            values = jnp.concatenate([state.sinks_v, fetched_v, window_v], axis=2)
-            mask = jnp.concatenate([sinks_mask, slots_mask, window_mask], axis=2)
-            out = attend(queries, keys, values, mask).reshape(q.shape)
+            out = attend(*(x.reshape(-1, *x.shape[2:]) for x in (queries, keys, values, mask))).reshape(q.shape)
         selected = (counts > 0).sum((1, 2), dtype=jnp.int32)
         return out, dataclasses.replace(state, window_k=window_k, window_v=window_v, selected=selected)
 
@@ -213,9 +217,9 @@ class Clustered(CachePolicy):
         return self._window_start(lengths) + jnp.arange(self.num_window)[None, :]
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """Returns [B, K, M, p, ...] as [B, K, M * p, ...]."""
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+def _per_head(mask: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns a mask of rows [B, S] for every KV head of `k` [B, K, H]."""
+    return jnp.broadcast_to(mask[:, None, :], (*k.shape[:2], mask.shape[1]))
 
 
 def _take(x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:

@@ -7,22 +7,39 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.policy import CachePolicy, CacheSpec, Lengths, append, grouped
+from icejax.cache.policy import CachePolicy, CacheSpec, Lengths, append, grouped, per_head
 from icejax.ops.attention import attend
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenState:
-    """Keys (after RoPE) and values of every slot; slots without a token are zero."""
+    """Keys (after RoPE) and values of every slot, rows and KV heads in one axis; slots without a token are zero."""
 
-    k: jax.Array  # dtype[B, K, S, H]
-    v: jax.Array  # dtype[B, K, S, H]
+    k: jax.Array  # dtype[B K, S, H]
+    v: jax.Array  # dtype[B K, S, H]
 
 
 def _empty(spec: CacheSpec, slots: int) -> TokenState:
-    shape = (spec.batch_size, spec.num_kv_heads, slots, spec.head_dim)
+    shape = (spec.batch_size * spec.num_kv_heads, slots, spec.head_dim)
     return TokenState(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+    """Returns [B, S, K, H] as [B K, S, H]."""
+    batch, slots, heads, size = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(batch * heads, slots, size)
+
+
+def _decode(state: TokenState, q: jax.Array, k: jax.Array, v: jax.Array, *, slot: jax.Array, last: jax.Array):
+    """Appends at `slot` [B] and attends to the slots up to `last` [B]."""
+    heads = k.shape[1]
+    with jax.named_scope("append"):
+        state = TokenState(append(state.k, k, slot), append(state.v, v, slot))
+    with jax.named_scope("attend"):
+        mask = jnp.arange(state.k.shape[1])[None, :] <= last[:, None]
+        out = attend(grouped(q, heads), state.k, state.v, per_head(mask, heads))
+    return out.reshape(q.shape), state
 
 
 @dataclass(frozen=True)
@@ -34,16 +51,14 @@ class Full(CachePolicy):
 
     def prefill(self, state, q, k, v, lengths: Lengths):
         valid = (jnp.arange(k.shape[1])[None, :] < lengths.prompt[:, None])[:, :, None, None]
-        k, v = (jnp.where(valid, x, 0).transpose(0, 2, 1, 3) for x in (k, v))
-        start = (0, 0, 0, 0)
-        return TokenState(jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start)), None
+        k, v = (_by_head(jnp.where(valid, x, 0)) for x in (k, v))
+        start = (0, 0, 0)
+        return TokenState(
+            jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start)
+        ), None
 
     def decode(self, state, q, k, v, lengths: Lengths, pool):
-        with jax.named_scope("append"):
-            state = TokenState(append(state.k, k, lengths.seen), append(state.v, v, lengths.seen))
-        with jax.named_scope("attend"):
-            mask = jnp.arange(state.k.shape[2])[None, :] <= lengths.seen[:, None]
-            return attend(grouped(q, k.shape[1]), state.k, state.v, mask[:, None, :]).reshape(q.shape), state
+        return _decode(state, q, k, v, slot=lengths.seen, last=lengths.seen)
 
 
 @dataclass(frozen=True)
@@ -57,17 +72,11 @@ class Ring(CachePolicy):
 
     def prefill(self, state, q, k, v, lengths: Lengths):
         newest = lengths.prompt[:, None] - 1
-        slots = state.k.shape[2]
+        slots = state.k.shape[1]
         position = newest - (newest - jnp.arange(slots)[None, :]) % slots  # the newest token of every slot
         index = jnp.maximum(position, 0)[:, :, None, None]
         kept = [jnp.where(position[:, :, None, None] >= 0, jnp.take_along_axis(x, index, axis=1), 0) for x in (k, v)]
-        return TokenState(*(x.transpose(0, 2, 1, 3) for x in kept)), None
+        return TokenState(*map(_by_head, kept)), None
 
     def decode(self, state, q, k, v, lengths: Lengths, pool):
-        slots = state.k.shape[2]
-        with jax.named_scope("append"):
-            slot = lengths.seen % slots
-            state = TokenState(append(state.k, k, slot), append(state.v, v, slot))
-        with jax.named_scope("attend"):
-            mask = jnp.arange(slots)[None, :] <= lengths.seen[:, None]
-            return attend(grouped(q, k.shape[1]), state.k, state.v, mask[:, None, :]).reshape(q.shape), state
+        return _decode(state, q, k, v, slot=lengths.seen % state.k.shape[1], last=lengths.seen)

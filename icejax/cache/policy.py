@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from icejax.cache.host import PoolLayer
 
@@ -124,7 +124,6 @@ class CachePolicy(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 
-
     def pages_selected(self, state: Any) -> jax.Array | None:
         """Returns how many pages the newest step attended to exactly, i32[B], over KV heads; None without pages."""
         del state
@@ -141,16 +140,24 @@ class CachePolicy(abc.ABC):
         return 0
 
 
-def append(buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: jax.Array) -> Float[Array, "B K S H"]:
-    """Returns `buffer` with `new` in `slot`: i32[] for all rows, or i32[B]."""
-    new = new[:, :, None, :].astype(buffer.dtype)
+def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: jax.Array) -> Float[Array, "R S H"]:
+    """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot`: i32[] for all rows, or i32[B]."""
+    batch, heads, size = new.shape
+    new = new.reshape(batch * heads, 1, size).astype(buffer.dtype)
     if slot.ndim == 0:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)
-    rows = jnp.arange(buffer.shape[0])
-    return buffer.at[rows, :, slot].set(new[:, :, 0], mode="promise_in_bounds")
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=1)
+    for row in range(batch):  # XLA:CPU would copy the buffer for a scatter, or for an axis more than the products have
+        part = new[row * heads : (row + 1) * heads]
+        buffer = jax.lax.dynamic_update_slice(buffer, part, (row * heads, slot[row], 0))
+    return buffer
 
 
-def grouped(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "B K G H"]:
-    """Returns the queries by KV head."""
+def grouped(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "R G H"]:
+    """Returns the queries by row and KV head."""
     batch, heads, size = q.shape
-    return q.reshape(batch, num_kv_heads, heads // num_kv_heads, size)
+    return q.reshape(batch * num_kv_heads, heads // num_kv_heads, size)
+
+
+def per_head(mask: Bool[Array, "B S"], num_kv_heads: int) -> Bool[Array, "R S"]:
+    """Returns a mask of rows for every KV head."""
+    return jnp.repeat(mask, num_kv_heads, axis=0)

@@ -84,6 +84,7 @@ def write(folder: Path, tensors: dict[str, np.ndarray], *, shard_bytes: int = SH
     names = ["model.safetensors" if single else f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     for name, group in zip(names, groups, strict=True):
         save_file(group, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # it comes readable by its owner alone
         yield from group
     if not single:
         total = sum(t.nbytes for t in tensors.values())

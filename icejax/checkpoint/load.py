@@ -61,7 +61,7 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)
     if (folder / ORBAX).is_dir():
-        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype)
+        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype=dtype)
         leaves = [stored[key] for key in parameters]
     else:
         read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})

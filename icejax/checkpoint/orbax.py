@@ -29,8 +29,10 @@ def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
 
 
-def read(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str | None = None) -> dict[str, jax.Array]:
-    """Returns the parameters at `path` on the default device, in `dtype` or as stored.
+def read(
+    path: Path, shapes: dict[str, tuple[int, ...]], *, dtype: str | None = None, device: jax.Device | None = None
+) -> dict[str, jax.Array]:
+    """Returns the parameters at `path` on `device` (the default one), in `dtype` or as stored.
 
     Raises:
         InputError: keys are missing, unknown or of another shape.
@@ -45,7 +47,7 @@ def read(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str | None = Non
     ]
     if faults:
         raise InputError(f"{path} does not fit its config.json: {'; '.join(faults)}")
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     target = {
         key: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype) if dtype is not None else s.dtype, sharding=sharding)
         for key, s in found.items()

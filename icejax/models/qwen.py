@@ -28,7 +28,9 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _read(raw: dict[str, Any], attention) -> ModelConfig:
     fields, found = common(raw)
-    window = fields.take("sliding_window", int, default=4096) if fields.take("use_sliding_window", bool, default=False) else None
+    window = (
+        fields.take("sliding_window", int, default=4096) if fields.take("use_sliding_window", bool, default=False) else None
+    )
     first = fields.take("max_window_layers", int, default=28)
     found |= attention(fields) | layer_types(raw, fields, window=window, first_sliding=first)
     fields.finish()

@@ -71,7 +71,9 @@ class Fields:
                 if value is not None and value not in NEUTRAL[name]:
                     raise InputError(f"config.json: {name}={value!r} is not supported (only {NEUTRAL[name][0]!r})")
             elif name not in self._taken and name not in IRRELEVANT and value is not None:
-                raise InputError(f"config.json: field {name!r} ({value!r}) is not known here and may change the model's numbers")
+                raise InputError(
+                    f"config.json: field {name!r} ({value!r}) is not known here and may change the model's numbers"
+                )
 
 
 def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
@@ -119,7 +121,9 @@ def layer_types(raw: dict[str, Any], fields: Fields, *, window: int | None, firs
         listed = ["sliding_attention" if window is not None and i >= first_sliding else "full_attention" for i in range(count)]
     unknown = sorted(set(listed) - {"full_attention", "sliding_attention"})
     if unknown or len(listed) != count:
-        raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {count} layers, found {listed}")
+        raise InputError(
+            f"config.json: layer_types must name full_attention or sliding_attention for {count} layers, found {listed}"
+        )
     sliding = "sliding_attention" in listed
     if sliding and window is None:
         raise InputError("config.json: layer_types has sliding layers and no sliding_window is in use")
@@ -144,9 +148,13 @@ def rope(raw: dict[str, Any], *, max_position_embeddings: int) -> tuple[float, R
         raise InputError(f"config.json: rope type {kind!r} is not supported (default, {', '.join(ROPE_FIELDS)} are)")
     unknown = sorted(name for name, value in found.items() if name not in ROPE_FIELDS[kind] and value is not None)
     if unknown:
-        raise InputError(f"config.json: fields {unknown} of rope type {kind!r} are not known here and may change the model's numbers")
+        raise InputError(
+            f"config.json: fields {unknown} of rope type {kind!r} are not known here and may change the model's numbers"
+        )
     given = {name: value for name, value in found.items() if value is not None}
-    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_position_embeddings
+    original = (
+        given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_position_embeddings
+    )
     needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}.get(kind, ("factor",))
     for name in needed:
         if name not in given:

@@ -42,7 +42,9 @@ def pack(k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: in
     order = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), valid.shape)
     for level in range(levels):
         nodes = spans * 2**level
-        keys, valid, order = _reorder(_halves(keys.reshape(-1, tokens // nodes, size), valid.reshape(-1, tokens // nodes)), keys, valid, order)
+        keys, valid, order = _reorder(
+            _halves(keys.reshape(-1, tokens // nodes, size), valid.reshape(-1, tokens // nodes)), keys, valid, order
+        )
     blocks = spans * 2**levels
     neighbours = functools.partial(_neighbours, page_size=page_size)
     pages = neighbours(keys.reshape(-1, tokens // blocks, size), valid.reshape(-1, tokens // blocks))

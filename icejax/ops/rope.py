@@ -33,9 +33,7 @@ def cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
-) -> Float[Array, "B T N H"]:
+def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]) -> Float[Array, "B T N H"]:
     """Returns `x` rotated, in its own dtype; Hugging Face's layout (first half with second half)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)

@@ -1,0 +1,1 @@
+"""Command lines that turn one form of a checkpoint folder into the other."""

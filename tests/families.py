@@ -1,0 +1,161 @@
+"""One row per variant of a model family, as tiny random Hugging Face models, and how to build and load them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import icejax.checkpoint
+from icejax.models import CausalLM
+
+WINDOW = 32  # every tested prompt of 129 tokens and more is longer
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+SCALES = ("default", "fan_in")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant: `changes` over SIZES."""
+
+    name: str
+    config: type
+    model: type
+    changes: tuple[tuple[str, object], ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _llama(name: str, **changes) -> Row:
+    return Row("llama-" + name, LlamaConfig, LlamaForCausalLM, tuple(changes.items()))
+
+
+def _mistral(name: str, **changes) -> Row:
+    return Row("mistral-" + name, MistralConfig, MistralForCausalLM, tuple(changes.items()))
+
+
+def _qwen2(name: str, **changes) -> Row:
+    return Row("qwen2-" + name, Qwen2Config, Qwen2ForCausalLM, tuple(changes.items()))
+
+
+def _qwen3(name: str, **changes) -> Row:
+    return Row("qwen3-" + name, Qwen3Config, Qwen3ForCausalLM, tuple(changes.items()))
+
+
+def _rope(rope_type: str, **fields) -> dict:
+    return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
+
+
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = (
+    _llama("gqa"),
+    _llama("mha", num_key_value_heads=4),
+    _llama("mqa-tied", num_key_value_heads=1, tie_word_embeddings=True),
+    _llama("biases", attention_bias=True, mlp_bias=True),
+    _llama("head-dim", head_dim=24),
+    _llama("theta-eps", rms_norm_eps=1e-3, rope_parameters=_rope("default") | {"rope_theta": 500000.0}),
+    _llama("linear", rope_parameters=_rope("linear", factor=8.0)),  # LongChat
+    _llama("dynamic", max_position_embeddings=64, rope_parameters=_rope("dynamic", factor=2.0)),
+    _llama(
+        "llama3",  # 3.1, 3.2 and DeepSeek-R1-Distill-Llama
+        rope_parameters=_rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+    ),
+    _llama("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    _llama(
+        "yarn-mscale",
+        rope_parameters=_rope(
+            "yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.3, beta_fast=16.0,
+            beta_slow=2.0, truncate=False,
+        ),
+    ),
+    _mistral("window", sliding_window=WINDOW),  # v0.1
+    _mistral("plain", sliding_window=None, rope_parameters=_rope("default") | {"rope_theta": 1e6}),  # v0.2, v0.3, Codestral
+    _mistral("head-dim", sliding_window=None, head_dim=32),  # Nemo, Ministral-8B
+    Row(
+        "ministral-layer-types",
+        MinistralConfig,
+        MinistralForCausalLM,
+        (("head_dim", 16), ("sliding_window", WINDOW), ("layer_types", ALTERNATING)),
+    ),
+    _qwen2("plain"),  # 2.5 and DeepSeek-R1-Distill-Qwen too
+    _qwen2("tied", tie_word_embeddings=True),
+    _qwen2("window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    _qwen2("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    _qwen3("plain", head_dim=32),
+    _qwen3("layer-types", head_dim=16, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
+    _qwen3("biases", head_dim=16, attention_bias=True),
+)  # fmt: skip
+
+
+def row(name: str) -> Row:
+    """Returns the row of that name."""
+    return next(r for r in FAMILIES if r.name == name)
+
+
+@torch.no_grad()
+def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
+    """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
+
+    Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested.
+    """
+    torch.manual_seed(0)
+    model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
+        elif scale == "fan_in":
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """Writes `model` as a Hugging Face folder."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(model: PreTrainedModel, folder: Path) -> CausalLM:
+    """Returns `model` as icejax loads it from a folder."""
+    return icejax.checkpoint.load_model(save(model, folder))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Changes fields of config.json; ... removes one."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
+
+
+def tokens(count: int, *, seed: int = 0) -> list[int]:
+    """Returns random token ids."""
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], count).tolist()

@@ -1,0 +1,54 @@
+"""Runs a model without text: all logits of a prompt, and greedy decoding step by step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache import CachePolicy
+from icejax.cache.policy import Lengths
+from icejax.inference import Decoding, Plan, make_plan, prefill
+from icejax.models import CausalLM
+from icejax.sampling import Sampling
+
+
+def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> np.ndarray:
+    """Returns the logits f32[T, V] at every position of `prompt`."""
+    plan = plan_for(model, policy, [prompt], 1)
+    padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
+    padded[0, : len(prompt)] = prompt
+    lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
+    return np.asarray(_all_logits(model, jnp.asarray(padded), lengths, plan))[0, : len(prompt)]
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _all_logits(model: CausalLM, tokens: jax.Array, lengths: Lengths, plan: Plan) -> jax.Array:
+    x = model.model.embed_tokens(tokens)
+    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
+        window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
+        x = layer.prefill(x, lengths, policy=policy, state=policy.init(plan.spec), window=window)[0]
+    return model.logits(x)
+
+
+def plan_for(model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Plan:
+    """Returns the plan of a greedy generation."""
+    longest = max(map(len, prompts))
+    return make_plan(model, policy, Sampling(), batch_size=len(prompts), prompt_tokens=longest, new_tokens=new_tokens)
+
+
+def greedy(
+    model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the tokens i32[B, n], the logits f32[n, B, V] each was chosen from, and the pages attended i32[n, B]."""
+    plan = plan_for(model, policy, prompts, new_tokens)
+    state, step, pool = prefill(model, prompts, plan)
+    decoding, steps = Decoding(model, plan), [step]
+    for _ in range(new_tokens - 1):
+        state, step, pool = decoding.step(state, pool)
+        steps.append(step)
+    chosen, pages = np.stack([np.asarray(s.tokens_and_pages) for s in steps], axis=1)
+    return chosen.T, np.stack([np.asarray(s.logits) for s in steps]), pages

@@ -1,0 +1,90 @@
+"""Logits and greedy texts equal transformers', for every row of the families table."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from icejax.cache import Clustered, Full
+from icejax.ops import attention
+from tests import families, tolerances
+from tests.run import all_logits, greedy
+
+LENGTHS = (7, 150)
+
+
+def reference(model, prompt) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("scale", families.SCALES)
+@pytest.mark.parametrize("row", families.FAMILIES, ids=str)
+def test_logits_equal_transformers(row, scale, tmp_path):
+    theirs = families.build(row, scale)
+    ours = families.load(theirs, tmp_path)
+    for length in LENGTHS:
+        prompt = families.tokens(length)
+        np.testing.assert_allclose(
+            all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS, err_msg=f"{length} tokens"
+        )
+
+
+@pytest.mark.parametrize("row", families.FAMILIES, ids=str)
+def test_greedy_text_equals_transformers(row, tmp_path):
+    theirs = families.build(row)
+    ours = families.load(theirs, tmp_path)
+    prompt = families.tokens(140, seed=1)
+    with torch.no_grad():
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[0, len(prompt) :].numpy()
+    np.testing.assert_array_equal(greedy(ours, Full(), [prompt], 64)[0][0], expected)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-dynamic", "mistral-window", "qwen3-layer-types"])
+@pytest.mark.parametrize("policy", [Full(), Clustered(budget=512)], ids=["full", "clustered"])
+def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
+    theirs = families.build(families.row(name))
+    ours = families.load(theirs, tmp_path)
+    prompt = families.tokens(133, seed=2)
+    chosen, logits, _ = greedy(ours, policy, [prompt], 40)
+    if name == "llama-dynamic":  # a longer forward rotates every key anew, so each step has a reference of its own
+        with torch.no_grad():
+            out = theirs.generate(
+                torch.tensor([prompt]), max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+        expected = torch.stack(out.logits)[:, 0].numpy()
+    else:
+        expected = reference(theirs, prompt + chosen[0].tolist())[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-dynamic", "mistral-window"])
+@pytest.mark.parametrize("policy", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
+def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
+    ours = families.load(families.build(families.row(name)), tmp_path)
+    prompts = [families.tokens(n, seed=n) for n in (200, 3, 41, 137)]
+    together, logits, _ = greedy(ours, policy, prompts, 40)
+    for i, prompt in enumerate(prompts):
+        alone, alone_logits, _ = greedy(ours, policy, [prompt], 40)
+        np.testing.assert_array_equal(together[i], alone[0])
+        np.testing.assert_allclose(logits[:, i], alone_logits[:, 0], rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("length", [5, 30, 60, 300])
+def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
+    ours = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(length, seed=length)
+    expected = greedy(ours, Full(), [prompt], 60)
+    for policy in (Clustered(budget=length + 60), Clustered(budget=length + 60, page_size=8, sinks=4, window=20)):
+        found = greedy(ours, policy, [prompt], 60)
+        np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
+
+
+def test_chunked_prefill_equals_whole(tmp_path, monkeypatch):
+    ours = families.load(families.build(families.row("mistral-window")), tmp_path)
+    prompt = families.tokens(250)
+    whole = all_logits(ours, prompt, Full())
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
+    jax.clear_caches()
+    np.testing.assert_allclose(all_logits(ours, prompt, Full()), whole, rtol=0, atol=tolerances.EXACT)
