@@ -63,7 +63,7 @@ def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _halves(keys: jax.Array, valid: jax.Array) -> jax.Array:
     """Sorts the tokens of every node [n, S, H] along its main axis, so that its halves are alike; empty slots last."""
-    count = jnp.maximum(valid.sum(-1), 1)[:, None]
+    count = jnp.maximum(valid.sum(-1, dtype=jnp.float32), 1.0)[:, None]
     centred = jnp.where(valid[..., None], keys - (keys.sum(1) / count)[:, None, :], 0)
     widest = jnp.square(centred).sum(-1).argmax(-1)
     axis = jnp.take_along_axis(centred, widest[:, None, None], axis=1)[:, 0]

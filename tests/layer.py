@@ -1,0 +1,94 @@
+"""One layer's cache without a model: prefill, steps and flushes on given queries, keys and values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache import CachePolicy, host
+from icejax.cache.policy import CacheSpec, Lengths
+
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+PROMPT, NEW = 256, 256
+
+
+@functools.cache
+def decode_program(policy: CachePolicy):
+    """Returns the jitted decode of `policy`, and a list whose one number counts its traces."""
+    traces, backend = [0], host.fetch_backend()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def decode(state, q, k, v, lengths, pool):
+        traces[0] += 1
+        view = host.PoolLayer(pool, 0, backend, "float32") if pool is not None else None
+        return policy.decode(state, q, k, v, lengths, view)
+
+    return decode, traces
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
+def _prefill(q, k, v, lengths, *, policy, spec):
+    return policy.prefill(policy.init(spec), q, k, v, lengths)
+
+
+class Layer:
+    """Drives `policy` over a prompt and then token by token."""
+
+    def __init__(self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        self.policy = policy
+        self.spec = CacheSpec(
+            batch_size=len(lengths), num_kv_heads=KV_HEADS, head_dim=SIZE, prompt_capacity=PROMPT, new_capacity=NEW, dtype="float32"
+        )
+        self.lengths = Lengths(jnp.asarray(lengths, jnp.int32), jnp.int32(0), jnp.int32(0))
+        self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec)
+        self.pool = None
+        if pages is not None:
+            shape = (policy.num_pages(self.spec), 1, *pages.shape[1:])
+            self.pool = host.write_layer(host.allocate(shape, "float32"), pages, 0)
+            self.lengths = Lengths(self.lengths.prompt, self.lengths.decoded, jnp.int32(pages.shape[0]))
+        self._step, self.traces = decode_program(policy)
+
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
+        out, self.state = self._step(self.state, q, k, v, self.lengths, self.pool)
+        decoded = self.lengths.decoded + 1
+        self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages)
+        if self.pool is not None and int(decoded) % self.policy.page_size == 0:
+            self.state, page = self.policy.flush(self.state, self.lengths)
+            self.pool = host.write_page(self.pool, page[None], self.lengths.pages)
+            self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages + 1)
+        return np.asarray(out)
+
+
+def draw(lengths: Sequence[int], steps: int, *, seed: int = 0, sharp: float = 1.0):
+    """Returns prompt q, k, v [B, PROMPT, heads, H] and new ones [steps, B, heads, H]; `sharp` scales the queries."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    batch = len(lengths)
+    prompt = [normal(batch, PROMPT, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    new = [normal(steps, batch, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    prompt[0], new[0] = prompt[0] * sharp, new[0] * sharp
+    return prompt, new
+
+
+def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
+    """Returns exact attention [B, N, H] of new token number `step` in float64."""
+    out = np.zeros((len(lengths), HEADS, SIZE))
+    for row, length in enumerate(lengths):
+        k, v = (
+            np.concatenate([p[row, :length], n[: step + 1, row]]).astype(np.float64)
+            for p, n in zip(prompt[1:], new[1:], strict=True)
+        )
+        for head in range(HEADS):
+            kv = head // (HEADS // KV_HEADS)
+            scores = k[:, kv] @ new[0][step, row, head].astype(np.float64) / SIZE**0.5
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ v[:, kv] / weights.sum()
+    return out

@@ -1,0 +1,33 @@
+"""One row per cache policy: options of a small budget, and the same policy with room for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from icejax.cache import CachePolicy, Clustered, Full
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy under test.
+
+    Attributes:
+        small: the policy at a budget far below the tested lengths.
+        exact: the policy with a budget of so many tokens, which is to equal dense attention.
+    """
+
+    name: str
+    small: CachePolicy
+    exact: Callable[[int], CachePolicy]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+POLICIES = (
+    Row("full", Full(), lambda budget: Full()),
+    Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
+    Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8)),
+    Row("clustered-no-sinks", Clustered(budget=64, sinks=0), lambda budget: Clustered(budget=budget, sinks=0)),
+)

@@ -1,0 +1,72 @@
+"""The host pool: exact bits by every backend, writes in place, and memory refused before it is missed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache import host
+from icejax.errors import InputError
+
+SHAPE = (6, 3, 2, 4, 2, 8, 16)  # P, L, B, K, 2, p, H
+
+
+def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Random bit patterns, NaN payloads among them."""
+    kind = host.bits_dtype(dtype)
+    return np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("backend", list(host.BACKENDS))
+def test_fetch_brings_exact_bits(backend, dtype):
+    stored = bits(SHAPE, dtype)
+    pool = jax.device_put(stored, host._sharding(host=True))
+    ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
+
+    @jax.jit
+    def fetch(pool, ids):
+        k, v = host.PoolLayer(pool, 1, backend, dtype).fetch(ids)
+        return jax.lax.bitcast_convert_type(k, stored.dtype), jax.lax.bitcast_convert_type(v, stored.dtype)
+
+    k, v = fetch(pool, jnp.asarray(ids))
+    for at in np.ndindex(ids.shape):
+        expected = stored[ids[at], 1, at[0], at[1]]
+        np.testing.assert_array_equal(np.asarray(k)[at], expected[0])
+        np.testing.assert_array_equal(np.asarray(v)[at], expected[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writes_land_in_place_and_nowhere_else(dtype):
+    pool = host.allocate(SHAPE, dtype)
+    assert pool.sharding.memory_kind == "pinned_host"
+    where = pool.unsafe_buffer_pointer()
+    layer, page = bits((4, *SHAPE[2:]), dtype), bits(SHAPE[1:], dtype)
+    expected = np.zeros(SHAPE, layer.dtype)
+    expected[:4, 2], expected[5] = layer, page
+    as_values = lambda x: jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(dtype))  # noqa: E731
+    pool = host.write_layer(pool, as_values(layer), 2)
+    pool = host.write_page(pool, as_values(page), jnp.int32(5))
+    assert pool.unsafe_buffer_pointer() == where
+    np.testing.assert_array_equal(np.asarray(pool), expected)
+
+
+def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog):
+    def refuse(table, rows):
+        raise NotImplementedError("not here")
+
+    monkeypatch.setattr(host, "BACKENDS", {"refusing": refuse, "wrong": lambda t, r: host._gather(t, r) + jnp.uint16(1), **host.BACKENDS})
+    monkeypatch.setattr(host, "ORDER", {None: ("refusing", "wrong", "slices")})
+    with caplog.at_level("INFO"):
+        assert host.fetch_backend.__wrapped__() == "slices"
+    assert [r.message for r in caplog.records if "backend" in r.message] == [
+        "fetch backend refusing fails on cpu: not here",
+        "fetch backend wrong brings wrong bits on cpu",
+        "fetch backend on cpu: slices",
+    ]
+
+
+def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 3 * 2**30})())
+    with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and 3\.0 GiB is free: use a shorter prompt"):
+        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")

@@ -1,0 +1,63 @@
+"""The house: imports run one way, and importing icejax does no work."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import icejax
+
+PACKAGE = Path(icejax.__file__).parent
+# A module may import from its own layer and from those before it.
+LAYERS = (
+    ("errors",),
+    ("config",),
+    ("ops",),
+    ("cache",),
+    ("models",),
+    ("checkpoint", "sampling", "inference", "detokenize"),
+    ("generation",),
+    ("command",),
+    ("generate", "__init__"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def imported(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_imports_run_one_way():
+    faults = []
+    for file in PACKAGE.rglob("*.py"):
+        layer = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for module in imported(file):
+            top, *rest = module.split(".")
+            if top in ("convert", "bench", "tests", "torch"):
+                faults.append(f"{file.name} imports {module}")
+            if top == "icejax" and rest and LEVEL[rest[0]] > LEVEL[layer]:
+                faults.append(f"{layer} imports {rest[0]}")
+    assert not faults
+
+
+def test_models_name_no_concrete_policy():
+    for file in (PACKAGE / "models").glob("*.py"):
+        concrete = {m for m in imported(file) if m.startswith("icejax.cache") and m not in ("icejax.cache.policy", "icejax.cache.host")}
+        assert not concrete, f"{file.name} imports {concrete}"
+
+
+def test_importing_icejax_imports_neither_torch_nor_transformers():
+    code = "import sys, icejax; print(*(m for m in ('torch', 'transformers') if m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == ""
+
+
+def test_files_stay_small():
+    long = {f.name: n for f in PACKAGE.rglob("*.py") if (n := len(f.read_text().splitlines())) > 300}
+    assert not long
