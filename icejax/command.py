@@ -73,7 +73,8 @@ def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
     values = {}
     for key, value in options.items():
         if key not in valid:
-            raise InputError(f"cache {name!r} has no option {key!r}: expected one of {', '.join(valid) or 'none at all'}")
+            expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
+            raise InputError(f"cache {name!r} has no option {key!r}: {expected}")
         values[key] = _parse(key, value, kinds[key])
     return POLICIES[name](**values)
 

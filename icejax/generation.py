@@ -143,7 +143,7 @@ def stream_generate(
     cache, sampling = cache or Clustered(), sampling or Sampling()
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    context_length = context_length or model.config.max_position_embeddings
+    context_length = model.config.max_position_embeddings if context_length is None else context_length
     prompts = [prompts] if isinstance(prompts, str) else prompts
     ids = encode(tokenizer, prompts, special_tokens=special_tokens, context_length=context_length)
     longest = max(map(len, ids))

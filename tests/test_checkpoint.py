@@ -1,0 +1,235 @@
+"""Checkpoint folders: every key once, every fault told, both forms bit for bit, nothing half-written."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import icejax.checkpoint.convert as converters
+from convert import hf_to_orbax, orbax_to_hf
+from icejax.cache import Full
+from icejax.checkpoint import huggingface, load_model
+from icejax.checkpoint.folder import ORBAX
+from icejax.errors import InputError
+from tests import families, tolerances
+from tests.run import all_logits
+
+KEY = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sound Hugging Face folder in bf16, sharded."""
+    model = families.build(families.row("llama-gqa")).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    return tmp_path / "hf"
+
+
+def edit(folder, change) -> None:
+    """Puts `change`, applied to all tensors, into one unsharded file."""
+    tensors = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / huggingface.INDEX).unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def same_arrays(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_sharded_and_single_files_load_alike(folder):
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    sharded = load_model(folder, dtype="bfloat16")
+    edit(folder, lambda tensors: None)
+    assert same_arrays(sharded, load_model(folder, dtype="bfloat16"))
+
+
+def test_progress_names_every_parameter_once(folder):
+    told = []
+    model = load_model(folder, progress=lambda key, done, total: told.append((key, done, total)))
+    count = len(jax.tree.leaves(model))
+    assert len({key for key, _, _ in told}) == count and told[-1][1:] == (count, count)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_is_what_was_asked_for(folder, dtype):
+    assert {leaf.dtype for leaf in jax.tree.leaves(load_model(folder, dtype=dtype))} == {np.dtype(jax.numpy.dtype(dtype))}
+
+
+def test_all_faults_are_told_together(folder):
+    def change(tensors):
+        tensors["model.extra.weight"] = tensors.pop(KEY)
+        tensors["model.norm.weight"] = np.zeros(7, np.float32)
+
+    edit(folder, change)
+    with pytest.raises(InputError) as error:
+        load_model(folder)
+    message = str(error.value)
+    assert "model.extra.weight is not a parameter of this model" in message
+    assert "model.norm.weight has shape [7], expected [64]" in message
+    assert f"{KEY} is missing" in message
+    assert "\n" not in message
+
+
+def test_old_rotary_tables_and_other_packagings_are_passed_over(folder):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+
+    edit(folder, change)
+    save_file({"anything": np.zeros(1)}, folder / "consolidated.safetensors")
+    load_model(folder)
+
+
+def test_tied_head_is_dropped_if_it_is_the_embedding_and_refused_if_not(tmp_path):
+    model = families.build(families.row("qwen2-tied"))
+    families.save(model, tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}))
+    load_model(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    with pytest.raises(InputError, match="lm_head.weight differs from the embedding"):
+        load_model(tmp_path)
+
+
+def _truncate(folder):
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+BROKEN = {
+    "missing shard": (lambda f: sorted(f.glob("*.safetensors"))[0].unlink(), "is named in model.safetensors.index.json and missing"),
+    "extra shard": (lambda f: save_file({"x": np.zeros(1)}, f / "model-9.safetensors"), "model-9.safetensors is not named in"),
+    "truncated shard": (_truncate, "is not a whole safetensors file"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found a list"),
+    "no weights": (lambda f: [p.unlink() for p in [*f.glob("*.safetensors"), f / huggingface.INDEX]], "expected one .safetensors"),
+    "two files and no index": (lambda f: (f / huggingface.INDEX).unlink(), "or several with an index, found"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_refused(folder, case):
+    change, message = BROKEN[case]
+    change(folder)
+    with pytest.raises(InputError, match=message) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [("nowhere/at/all", "found no such folder"), ("org/name", "the hub does not bring it"), ("empty", "is empty")],
+)
+def test_a_model_that_is_not_there(tmp_path, monkeypatch, path, message):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        load_model(path)
+
+
+def test_unknown_dtype_is_refused(folder):
+    with pytest.raises(InputError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
+        load_model(folder, dtype="int8")
+
+
+def test_round_trip_is_bit_exact_and_transformers_loads_it(folder, tmp_path, capsys):
+    assert hf_to_orbax.main([str(folder), str(tmp_path / "orbax")]) == 0
+    assert orbax_to_hf.main([str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
+    assert capsys.readouterr().out == ""
+    stored = {}
+    for shard in folder.glob("*.safetensors"):
+        stored |= load_file(shard)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert stored.keys() == back.keys()
+    for key in stored:
+        assert stored[key].dtype == back[key].dtype
+        np.testing.assert_array_equal(stored[key].view(np.uint16), back[key].view(np.uint16))
+    assert (tmp_path / "back" / "config.json").read_text() == (folder / "config.json").read_text()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    ours = load_model(tmp_path / "orbax", dtype="float32")
+    prompt = families.tokens(30)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0].numpy()
+    np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
+    tensors = {name: np.full((10, 10), i, np.float32) for i, name in enumerate("abcde")}
+    assert sorted(huggingface.write(tmp_path, tensors, shard_bytes=1000)) == list("abcde")
+    files = huggingface.shards(tmp_path)
+    assert [f.name for f in files] == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    for key, file, _ in huggingface.keys(files):
+        np.testing.assert_array_equal(huggingface.read_tensor(file, key), tensors[key])
+    assert json.loads((tmp_path / huggingface.INDEX).read_text())["metadata"]["total_size"] == 2000
+
+
+def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
+    target = tmp_path / "orbax"
+    target.mkdir()
+    (target / "precious").touch()
+    assert hf_to_orbax.main([str(folder), str(target)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"convert.hf_to_orbax: error: {target} exists: choose another place, or give --force to replace it\n"
+    assert (target / "precious").exists()
+    assert hf_to_orbax.main([str(folder), str(target), "--force"]) == 0
+    assert (target / ORBAX).is_dir() and not (target / "precious").exists()
+
+
+def test_a_failed_conversion_leaves_nothing_and_the_old_one_whole(folder, tmp_path, capsys, monkeypatch):
+    target = tmp_path / "orbax"
+    assert hf_to_orbax.main([str(folder), str(target)]) == 0
+    before = sorted(p.name for p in tmp_path.iterdir())
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(converters.orbax, "save", interrupt)
+    assert hf_to_orbax.main([str(folder), str(target), "--force"]) == 130
+    assert hf_to_orbax.main([str(folder), str(tmp_path / "new")]) == 130
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    load_model(target)
+
+
+def test_converters_refuse_the_other_form_and_broken_ones(folder, tmp_path, capsys):
+    assert orbax_to_hf.main([str(folder), str(tmp_path / "a")]) == 2
+    assert "expected an icejax folder" in capsys.readouterr().err
+    assert hf_to_orbax.main([str(folder), str(tmp_path / "orbax")]) == 0
+    assert hf_to_orbax.main([str(tmp_path / "orbax"), str(tmp_path / "b")]) == 2
+    assert "is an icejax folder already" in capsys.readouterr().err
+    families.edit_config(tmp_path / "orbax", intermediate_size=100)
+    with pytest.raises(InputError, match=r"up_proj.weight has shape \[96, 64\], expected \[100, 64\]"):
+        load_model(tmp_path / "orbax")
+    for file in (tmp_path / "orbax" / ORBAX).glob("_METADATA"):
+        file.unlink()
+    with pytest.raises(InputError, match="is not a whole Orbax checkpoint"):
+        load_model(tmp_path / "orbax")
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+@pytest.mark.slow
+def test_loading_peaks_under_1_3_times_the_checkpoint(tmp_path):
+    """On CPU, where the device is host memory too: the model itself and little beside it."""
+    row = families.row("llama-gqa")
+    model = families.build(row, vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    model.save_pretrained(tmp_path, max_shard_size="200MB")
+    code = f"""
+import resource, jax, icejax.checkpoint
+jax.devices(); jax.numpy.zeros(3).block_until_ready()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = icejax.checkpoint.load_model({str(tmp_path)!r}, dtype="float32")
+jax.block_until_ready(jax.tree.leaves(model))
+print(peak() - before)
+"""
+    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert size > 5e8 and peak < 1.3 * size

@@ -1,0 +1,126 @@
+"""Reading config.json: both forms, every number used, nothing unknown passed over."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from icejax.cache import Full
+from icejax.checkpoint import read_config
+from icejax.errors import InputError
+from icejax.models import family
+from tests import families
+from tests.run import all_logits
+
+BASE = dict(
+    model_type="llama", vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6, hidden_act="silu",
+)  # fmt: skip
+
+
+def read(**changes):
+    raw = {name: value for name, value in (BASE | changes).items() if value is not ...}
+    return family(raw).read_config(raw)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"rope_theta": 5e5, "torch_dtype": "bfloat16"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "dtype": "bfloat16"}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": ..., "rope_theta": 1e4},
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}},
+        ),
+    ],
+)  # fmt: skip
+def test_the_forms_of_transformers_4_and_5_read_alike(old, new):
+    assert read(**old) == read(**new)
+
+
+def test_defaults_of_old_configs():
+    """Llama 1 says nothing of KV heads, theta and head size; Mistral without a word has its window, null has none."""
+    config = read(num_key_value_heads=..., rms_norm_eps=...)
+    assert (config.num_key_value_heads, config.rope_theta, config.head_dim, config.rms_norm_eps) == (4, 1e4, 16, 1e-6)
+    assert read(model_type="mistral").sliding_window == 4096
+    assert read(model_type="mistral", sliding_window=None).sliding_window is None
+    assert read(model_type="qwen3").head_dim == 128
+    assert read(model_type="qwen2", sliding_window=8, use_sliding_window=False).sliding_window is None
+    window = read(model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2)
+    assert window.layer_types == ("full_attention", "full_attention", "sliding_attention")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": ...}, "config.json has no 'model_type': expected one of llama, mistral"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported: expected one of llama"),
+        ({"vocab_size": ...}, "config.json has no 'vocab_size', which a llama model needs"),
+        ({"hidden_size": "64"}, "'hidden_size' must be int, found '64'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"attn_logit_softcapping": 30.0}, "field 'attn_logit_softcapping' .* is not known"),
+        ({"qk_norm": True}, "field 'qk_norm'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, r"fields \['beta_fast'\] of rope type 'linear'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 KV heads"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
+    ],
+)
+def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
+    with pytest.raises(InputError, match=message):
+        read(**changes)
+
+
+# Fields whose change alone cannot change logits, or has a test of its own.
+INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings"}
+SHAPES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
+}  # fmt: skip
+
+
+def test_every_number_of_the_config_is_read(tmp_path):
+    """Each field changes the logits, or the parameters that a checkpoint must have."""
+    import icejax.checkpoint.load as load
+
+    model = families.load(families.build(families.row("llama-llama3")), tmp_path)
+    prompt = families.tokens(100)
+    before = all_logits(model, prompt, Full())
+    parameters = load.abstract(model.config, "float32")[1]
+    changes = {
+        "rms_norm_eps": 1e-2,
+        "rope_theta": 2e4,
+        "rope_scaling": None,
+        "layer_types": ("sliding_attention",) * 3,
+        "sliding_window": 8,
+    }
+    for field in dataclasses.fields(model.config):
+        if field.name in INERT:
+            continue
+        old = getattr(model.config, field.name)
+        new = changes.get(field.name, not old if isinstance(old, bool) else old * 2 if isinstance(old, int) else old)
+        both = {"layer_types", "sliding_window"}
+        changed = dataclasses.replace(model.config, **{n: changes[n] for n in both} if field.name in both else {field.name: new})
+        if field.name in SHAPES:
+            assert {k: p.shape for k, p in load.abstract(changed, "float32")[1].items()} != {k: p.shape for k, p in parameters.items()}
+            continue
+        import flax.nnx as nnx
+        import jax
+
+        graph, _, tree = load.abstract(changed, "float32")
+        after = all_logits(nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(model))), prompt, Full())
+        assert np.abs(after - before).max() > 1e-3, field.name
+
+
+def test_eos_ids_of_both_files_are_joined(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
+    assert read_config(tmp_path).eos_token_ids == (2, 3)

@@ -1,0 +1,56 @@
+"""Streaming text: whole characters only, nothing of a stop string, and the same text in the end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from icejax.detokenize import Detokenizer
+from icejax.generation import ASSETS
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ASSETS)
+
+
+@given(text=st.text(max_size=30))
+def test_pieces_join_to_the_text(tokenizer, text):
+    ids = tokenizer(text)["input_ids"] if text else []
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.add(token) for token in ids]
+    assert "".join(pieces) + stream.rest() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_characters_come_whole(tokenizer):
+    stream = Detokenizer(tokenizer)
+    assert [stream.add(token) for token in "é日".encode()] == ["", "é", "", "", "日"]
+
+
+def test_unfinished_character_is_told_at_the_end(tokenizer):
+    stream = Detokenizer(tokenizer)
+    assert stream.add("é".encode()[0]) == ""
+    assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_stop_string_is_held_back_and_cut(tokenizer):
+    stream = Detokenizer(tokenizer, ["END", "halt"])
+    pieces = []
+    for token in b"an EN ENDING":
+        pieces.append(stream.add(token))
+        if stream.stopped:
+            break
+    assert "".join(pieces) == "an EN " and stream.rest() == ""
+    assert "E" not in "".join(pieces[:4])  # E may begin END
+
+
+def test_what_only_looked_like_a_stop_string_is_released(tokenizer):
+    stream = Detokenizer(tokenizer, ["END"])
+    assert "".join(stream.add(token) for token in b"the EN") == "the "
+    assert stream.rest() == "EN"
+
+
+def test_special_tokens_are_not_text(tokenizer):
+    stream = Detokenizer(tokenizer)
+    assert stream.add(ord("a")) + stream.add(tokenizer.eos_token_id) + stream.rest() == "a"
