@@ -153,12 +153,27 @@ def stream_generate(
     state, step, pool = prefill(model, ids, plan, seed=seed, progress=progress)
     decoding = Decoding(model, plan)
     still = _still(model, cache, plan, state, pool)
-    rows = [_Row(tokenizer, stop, model.config.eos_token_ids, limit) for limit in limits]
+    eos = model.config.eos_token_ids
+    rows = [_Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
+    yield from _stream(rows, still, plan, decoding, state, step, pool, started)
+
+
+def _stream(
+    rows: Sequence[_Row],
+    still: dict[str, Any],
+    plan: Plan,
+    decoding: Decoding,
+    state: DecodeState,
+    step: Step,
+    pool: jax.Array | None,
+    started: float,
+) -> Iterator[GenerationResponse]:
+    """Decodes until every row has ended."""
     step.tokens_and_pages.block_until_ready()
     read_at, ttft = [], time.perf_counter() - started
-    while True:
+    while any(row.finish_reason is None for row in rows):
         pending = step
-        if any(not row.finished(ahead=1) for row in rows):  # the next step runs while this one's tokens are read
+        if not all(row.ends_with_next() for row in rows):  # the next step runs while this one's tokens are read
             state, step, pool = decoding.step(state, pool)
         tokens, pages = np.asarray(pending.tokens_and_pages)
         read_at.append(time.perf_counter())
@@ -172,20 +187,18 @@ def stream_generate(
                 row=i,
                 text=text,
                 token_ids=(row.tokens[-1],),
-                prompt_tokens=len(ids[i]),
+                prompt_tokens=row.prompt_tokens,
                 new_tokens=count,
                 finish_reason=row.finish_reason,
                 ttft_s=ttft,
                 tpot_s=tpot,
-                prefill_tps=len(ids[i]) / ttft,
+                prefill_tps=row.prompt_tokens / ttft,
                 decode_tps=1 / tpot if tpot is not None else None,
-                full_kv_bytes=still["token_bytes"] * (len(ids[i]) + count),
+                full_kv_bytes=still["token_bytes"] * (row.prompt_tokens + count),
                 pages_selected=row.pages,
                 pages_fetched=plan.pages_fetched * (count - 1),
                 **still["fields"],
             )
-        if all(row.finish_reason is not None for row in rows):
-            return
 
 
 def generate(model: CausalLM, tokenizer: Any, prompts: str | Sequence[str], **options: Any) -> list[GenerationResponse]:
@@ -206,16 +219,17 @@ def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
 class _Row:
     """What is known on the host of one row: its tokens, its text, and why it ended."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], eos_token_ids: tuple[int, ...], limit: int) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], eos: tuple[int, ...], prompt_tokens: int, limit: int) -> None:
         self.tokens: list[int] = []
         self.pages = 0
         self.finish_reason: str | None = None
+        self.prompt_tokens = prompt_tokens
         self._text = Detokenizer(tokenizer, stop)
-        self._eos, self._limit = eos_token_ids, limit
+        self._eos, self._limit = eos, limit
 
-    def finished(self, *, ahead: int) -> bool:
-        """Whether the row ends within `ahead` tokens by what is known now."""
-        return self.finish_reason is not None or len(self.tokens) + ahead >= self._limit
+    def ends_with_next(self) -> bool:
+        """Whether the row has ended, or does with its next token at the latest."""
+        return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
 
     def take(self, token: int, pages: int) -> str:
         """Adds a token and returns the text that it completes."""

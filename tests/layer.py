@@ -41,7 +41,12 @@ class Layer:
     def __init__(self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.policy = policy
         self.spec = CacheSpec(
-            batch_size=len(lengths), num_kv_heads=KV_HEADS, head_dim=SIZE, prompt_capacity=PROMPT, new_capacity=NEW, dtype="float32"
+            batch_size=len(lengths),
+            num_kv_heads=KV_HEADS,
+            head_dim=SIZE,
+            prompt_capacity=PROMPT,
+            new_capacity=NEW,
+            dtype="float32",
         )
         self.lengths = Lengths(jnp.asarray(lengths, jnp.int32), jnp.int32(0), jnp.int32(0))
         self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec)

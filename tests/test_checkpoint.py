@@ -105,13 +105,19 @@ def _truncate(folder):
 
 
 BROKEN = {
-    "missing shard": (lambda f: sorted(f.glob("*.safetensors"))[0].unlink(), "is named in model.safetensors.index.json and missing"),
+    "missing shard": (
+        lambda f: sorted(f.glob("*.safetensors"))[0].unlink(),
+        "is named in model.safetensors.index.json and missing",
+    ),
     "extra shard": (lambda f: save_file({"x": np.zeros(1)}, f / "model-9.safetensors"), "model-9.safetensors is not named in"),
     "truncated shard": (_truncate, "is not a whole safetensors file"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found a list"),
-    "no weights": (lambda f: [p.unlink() for p in [*f.glob("*.safetensors"), f / huggingface.INDEX]], "expected one .safetensors"),
+    "no weights": (
+        lambda f: [p.unlink() for p in [*f.glob("*.safetensors"), f / huggingface.INDEX]],
+        "expected one .safetensors",
+    ),
     "two files and no index": (lambda f: (f / huggingface.INDEX).unlink(), "or several with an index, found"),
 }
 

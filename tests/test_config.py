@@ -67,7 +67,10 @@ def test_defaults_of_old_configs():
         ({"qk_norm": True}, "field 'qk_norm'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, r"fields \['beta_fast'\] of rope type 'linear'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
+            r"fields \['beta_fast'\] of rope type 'linear'",
+        ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers"),
@@ -108,9 +111,13 @@ def test_every_number_of_the_config_is_read(tmp_path):
         old = getattr(model.config, field.name)
         new = changes.get(field.name, not old if isinstance(old, bool) else old * 2 if isinstance(old, int) else old)
         both = {"layer_types", "sliding_window"}
-        changed = dataclasses.replace(model.config, **{n: changes[n] for n in both} if field.name in both else {field.name: new})
+        changed = dataclasses.replace(
+            model.config, **{n: changes[n] for n in both} if field.name in both else {field.name: new}
+        )
         if field.name in SHAPES:
-            assert {k: p.shape for k, p in load.abstract(changed, "float32")[1].items()} != {k: p.shape for k, p in parameters.items()}
+            assert {k: p.shape for k, p in load.abstract(changed, "float32")[1].items()} != {
+                k: p.shape for k, p in parameters.items()
+            }
             continue
         import flax.nnx as nnx
         import jax

@@ -55,7 +55,9 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
     def refuse(table, rows):
         raise NotImplementedError("not here")
 
-    monkeypatch.setattr(host, "BACKENDS", {"refusing": refuse, "wrong": lambda t, r: host._gather(t, r) + jnp.uint16(1), **host.BACKENDS})
+    monkeypatch.setattr(
+        host, "BACKENDS", {"refusing": refuse, "wrong": lambda t, r: host._gather(t, r) + jnp.uint16(1), **host.BACKENDS}
+    )
     monkeypatch.setattr(host, "ORDER", {None: ("refusing", "wrong", "slices")})
     with caplog.at_level("INFO"):
         assert host.fetch_backend.__wrapped__() == "slices"

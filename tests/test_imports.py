@@ -48,7 +48,9 @@ def test_imports_run_one_way():
 
 def test_models_name_no_concrete_policy():
     for file in (PACKAGE / "models").glob("*.py"):
-        concrete = {m for m in imported(file) if m.startswith("icejax.cache") and m not in ("icejax.cache.policy", "icejax.cache.host")}
+        concrete = {
+            m for m in imported(file) if m.startswith("icejax.cache") and m not in ("icejax.cache.policy", "icejax.cache.host")
+        }
         assert not concrete, f"{file.name} imports {concrete}"
 
 

@@ -47,7 +47,9 @@ def test_pages_hold_tokens_alike():
     """Tokens of 64 tight clusters of 16, shuffled, come back one cluster to a page."""
     rng = np.random.default_rng(0)
     labels = rng.permutation(np.repeat(np.arange(64), 16))
-    keys = rng.standard_normal((64, 32)).astype(np.float32)[labels] * 5 + rng.standard_normal((1024, 32)).astype(np.float32) * 0.1
+    keys = (
+        rng.standard_normal((64, 32)).astype(np.float32)[labels] * 5 + rng.standard_normal((1024, 32)).astype(np.float32) * 0.1
+    )
     order = np.asarray(packed(keys[None, None], np.ones((1, 1024), bool), page_size=16, span=8192))[0, 0]
     assert all(len(set(page)) == 1 for page in labels[order].reshape(64, 16))
 

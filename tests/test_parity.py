@@ -26,7 +26,11 @@ def test_logits_equal_transformers(row, scale, tmp_path):
     for length in LENGTHS:
         prompt = families.tokens(length)
         np.testing.assert_allclose(
-            all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS, err_msg=f"{length} tokens"
+            all_logits(ours, prompt, Full()),
+            reference(theirs, prompt),
+            rtol=0,
+            atol=tolerances.LOGITS,
+            err_msg=f"{length} tokens",
         )
 
 

@@ -19,7 +19,9 @@ def test_budget_for_all_tokens_equals_dense_attention(row):
     layer = Layer(row.exact(max(LENGTHS) + STEPS), LENGTHS, *prompt)
     for step in range(STEPS):
         found = layer.step(*(x[step] for x in new))
-        np.testing.assert_allclose(found, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}")
+        np.testing.assert_allclose(
+            found, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}"
+        )
 
 
 @policies

@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         for length in map(int, arguments.lengths.split(",")):
             row = evaluate(
                 model, tokenizer, policy,
-                length=length, facts=arguments.facts, questions=arguments.questions, seed=arguments.seed, batch=arguments.batch_size,
+                length=length, facts=arguments.facts, questions=arguments.questions, seed=arguments.seed,
+                batch=arguments.batch_size,
             )  # fmt: skip
             print(json.dumps(row), flush=True)
     except icejax.InputError as error:

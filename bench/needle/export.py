@@ -1,4 +1,7 @@
-"""Writes a trained run as a Hugging Face folder with the example prompt: ``python -m bench.needle.export --run DIR --to DIR``."""
+"""Writes a trained run as a Hugging Face folder, with the example prompt.
+
+``python -m bench.needle.export --run DIR --to icejax/assets``
+"""
 
 from __future__ import annotations
 

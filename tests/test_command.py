@@ -1,0 +1,216 @@
+"""The command line: what it prints where, and one clear line for every kind of bad input."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from icejax import command
+from icejax.generation import ASSETS, GenerationResponse
+from tests import families
+
+SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
+FIELDS = set(
+    """text token_ids prompt_tokens new_tokens finish_reason ttft_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
+    digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched fetch_backend device dtype""".split()
+)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Returns exit status, stdout and stderr of the command line."""
+    try:
+        status = command.main([*arguments])
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+def test_without_arguments_the_bundled_example_is_answered(capsys):
+    status, out, err = run(capsys)
+    prompt = command.BUNDLED_PROMPT.read_text()
+    question = prompt[prompt.rindex("Pass key ") :]
+    answer = prompt[prompt.index(question) + len(question) :][:5]
+    assert status == 0 and len(prompt) >= 8000
+    assert out == f"{answer}.\n"
+    assert "clustered cache, budget 256" in err and "KV host" in err
+
+
+def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
+    prompt = command.BUNDLED_PROMPT.read_text()[-3000:]
+    status, out, err = run(capsys, "--prompt", prompt, "--json", *SHORT)
+    found = json.loads(out)
+    assert status == 0 and err == "" and set(found) == FIELDS
+    assert found["prompt_tokens"] == 3000 and found["new_tokens"] == len(found["token_ids"]) <= 4
+    layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
+    assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
+    assert found["digest_bytes"] == layers * (kv_heads * pages * (2 * size * item + 4) + 4)
+    assert found["host_kv_bytes"] == layers * kv_heads * pages * 16 * 2 * size * item
+    assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
+    assert found["pages_fetched"] == layers * kv_heads * 13 * steps
+    assert 0 < found["pages_selected"] <= found["pages_fetched"]
+    assert found["fetch_backend"] == "gather" and found["dtype"] == "float32" and found["budget"] == 256
+
+
+def test_several_prompts_one_json_line_each_equal_to_their_single_runs(capsys, tmp_path):
+    prompts = ["def main(arguments):", "Pass key ab:12345.\nimport os\nPass key ab:", "x = 1\n" * 50]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": p}) for p in prompts))
+    status, out, _ = run(capsys, "--prompt-file", str(file), "--json", "--cache", "full", *SHORT)
+    together = [json.loads(line)["token_ids"] for line in out.splitlines()]
+    assert status == 0 and len(together) == 3
+    for prompt, expected in zip(prompts, together, strict=True):
+        assert json.loads(run(capsys, "--prompt", prompt, "--json", "--cache", "full", *SHORT)[1])["token_ids"] == expected
+    status, out, _ = run(capsys, "--prompt-file", str(file), "--json", "--cache", "full", "--batch-size", "2", *SHORT)
+    assert [json.loads(line)["token_ids"] for line in out.splitlines()] == together
+
+
+def test_streamed_whole_and_stdin_texts_are_the_same(capsys, monkeypatch):
+    streamed = run(capsys, "--prompt", "import os\n", *SHORT)
+    assert streamed[0] == 0 and streamed[2] == ""
+    assert run(capsys, "--prompt", "import os\n", "--no-stream", *SHORT) == streamed
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    assert run(capsys, "--prompt", "-", *SHORT) == streamed
+
+
+def test_seeded_sampling_repeats_and_stop_strings_end_the_text(capsys):
+    options = ["--prompt", "import ", "--temperature", "1.5", "--max-new-tokens", "30", "--compile-cache", "none"]
+    first = run(capsys, *options, "--seed", "1")
+    assert run(capsys, *options, "--seed", "1") == first
+    assert run(capsys, *options, "--seed", "2")[1] != first[1]
+    stop = first[1][5:8]
+    stopped = run(capsys, *options, "--seed", "1", "--stop", stop)[1]
+    assert stopped == first[1][: first[1].index(stop)] + "\n"
+
+
+def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch):
+    shutil.copytree(ASSETS, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    seen = []
+
+    def record(model, tokenizer, prompts, **options):
+        seen.append((prompts, options["special_tokens"]))
+        return iter(())
+
+    monkeypatch.setattr(command, "stream_generate", record)
+    run(capsys, "--model", str(tmp_path / "chat"), "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)
+    assert seen == [(["[system] be brief\n[user] hello\n[assistant]"], False)]
+
+
+def test_cache_options_reach_the_policy():
+    policy = command.make_policy("clustered", {"budget": 128, "page_size": "8", "sinks": "none", "dense_layers": "1"})
+    assert (policy.budget, policy.page_size, policy.sinks, policy.dense_layers) == (128, 8, None, 1)
+
+
+BAD = {
+    "missing model": (["--model", "/no/such", "--prompt", "x"], "/no/such: expected a checkpoint folder or a hub id such as org/name, found no such folder"),
+    "no prompt": (["--model", str(ASSETS)], "no prompt: give --prompt TEXT"),
+    "missing prompt file": (["--prompt-file", "/no/such"], "/no/such cannot be read: No such file or directory"),
+    "empty prompt": (["--prompt", ""], "prompt 1 is empty: expected some text"),
+    "long prompt": (["--prompt", "x" * 40000], "prompt 1 has 40000 tokens and the context holds 32768, the answer included"),
+    "context length": (["--prompt", "x" * 50, "--context-length", "20"], "prompt 1 has 50 tokens and the context holds 20"),
+    "no chat template": (["--prompt", "x", "--chat"], "the tokenizer has no chat template: give the prompt without --chat"),
+    "small budget": (["--prompt", "x", "--budget", "30"], "budget must hold 3 sinks, a window of 19 and a page of 16: at least 38, got 30"),
+    "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
+    "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),
+    "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of clustered, full"),
+    "unknown option": (
+        ["--prompt", "x", "--cache-option", "magic=1"],
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, span, dense_layers",
+    ),
+    "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
+    "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),
+    "page size": (["--prompt", "x", "--page-size", "12"], "page_size must be a power of two, got 12"),
+    "window": (["--prompt", "x", "--cache-option", "window=16"], "window must be larger than page_size (16), got 16"),
+    "negative sinks": (["--prompt", "x", "--cache-option", "sinks=-1"], "sinks must be at least 0, got -1"),
+    "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
+    "new tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+    "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+    "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
+    "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(capsys, case):
+    arguments, message = BAD[case]
+    status, out, err = run(capsys, *arguments)
+    assert status == 2 and out == ""
+    assert err.startswith("icejax.generate: error: ") and message in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+FILES = {
+    "not utf-8": ("p.txt", b"caf\xe9", "is not UTF-8 text (byte 3): convert it first"),
+    "empty": ("p.txt", b"", "prompt 1 is empty"),
+    "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: expected a JSON object with a text 'prompt'"),
+    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a JSON object with a text 'prompt'"),
+    "empty jsonl": ("p.jsonl", b"\n", "holds no prompt: expected one JSON object with 'prompt' per line"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_prompt_files(capsys, tmp_path, case):
+    name, content, message = FILES[case]
+    (tmp_path / name).write_bytes(content)
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / name))
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
+    from icejax.cache import host
+
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr("icejax.inference._prefill_layer", lambda *_, **__: pytest.fail("prefill began"))
+    status, out, err = run(capsys, "--prompt", "x", *SHORT)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
+
+
+def start_endless(folder) -> subprocess.Popen:
+    """Starts the real command in a process of its own, on a text that no token ends, and waits for its first letter."""
+    shutil.copytree(ASSETS, folder)
+    (folder / "generation_config.json").unlink()
+    families.edit_config(folder, eos_token_id=None)
+    line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", "--model", str(folder), "--prompt", "import"]
+    process = subprocess.Popen([*line, "--max-new-tokens", "20000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)
+    return process
+
+
+@pytest.mark.parametrize("after_s", [0.1, 2.0])  # while later programs are compiled, and while they run
+def test_ctrl_c_while_streaming_ends_cleanly(tmp_path, after_s):
+    process = start_endless(tmp_path / "model")
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().strip() == "interrupted"
+
+
+def test_a_closed_stdout_pipe_ends_quietly(tmp_path):
+    process = start_endless(tmp_path / "model")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+
+
+def test_response_is_documented():
+    documented = GenerationResponse.__doc__
+    assert all(name in documented for name in FIELDS - {"device", "dtype", "fetch_backend"})
+
+
+@pytest.mark.slow
+def test_device_part_of_a_32k_prompt_is_under_15_percent_of_the_full_cache(capsys, tmp_path):
+    text = command.BUNDLED_PROMPT.read_text() * 3
+    (tmp_path / "book.txt").write_text(text[:32000])
+    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "book.txt"), "--cache", "clustered", "--json", *SHORT)
+    found = json.loads(out)
+    assert status == 0 and found["prompt_tokens"] == 32000
+    assert found["device_kv_bytes"] + found["digest_bytes"] < 0.15 * found["full_kv_bytes"]
