@@ -17,7 +17,7 @@ from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model
 from icejax.detokenize import Detokenizer
 from icejax.errors import InputError
-from icejax.inference import DecodeState, Decoding, Plan, make_plan, prefill
+from icejax.inference import DecodeState, Decoding, Plan, Step, make_plan, prefill
 from icejax.models import CausalLM
 from icejax.sampling import Sampling
 
