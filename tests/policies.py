@@ -29,5 +29,6 @@ POLICIES = (
     Row("full", Full(), lambda budget: Full()),
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
     Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8)),
+    Row("clustered-no-tail", Clustered(budget=64, tail=False), lambda budget: Clustered(budget=budget, tail=False)),
     Row("clustered-no-sinks", Clustered(budget=64, sinks=0), lambda budget: Clustered(budget=budget, sinks=0)),
 )

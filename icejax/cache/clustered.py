@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
 from icejax.errors import InputError
-from icejax.ops.attention import attend
-from icejax.ops.digests import Digests, digest, score
+from icejax.ops import tree
+from icejax.ops.attention import attend_with_lse, merge_by_lse
+from icejax.ops.digests import Digests, digest
 from icejax.ops.pages import pack
-from icejax.ops.topk import top_k
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +25,7 @@ class ClusteredState:
     Attributes:
         sinks_k, sinks_v: the first tokens.
         window_k, window_v: the newest tokens, oldest first.
-        digests: one per page of the pool.
+        levels: the digest tree: one digest per page of the pool, and the nodes above.
         selected: pages attended exactly in the newest step, over KV heads.
     """
 
@@ -33,22 +33,24 @@ class ClusteredState:
     sinks_v: jax.Array
     window_k: jax.Array  # dtype[B, K, window, H]
     window_v: jax.Array
-    digests: Digests
+    levels: tuple[Digests, ...]
     selected: jax.Array  # i32[B]
 
 
 @dataclass(frozen=True)
 class Clustered(CachePolicy):
-    """IceCache's budgeted cache, with a second-order page score.
+    """IceCache's budgeted cache, with a second-order page score, a digest tree and a tail.
 
     A step attends exactly to the sinks, to the pages of highest score while they fit the budget, and to the window;
-    never to more than `budget` tokens per KV head and layer.
+    never to more than `budget` tokens per KV head and layer. All other pages contribute by their digests.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         page_size: tokens of a page.
         sinks: first tokens kept on the device; None: an eighth of the budget, at most 32 (the paper's two pages).
         window: newest tokens kept on the device; None: an eighth of the budget and a page, at most two pages.
+        tail: whether pages that are not selected contribute their mean value, weighted by their score; IceCache's do not.
+        opened: nodes of the digest tree opened per level.
         span: largest number of prompt tokens packed together.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
@@ -61,11 +63,21 @@ class Clustered(CachePolicy):
     page_size: int = 16
     sinks: int | None = None
     window: int | None = None
+    tail: bool = True
+    opened: int = 16
     span: int = 8192
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("budget", 1), ("page_size", 4), ("sinks", 0), ("window", 1), ("span", 256), ("dense_layers", 0)):
+        for name, least in (
+            ("budget", 1),
+            ("page_size", 4),
+            ("sinks", 0),
+            ("window", 1),
+            ("opened", 1),
+            ("span", 256),
+            ("dense_layers", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} must be at least {least}, got {value}")
@@ -107,9 +119,9 @@ class Clustered(CachePolicy):
 
         pages = self.num_pages(spec)
         count = jnp.zeros((spec.batch_size, spec.num_kv_heads, pages), jnp.int32)
-        sinks, window = self.num_sinks, self.num_window
-        digests, selected = Digests(count, empty(pages), empty(pages)), jnp.zeros(spec.batch_size, jnp.int32)
-        return ClusteredState(empty(sinks), empty(sinks), empty(window), empty(window), digests, selected)
+        levels = tree.build(Digests(count, empty(pages), empty(pages), empty(pages)))
+        sinks, window, selected = self.num_sinks, self.num_window, jnp.zeros(spec.batch_size, jnp.int32)
+        return ClusteredState(empty(sinks), empty(sinks), empty(window), empty(window), levels, selected)
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
         batch, tokens, heads, size = k.shape
@@ -128,10 +140,10 @@ class Clustered(CachePolicy):
         shape = (batch, heads, tokens // self.page_size, self.page_size)
         mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
         k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
-        digests = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.digests, digest(k, mask)
+        pages = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digest(k, v, mask)
         )
-        state = ClusteredState(*state_sinks, *state_window, digests, state.selected)
+        state = ClusteredState(*state_sinks, *state_window, tree.build(pages), state.selected)
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
@@ -147,11 +159,16 @@ class Clustered(CachePolicy):
         with jax.named_scope("select"):
             queries = q.reshape(*k.shape[:2], -1, k.shape[2])
             resident = (sinks_mask.sum(-1) + window_mask.sum(-1))[:, None]
-            page_ids, counts = self._select(queries, state.digests, room=self.budget - resident)
+            selected = self.num_selected(state.levels[0].count.shape[-1])
+            # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
+            opened = max(self.opened, 2 * -(-selected // tree.FAN_OUT))
+            found = tree.walk(
+                queries, state.levels, opened=opened, selected=selected, room=self.budget - resident, tail=self.tail
+            )
         with jax.named_scope("fetch"):
-            fetched_k, fetched_v = pool.fetch(page_ids)
+            fetched_k, fetched_v = pool.fetch(found.page_ids)
         with jax.named_scope("attend"):
-            slots_mask = jnp.arange(self.page_size)[None, None, None, :] < counts[..., None]  # tokens come first in a page
+            slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
             fetched_v = jnp.where(slots_mask[..., None], fetched_v, 0)
             keys, values, mask = (
                 jnp.concatenate([first, pages.reshape(*first.shape[:2], -1, *first.shape[3:]), last], axis=2)
@@ -161,21 +178,10 @@ class Clustered(CachePolicy):
                     (_per_head(sinks_mask, k), slots_mask, _per_head(window_mask, k)),
                 )
             )
-            out = attend(*(x.reshape(-1, *x.shape[2:]) for x in (queries, keys, values, mask))).reshape(q.shape)
-        selected = (counts > 0).sum((1, 2), dtype=jnp.int32)
+            exact = attend_with_lse(*(_rows(x) for x in (queries, keys, values, mask)))
+            out = merge_by_lse(*exact, _rows(found.tail_out), _rows(found.tail_lse)).reshape(q.shape).astype(q.dtype)
+        selected = (found.counts > 0).sum((1, 2), dtype=jnp.int32)
         return out, dataclasses.replace(state, window_k=window_k, window_v=window_v, selected=selected)
-
-    def _select(self, queries: jax.Array, digests: Digests, *, room: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the best pages by score, i32[B, K, M], and how many of their tokens count: none past `room` [B, 1].
-
-        A KV head has one set of pages: the softmax over pages of each of its query heads, summed.
-        """
-        scores = score(queries, digests)
-        share = jax.nn.softmax(jnp.where(jnp.isneginf(scores), -1e30, scores), axis=-1).sum(axis=2)
-        share = jnp.where(digests.count > 0, share, -1.0)
-        page_ids = top_k(share, self.num_selected(share.shape[-1]))[1]
-        counts = jnp.take_along_axis(digests.count, page_ids, axis=-1)
-        return page_ids, jnp.where(jnp.cumsum(counts, axis=-1) <= room[..., None], counts, 0)
 
     def flush(self, state: ClusteredState, lengths: Lengths):
         # Called with the window full: its first page holds the positions just before those that will start the next.
@@ -186,19 +192,16 @@ class Clustered(CachePolicy):
         # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
         page_k, page_v = (_take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
         mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
-        new = digest(page_k[:, :, None], mask)
-        digests = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, lengths.pages, axis=2), state.digests, new
-        )
+        levels = tree.replace_page(state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask), lengths.pages)
         window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
         page = jnp.stack([page_k, page_v], axis=2)
-        return dataclasses.replace(state, window_k=window_k, window_v=window_v, digests=digests), page
+        return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page
 
     def pages_selected(self, state: ClusteredState) -> jax.Array:
         return state.selected
 
     def digest_bytes(self, state: ClusteredState) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves(state.digests)) + state.selected.nbytes
+        return sum(x.nbytes for x in jax.tree.leaves(state.levels)) + state.selected.nbytes
 
     @property
     def _fill(self) -> int:
@@ -215,6 +218,11 @@ class Clustered(CachePolicy):
 
     def _window_positions(self, lengths: Lengths) -> jax.Array:
         return self._window_start(lengths) + jnp.arange(self.num_window)[None, :]
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """Returns [B, K, ...] as [B K, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _per_head(mask: jax.Array, k: jax.Array) -> jax.Array:

@@ -106,6 +106,25 @@ def attend(
 
     Assumes that every row sees a key and that the values outside `mask` are finite (keys there may be anything).
     """
+    return attend_with_lse(q, k, v, mask)[0].astype(q.dtype)
+
+
+def attend_with_lse(
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S H"], mask: Bool[Array, "R S"]
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    """Returns `attend` in fp32, and the log-sum-exp of its scores."""
     scores = EINSUM("rgh,rsh->rgs", q, k) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, :], scores, -jnp.inf), axis=-1)
-    return EINSUM("rgs,rsh->rgh", weights.astype(v.dtype), v).astype(q.dtype)
+    scores = jnp.where(mask[:, None, :], scores, -jnp.inf)
+    highest = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - highest)
+    total = weights.sum(-1, keepdims=True)
+    out = EINSUM("rgs,rsh->rgh", (weights / total).astype(v.dtype), v)
+    return out, (jnp.log(total) + highest)[..., 0]
+
+
+def merge_by_lse(
+    out: Float[Array, "R G H"], lse: Float[Array, "R G"], other_out: Float[Array, "R G H"], other_lse: Float[Array, "R G"]
+) -> Float[Array, "R G H"]:
+    """Returns the attention over two disjoint sets from that over each; assumes that the first is not empty."""
+    share = jax.nn.sigmoid(other_lse - lse)[..., None]
+    return out * (1 - share) + other_out * share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -18,37 +17,53 @@ POWER_ITERATIONS = 3
 FAR = 1e30  # the distance of an empty slot: after every token, before what is already taken
 
 
-def pack(k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, span: int) -> Int[Array, "B K S"]:
+def pack(
+    k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, span: int, run: int = 1, block: int = BLOCK
+) -> Int[Array, "B K S"]:
     """Returns the order of tokens in pages: page i holds tokens `order[..., i * page_size : (i + 1) * page_size]`.
 
     Spans of at most `span` tokens are packed on their own, so cost is linear in S. In a span a balanced tree halves
-    the tokens along their main axis down to blocks of about 1024; in a block each page is the free token of largest
-    norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). Only the last
-    page with tokens in it may be partial, and empty slots come last in a span.
+    the tokens along their main axis down to blocks of about `block`; in a block each page is the free token of largest
+    norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). At most one
+    page of a span is partial, two with runs; empty slots come last in a page, and empty pages last in a span.
 
     Args:
         k: keys; what stands where `valid` is False is not read.
         valid: which tokens there are; True for a prefix of every row.
         page_size: slots of a page; divides S.
         span: largest number of tokens packed together.
+        run: neighbours in time that stay together, represented by their mean key; divides `page_size`.
+        block: tokens among which nearest neighbours are sought.
     """
     batch, heads, tokens, size = k.shape
     spans = math.ceil(tokens / span)
-    levels = max(0, round(math.log2(tokens / spans / BLOCK)))
+    levels = max(0, round(math.log2(tokens / spans / block)))
     if tokens % (spans * 2**levels * page_size):
         raise ValueError(f"{tokens} tokens do not divide into {spans} spans of {2**levels} blocks of {page_size}-token pages")
-    valid = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
-    keys = jnp.where(valid[..., None], k, 0).astype(jnp.float32)
-    order = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), valid.shape)
+    there = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
+    keys, valid = _runs(jnp.where(there[..., None], k, 0).astype(jnp.float32), there, run)
+    order = jnp.broadcast_to(jnp.arange(tokens // run, dtype=jnp.int32), valid.shape)
     for level in range(levels):
-        nodes = spans * 2**level
-        keys, valid, order = _reorder(
-            _halves(keys.reshape(-1, tokens // nodes, size), valid.reshape(-1, tokens // nodes)), keys, valid, order
-        )
-    blocks = spans * 2**levels
-    neighbours = functools.partial(_neighbours, page_size=page_size)
-    pages = neighbours(keys.reshape(-1, tokens // blocks, size), valid.reshape(-1, tokens // blocks))
-    return _reorder(pages, keys, valid, order)[2]
+        shape = (-1, tokens // run // (spans * 2**level))
+        halves = _halves(keys.reshape(*shape, size), valid.reshape(shape))
+        keys, valid, order = _reorder(halves, keys, valid, order)
+    shape = (-1, tokens // run // (spans * 2**levels))
+    pages = _neighbours(keys.reshape(*shape, size), valid.reshape(shape), page_size=page_size // run)
+    order = _reorder(pages, order)[0]
+    if run == 1:
+        return order
+    order = (order[..., None] * run + jnp.arange(run, dtype=jnp.int32)[None, None, None, :]).reshape(batch, heads, tokens)
+    # The last run may be partial, and lie anywhere in its page: its empty slots go to the page's end.
+    empty = ~jnp.take_along_axis(there, order, axis=2).reshape(batch, heads, -1, page_size)
+    order = order.reshape(empty.shape)
+    return lax.sort((empty, order), num_keys=1, is_stable=True)[1].reshape(batch, heads, tokens)
+
+
+def _runs(keys: jax.Array, valid: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
+    """Returns mean keys [B, K, S / run, H] of runs of neighbours, and which runs hold a token."""
+    counts = valid.reshape(*valid.shape[:2], -1, run).sum(-1, dtype=jnp.float32)
+    totals = keys.reshape(*counts.shape, run, keys.shape[-1]).sum(3)
+    return totals / jnp.maximum(counts, 1.0)[..., None], counts > 0
 
 
 def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,0 +1,61 @@
+"""Captures the queries, keys and values of a model where it answers questions about a long text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.needle import task
+from icejax.inference import ladder
+from icejax.models import CausalLM
+from icejax.models.decoder import DecoderLayer
+from icejax.ops.attention import causal
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One layer of one prompt.
+
+    Attributes:
+        q: queries f32[Q, N, H] at the answer's positions.
+        k, v: keys (after RoPE) and values f32[K, S, H] of all tokens before the answer's first.
+        layer: the layer's number.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    layer: int
+
+
+def needle_prompt(rng: np.random.Generator, *, length: int, facts: int) -> tuple[list[int], list[int]]:
+    """Returns a held-out prompt of `length` bytes that ends in a question, and its answer's bytes."""
+    context = task.context(rng, length=length - len(task.question("ab")), facts=facts, split="heldout")
+    name = str(rng.choice(list(context.answers)))
+    return list(context.text + task.question(name).encode()), list(context.answers[name].encode())
+
+
+def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captured]:
+    """Returns every full-attention layer's queries at the last prompt token and the answer's, and its keys and values."""
+    length, tokens = len(prompt), prompt + answer[:-1]
+    padded = np.zeros((1, ladder(len(tokens))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    x, found = model.model.embed_tokens(jnp.asarray(padded)), []
+    for i, layer in enumerate(model.model.layers):
+        sliding = model.config.layer_types[i] == "sliding_attention"
+        x, q, k, v = _layer(layer, x, jnp.asarray([len(tokens)]), window=model.config.sliding_window if sliding else None)
+        if not sliding:
+            k, v = (y[0, :length].transpose(1, 0, 2).astype(jnp.float32) for y in (k, v))
+            found.append(Captured(q[0, length - 1 : len(tokens)].astype(jnp.float32), k, v, i))
+    return found
+
+
+@jax.jit(static_argnames="window")
+def _layer(layer: DecoderLayer, x: jax.Array, lengths: jax.Array, *, window: int | None):
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    q, k, v = layer.self_attn.project(layer.input_layernorm(x), positions, lengths)
+    x = x + layer.self_attn.output(causal(q, k, v, lengths=lengths, window=window))
+    return x + layer.mlp(layer.post_attention_layernorm(x)), q, k, v

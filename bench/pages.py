@@ -1,0 +1,228 @@
+"""Which pages, which scores, what tail: ``python -m bench.pages [--quick]``.
+
+On the queries, keys and values of a model where it answers questions about long texts, every row says what a formation of
+pages, a score and a budget leave of the attention: `mass`, the share of the attention mass outside sinks and window that is
+attended exactly; `error`, the relative L2 error of a head's attention output, mean over heads and queries, also for heads whose
+top 64 tokens hold more (sharp) or less (diffuse) than 0.9 of the mass; `recall`, the share of each head's top tokens
+among those attended. Budgets include 32 sinks and 32 window tokens (8 and 24 at a budget of 64).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+import icejax
+from bench.capture import Captured, capture, needle_prompt
+from icejax.generation import ASSETS
+from icejax.ops import tree
+from icejax.ops.attention import attend_with_lse, merge_by_lse
+from icejax.ops.digests import Digests, digest, score
+from icejax.ops.pages import pack
+
+SPAN = 8192
+FORMATIONS = {
+    "positional": None,
+    "tree": dict(block=32),
+    "greedy": dict(block=SPAN),
+    "tree-greedy": dict(block=1024),
+    "tree-greedy-runs-2": dict(block=1024, run=2),
+    "tree-greedy-runs-4": dict(block=1024, run=4),
+}
+
+
+def residents(budget: int) -> tuple[int, int]:
+    """Returns sinks and window of a budget, as `Clustered` has them; the window as it is after a prompt."""
+    policy = icejax.Clustered(budget=budget)
+    return policy.num_sinks, policy.num_window
+
+
+def form(layer: Captured, name: str, page_size: int, sinks: int, window: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the paged middle: keys, values [1, K, P, p, H] and the mask of slots [1, K, P, p]."""
+    heads, tokens, size = layer.k.shape
+    middle = tokens - sinks - window
+    padded = -(-middle // 1024) * 1024
+    padded = padded if padded <= SPAN else -(-padded // SPAN) * SPAN
+    k, v = (
+        jnp.pad(x[None, :, sinks : tokens - window], [(0, 0), (0, 0), (0, padded - middle), (0, 0)]) for x in (layer.k, layer.v)
+    )
+    valid = jnp.broadcast_to(jnp.arange(padded)[None, :] < middle, (1, padded))
+    if FORMATIONS[name] is None:
+        order = jnp.broadcast_to(jnp.arange(padded)[None, None, :], (1, heads, padded))
+    else:
+        order = _pack(k, valid, page_size=page_size, span=SPAN, **FORMATIONS[name])
+    shape = (1, heads, padded // page_size, page_size)
+    k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
+    return k, v, jnp.take_along_axis(jnp.broadcast_to(valid[:, None], order.shape), order, axis=2).reshape(shape)
+
+
+_pack = jax.jit(pack, static_argnames=("page_size", "span", "run", "block"))
+
+
+def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: str) -> jax.Array:
+    """Returns the scores [1, K, G, P] of pages by a named rule."""
+    s = q.shape[-1] ** -0.5
+    if name == "second-order":
+        return score(q, digests)
+    if name == "exact-lse":
+        tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
+        return jax.nn.logsumexp(tokens, axis=-1)
+    if name == "mean":
+        found = jnp.einsum("bkgh,bkph->bkgp", q, digests.mean) * s + jnp.log(digests.count)[:, :, None, :]
+    else:
+        low, high = (f(jnp.where(mask[..., None], k, fill), axis=3) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
+        if name == "cuboid":  # ArkVale: the middle of the box, and the mean distance from it
+            centre = (low + high) / 2
+            spread = (
+                jnp.where(mask[..., None], jnp.abs(k - centre[..., None, :]), 0).sum(3)
+                / jnp.maximum(digests.count, 1)[..., None]
+            )
+            low, high = centre - spread, centre + spread
+        low, high = (jnp.where(digests.count[..., None] > 0, x, 0) for x in (low, high))
+        positive, negative = jnp.maximum(q, 0), jnp.minimum(q, 0)
+        found = (jnp.einsum("bkgh,bkph->bkgp", positive, high) + jnp.einsum("bkgh,bkph->bkgp", negative, low)) * s
+    return jnp.where(digests.count[:, :, None, :] > 0, found, -jnp.inf)
+
+
+@jax.jit(static_argnames=("rule", "budget", "tail", "walk"))
+def attention(q, k_all, v_all, pages, *, rule: str, budget: int, tail: bool, walk: bool):
+    """Returns output, the mass attended exactly and the recall, each per query head, for one query [1, K, G, H]."""
+    sinks, window = residents(budget)
+    k, v, mask = pages
+    heads, tokens, size = k_all.shape
+    digests = digest(k, v, mask)
+    selected = (budget - sinks - window) // k.shape[3]
+    if walk:
+        room = jnp.full((1, 1), budget - sinks - window)
+        found = tree.walk(q, tree.build(digests), opened=16, selected=selected, room=room, tail=tail)
+        chosen, tail_out, tail_lse = found.page_ids, found.tail_out, found.tail_lse
+    else:
+        worth = scores(q, k, mask, digests, rule)
+        chosen = jax.lax.top_k(jax.nn.softmax(jnp.maximum(worth, -1e30), -1).sum(2), selected)[1]
+        rest = tree._without(score(q, digests), chosen)
+        tail_out, tail_lse = (
+            tree._tail([(rest, digests.value)]) if tail else (jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
+        )
+    taken = [jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 3)), axis=2) for x in (k, v, mask)]
+    resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
+    keys, values = (jnp.concatenate([r, t[0].reshape(heads, -1, size)], 1) for r, t in zip(resident, taken[:2], strict=True))
+    attended = jnp.concatenate([jnp.ones((heads, sinks + window), bool), taken[2][0].reshape(heads, -1)], axis=1)
+    out, lse = attend_with_lse(q[0], keys, jnp.where(attended[..., None], values, 0), attended)
+    only = sinks + window
+    exact_scores = jnp.where(attended[:, None], jnp.einsum("kgh,ksh->kgs", q[0], keys) * size**-0.5, -jnp.inf)[..., only:]
+    return merge_by_lse(out, lse, tail_out[0], tail_lse[0]), exact_scores
+
+
+@jax.jit(static_argnames="budget")
+def exact(q, k, v, *, budget: int):
+    """Returns dense output, scores of the middle, log-sum-exp of all, and the output of each head's top tokens."""
+    sinks, window = residents(budget)
+    s = jnp.einsum("kgh,ksh->kgs", q, k) * q.shape[-1] ** -0.5
+    out = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(s, -1), v)
+    middle = jnp.arange(k.shape[1])[None, None, :]
+    inside = (middle >= sinks) & (middle < k.shape[1] - window)
+    outside = jnp.where(inside, s, -jnp.inf)
+    least = jax.lax.top_k(outside, budget - sinks - window)[0][..., -1:]
+    kept = jnp.where(inside & (s < least), -jnp.inf, s)
+    top = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(kept, -1), v)
+    sharp = jnp.exp(jax.nn.logsumexp(jax.lax.top_k(s, 64)[0], -1) - jax.nn.logsumexp(s, -1)) > 0.9
+    return out, outside, least, top, sharp
+
+
+def rows(layers: list[Captured], *, budgets: list[int], page_sizes: list[int], quick: bool) -> Iterator[dict]:
+    """Yields one row per formation, page size, score, tail and budget, over all captured layers."""
+    for budget in budgets:
+        truth = [[exact(q.reshape(x.k.shape[0], -1, q.shape[-1]), x.k, x.v, budget=budget) for q in x.q] for x in layers]
+        errors = [(np.asarray(_error(t[3], t[0])), np.asarray(t[4])) for each in truth for t in each]
+        yield dict(pages="exact top tokens", page_size=0, score="oracle", tail=False, budget=budget) | _errors(errors)
+        for name in ["positional", "tree-greedy"] if quick else FORMATIONS:
+            for page_size in page_sizes:
+                sinks, window = residents(budget)
+                started = time.perf_counter()
+                paged = [jax.block_until_ready(form(x, name, page_size, sinks, window)) for x in layers]
+                build = (time.perf_counter() - started) / sum(x.k.shape[1] for x in layers) * 1e6
+                plain = [("second-order", False, False), ("second-order", True, False), ("second-order", True, True)]
+                others = [(rule, False, False) for rule in ("mean", "min-max", "cuboid", "exact-lse")]
+                for rule, tail, walk in plain if quick or page_size != 16 else plain + others:
+                    found = _measure(layers, paged, truth, rule=rule, budget=budget, tail=tail, walk=walk)
+                    label = rule + (", tree" if walk else "")
+                    yield (
+                        dict(pages=name, page_size=page_size, score=label, tail=tail, budget=budget)
+                        | found
+                        | dict(build_ms_per_1k=round(build, 2))
+                    )
+
+
+def _measure(layers, paged, truth, *, rule: str, budget: int, tail: bool, walk: bool) -> dict:
+    errors, masses, recalls, micros = [], [], [], []
+    for layer, pages, each in zip(layers, paged, truth, strict=True):
+        for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
+            grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
+            run = lambda g=grouped, x=layer, p=pages: attention(g, x.k, x.v, p, rule=rule, budget=budget, tail=tail, walk=walk)  # noqa: E731
+            jax.block_until_ready(run())
+            started = time.perf_counter()
+            found, inside = jax.block_until_ready(run())
+            micros.append((time.perf_counter() - started) * 1e6)
+            errors.append((np.asarray(_error(found, out)), np.asarray(sharp)))
+            masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
+            recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))
+    slots = pages[0].shape[2]
+    vectors = {"mean": 2, "second-order": 3}.get(rule, 2)
+    return _errors(errors) | dict(
+        mass=round(float(np.mean(masses)), 4),
+        recall=round(float(np.mean(recalls)), 4),
+        digest_bytes=int(slots * layer.k.shape[0] * (vectors * layer.k.shape[-1] * 4 + 4)),
+        step_us=round(float(np.median(micros)), 1),
+    )
+
+
+def _error(found: jax.Array, expected: jax.Array) -> jax.Array:
+    return jnp.linalg.norm(found - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
+
+
+def _errors(errors) -> dict:
+    every, sharp = (np.concatenate([e[i].ravel() for e in errors]) for i in (0, 1))
+    parts = {"error": every, "error_sharp": every[sharp], "error_diffuse": every[~sharp]}
+    return {name: round(float(x.mean()), 4) if x.size else None for name, x in parts.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")
+    parser.add_argument("--facts", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=3, help="prompts per length")
+    parser.add_argument("--budgets", default="64,128,256")
+    parser.add_argument("--page-sizes", default="16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
+    arguments = parser.parse_args(argv)
+    model, _ = icejax.load(arguments.model, dtype="float32")
+    lengths = [4096] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
+    budgets = [64, 256] if arguments.quick else [int(n) for n in arguments.budgets.split(",")]
+    page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
+    console = Console(stderr=True)
+    where = dict(device=str(jax.devices()[0].device_kind), jax=jax.__version__)
+    for length in lengths:
+        rng = np.random.default_rng((arguments.seed, length))
+        layers: list[Captured] = []
+        for _ in track(
+            range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
+        ):
+            layers += capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
+        for row in rows(layers, budgets=budgets, page_sizes=page_sizes, quick=arguments.quick):
+            print(json.dumps(dict(length=length) | row | where), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The digest tree: which pages a query needs, found in a cost that grows with the logarithm of their number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from icejax.ops.attention import EINSUM
+from icejax.ops.digests import Digests, merge, score
+from icejax.ops.topk import top_k
+
+FAN_OUT = 16  # pages of a node, nodes of a node above
+TOP = 512  # nodes of the highest level, all of which are scored
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a walk found.
+
+    Attributes:
+        page_ids: the chosen pages, best first.
+        counts: tokens of each that fit the budget: all of them, or 0 for a page that does not fit.
+        tail_out: attention output of everything else, by its digests.
+        tail_lse: estimated log-sum-exp of everything else; -inf if there is nothing.
+    """
+
+    page_ids: jax.Array  # i32[B, K, M]
+    counts: jax.Array  # i32[B, K, M]
+    tail_out: jax.Array  # f32[B, K, G, H]
+    tail_lse: jax.Array  # f32[B, K, G]
+
+
+def num_levels(pages: int) -> int:
+    """Returns how many levels of nodes stand above `pages` pages."""
+    levels = 0
+    while pages > TOP:
+        pages, levels = -(-pages // FAN_OUT), levels + 1
+    return levels
+
+
+def build(pages: Digests) -> tuple[Digests, ...]:
+    """Returns the digests of pages and of every level above them, highest last."""
+    levels = [pages]
+    for _ in range(num_levels(pages.count.shape[-1])):
+        levels[-1] = _padded(levels[-1])  # here once, so that no step pads
+        levels.append(merge(_families(levels[-1])))
+    return tuple(levels)
+
+
+def replace_page(levels: tuple[Digests, ...], page: Digests, at: Int[Array, ""]) -> tuple[Digests, ...]:
+    """Returns the tree with the digest [B, K, 1] of one page put at index `at`, and the nodes above it made anew."""
+    new, replaced = page, []
+    for level, digests in enumerate(levels):
+        digests = jax.tree.map(lambda old, x, at=at: jax.lax.dynamic_update_slice_in_dim(old, x, at, axis=2), digests, new)
+        replaced.append(digests)
+        if level + 1 < len(levels):
+            at = at // FAN_OUT
+            siblings = jax.tree.map(
+                lambda x, at=at: jax.lax.dynamic_slice_in_dim(x, at * FAN_OUT, FAN_OUT, axis=2)[:, :, None], digests
+            )
+            new = merge(siblings)
+    return tuple(replaced)
+
+
+def walk(
+    q: Float[Array, "B K G H"], levels: tuple[Digests, ...], *, opened: int, selected: int, room: Int[Array, "B 1"], tail: bool
+) -> Selection:
+    """Returns the pages of highest score that fit in `room` tokens, and what the rest contributes.
+
+    From the highest level down, the `opened` best nodes of a level are opened and the others go to the tail; of the
+    pages that come to light the `selected` best are chosen. A KV head has one set of nodes and pages: the softmax over
+    candidates of each of its query heads, summed.
+
+    Args:
+        opened: nodes opened per level.
+        selected: pages chosen, if there are so many.
+        tail: whether what is not chosen is estimated; else `tail_lse` is -inf.
+    """
+    candidates, ids = levels[-1], None
+    rest: list[tuple[jax.Array, jax.Array]] = []
+    for below in (*levels[-2::-1], None):
+        scores = score(q, candidates)
+        worth = jnp.where(candidates.count > 0, _share(scores), -1.0)
+        if below is None:
+            break
+        chosen = top_k(worth, min(opened, worth.shape[-1]))[1]
+        rest.append((_without(scores, chosen), candidates.value))
+        nodes = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
+        children = _families(below)
+        candidates = jax.tree.map(lambda x, n=nodes: _rows(x, n), children)
+        ids = (nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]).reshape(
+            *nodes.shape[:2], -1
+        )
+        candidates = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), candidates)
+    chosen = top_k(worth, min(selected, worth.shape[-1]))[1]
+    counts = jnp.take_along_axis(candidates.count, chosen, axis=-1)
+    fitting = jnp.cumsum(counts, axis=-1) <= room[..., None]
+    page_ids = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
+    page_ids = jnp.where(counts > 0, page_ids, 0)  # an empty one may lie past the last page
+    counts = jnp.where(fitting, counts, 0)
+    if not tail:
+        empty = jnp.full(q.shape[:3], -jnp.inf)
+        return Selection(page_ids, counts, jnp.zeros(q.shape), empty)
+    rest.append((_without(scores, jnp.where(counts > 0, chosen, scores.shape[-1])), candidates.value))
+    return Selection(page_ids, counts, *_tail(rest))
+
+
+def _tail(rest: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
+    highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
+    base = jnp.where(jnp.isneginf(highest), 0.0, highest)
+    weights = [jnp.exp(scores - base[..., None]) for scores, _ in rest]
+    total = sum(w.sum(-1) for w in weights)
+    out = sum(EINSUM("bkgp,bkph->bkgh", w, value.astype(jnp.float32)) for w, (_, value) in zip(weights, rest, strict=True))
+    return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
+
+
+def _share(scores: jax.Array) -> jax.Array:
+    """Returns the softmax over nodes summed over the group, [B, K, G, P] to [B, K, P]; safe where all are empty."""
+    return jax.nn.softmax(jnp.maximum(scores, -1e30), axis=-1).sum(axis=2)
+
+
+def _without(scores: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Returns the scores with -inf at `chosen` [B, K, M]; indices past the end choose nothing."""
+    nodes = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    taken = (nodes[None, None, None, :] == chosen[..., None]).any(2)
+    return jnp.where(taken[:, :, None, :], -jnp.inf, scores)
+
+
+def _padded(digests: Digests) -> Digests:
+    """Returns the level filled up with empty nodes to whole families."""
+    missing = -digests.count.shape[-1] % FAN_OUT
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)), digests)
+
+
+def _families(digests: Digests) -> Digests:
+    """Returns [B, K, P, ...] as [B, K, P / 16, 16, ...]."""
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, FAN_OUT, *x.shape[3:]), digests)
+
+
+def _rows(x: jax.Array, nodes: jax.Array) -> jax.Array:
+    """Returns the families [B, K, M, 16, ...] of `nodes` [B, K, M]."""
+    return jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 3)), axis=2, mode="promise_in_bounds")

@@ -1,0 +1,185 @@
+"""Digests, scores, the digest tree and the tail, against float64 references."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.ops import tree
+from icejax.ops.attention import attend_with_lse, merge_by_lse
+from icejax.ops.digests import VARIANCE_CLAMP, Digests, digest, merge, score
+from tests import tolerances
+
+
+def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1):
+    """Returns keys, values [1, heads, pages, 16, size] and a mask with partial and empty pages."""
+    centres = rng.standard_normal((1, heads, pages, 1, size))
+    keys = (centres + spread * rng.standard_normal((1, heads, pages, 16, size))).astype(np.float32)
+    values = rng.standard_normal(keys.shape).astype(np.float32)
+    counts = rng.integers(0, 17, (1, heads, pages))
+    return keys, values, np.arange(16) < counts[..., None]
+
+
+def float64(keys, values, mask):
+    """Returns count, mean, variance and mean value of one page's or node's tokens."""
+    kept, meant = keys[mask].astype(np.float64), values[mask].astype(np.float64)
+    if not len(kept):
+        return 0, np.zeros(keys.shape[-1]), np.zeros(keys.shape[-1]), np.zeros(keys.shape[-1])
+    return len(kept), kept.mean(0), kept.var(0), meant.mean(0)
+
+
+def check(found: Digests, at: tuple[int, ...], expected) -> None:
+    assert found.count[at] == expected[0]
+    for x, reference in zip((found.mean, found.variance, found.value), expected[1:], strict=True):
+        np.testing.assert_allclose(x[at], reference, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_digest_equals_float64(size):
+    rng = np.random.default_rng(2)
+    keys, values, mask = pages_of(rng, 20, size, heads=3)
+    keys[~mask], values[~mask] = np.nan, np.nan
+    found = jax.tree.map(np.asarray, digest(*map(jnp.asarray, (keys, values, mask))))
+    for at in np.ndindex(1, 3, 20):
+        check(found, at, float64(keys[at], values[at], mask[at]))
+
+
+def test_merging_is_exact():
+    keys, values, mask = pages_of(np.random.default_rng(3), 48)
+    mask[:, :, :16] = False  # a whole family of empty pages
+    pages = digest(*map(jnp.asarray, (keys, values, mask)))
+    found = jax.tree.map(np.asarray, merge(jax.tree.map(lambda x: x.reshape(1, 1, 3, 16, *x.shape[3:]), pages)))
+    for node in range(3):
+        part = np.s_[0, 0, 16 * node : 16 * node + 16]
+        check(found, (0, 0, node), float64(keys[part], values[part], mask[part]))
+
+
+def test_every_level_stays_exact_when_pages_are_put_in():
+    keys, values, mask = pages_of(np.random.default_rng(4), 600)
+    mask[:, :, 570:] = False
+    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    assert [x.count.shape[-1] for x in levels] == [608, 38]
+    for at in (570, 571, 599, 3):
+        new = pages_of(np.random.default_rng(at), 1)
+        for old, x in zip((keys, values, mask), new, strict=True):
+            old[:, :, at] = x[:, :, 0]
+        levels = tree.replace_page(levels, digest(*map(jnp.asarray, new)), jnp.int32(at))
+    found = jax.tree.map(np.asarray, levels)
+    for at in (0, 3, 570, 571, 572, 599):
+        check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
+    for node in (0, 1, 35, 37):
+        part = np.s_[0, 0, 16 * node : 16 * node + 16]
+        check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
+
+
+def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
+    rng = np.random.default_rng(5)
+    keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
+    q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
+    found = np.asarray(score(jnp.asarray(q), digest(*map(jnp.asarray, (keys, values, mask)))))
+    for page in range(30):
+        kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
+        for head in range(2):
+            if not len(kept):
+                assert found[0, 0, head, page] == -np.inf
+                continue
+            scaled = q[0, 0, head].astype(np.float64) / 8
+            expected = np.log(len(kept)) + scaled @ kept.mean(0) + min(0.5 * (scaled**2 @ kept.var(0)), VARIANCE_CLAMP)
+            assert found[0, 0, head, page] == pytest.approx(expected, abs=1e-4)
+            assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(kept @ scaled).sum()), abs=0.5)
+
+
+def reference_walk(q, keys, values, mask, room: int, selected: int):
+    """Returns chosen pages, and the tail's output and log-sum-exp per head, from a flat scan in float64."""
+    size = q.shape[-1]
+    digests = [float64(k, v, m) for k, v, m in zip(keys, values, mask, strict=True)]
+    count, mean, variance, value = (np.asarray(x) for x in zip(*digests, strict=True))
+    scaled = q.astype(np.float64) / size**0.5
+    with np.errstate(divide="ignore"):
+        scores = np.log(count) + scaled @ mean.T + np.minimum(0.5 * scaled**2 @ variance.T, VARIANCE_CLAMP)
+    share = np.exp(scores - scores.max(-1, keepdims=True))
+    share = np.where(count > 0, (share / share.sum(-1, keepdims=True)).sum(0), -1)
+    chosen = np.argsort(-share, kind="stable")[:selected]
+    fitting = chosen[np.cumsum(count[chosen]) <= room]
+    scores[:, fitting] = -np.inf
+    weights = np.exp(scores)
+    return fitting, weights @ value / weights.sum(-1, keepdims=True), np.log(weights.sum(-1))
+
+
+@pytest.mark.parametrize("room", [1000, 40, 0])
+def test_a_flat_walk_equals_float64(room):
+    rng = np.random.default_rng(6)
+    keys, values, mask = pages_of(rng, 50)
+    q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
+    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    found = tree.walk(jnp.asarray(q), levels, opened=16, selected=6, room=jnp.asarray([[room]]), tail=True)
+    chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], room, 6)
+    kept = np.asarray(found.counts)[0, 0] > 0
+    assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
+    assert np.asarray(found.counts).sum() <= room
+    np.testing.assert_allclose(found.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
+
+
+def test_a_tree_with_all_nodes_open_equals_the_flat_walk():
+    rng = np.random.default_rng(7)
+    keys, values, mask = pages_of(rng, 900, heads=2)
+    q = jnp.asarray(rng.standard_normal((1, 2, 3, 16)).astype(np.float32) * 2)
+    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    assert len(levels) == 2
+    options = dict(selected=12, room=jnp.asarray([[192]]), tail=True)
+    flat = tree.walk(q, levels[:1], opened=1, **options)
+    whole = tree.walk(q, levels, opened=57, **options)
+    np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
+    np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
+
+
+def test_every_token_counts_once_however_few_nodes_are_open():
+    """A zero query scores every node by its count alone."""
+    keys, values, mask = pages_of(np.random.default_rng(7), 900)
+    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    for opened in (1, 8, 57):
+        found = tree.walk(jnp.zeros((1, 1, 1, 16)), levels, opened=opened, selected=5, room=jnp.asarray([[60]]), tail=True)
+        seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
+        assert seen == pytest.approx(mask.sum(), rel=1e-5)
+
+
+def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
+    """Where all keys of a page are one key and all values one value, nothing is approximated."""
+    rng = np.random.default_rng(8)
+    keys, values = (np.repeat(rng.standard_normal((1, 1, 40, 1, 16)), 16, axis=3).astype(np.float32) for _ in range(2))
+    mask = np.ones((1, 1, 40, 16), bool)
+    q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
+    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    found = tree.walk(jnp.asarray(q), levels, opened=16, selected=3, room=jnp.asarray([[48]]), tail=True)
+    chosen = np.asarray(found.page_ids)[0, 0]
+    exact = attend_with_lse(
+        *(jnp.asarray(x.reshape(1, -1, 16)) for x in (q, keys[0, 0, chosen], values[0, 0, chosen])), jnp.ones((1, 48), bool)
+    )
+    out = merge_by_lse(*exact, found.tail_out[0], found.tail_lse[0])
+    scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
+    weights = np.exp(scores)
+    expected = weights @ values.reshape(-1, 16) / weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_tail_is_finite_at_any_scale_and_width(dtype, scale):
+    rng = np.random.default_rng(9)
+    keys, values, mask = pages_of(rng, 600)
+    mask[:, :, 100:500] = False
+    q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
+    levels = tree.build(digest(jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), jnp.asarray(mask)))
+    found = tree.walk(q, levels, opened=16, selected=4, room=jnp.asarray([[64]]), tail=True)
+    assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
+    assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
+
+
+def test_an_empty_tree_has_no_tail():
+    nothing = digest(jnp.ones((1, 1, 600, 16, 8)), jnp.ones((1, 1, 600, 16, 8)), jnp.zeros((1, 1, 600, 16), bool))
+    found = tree.walk(jnp.ones((1, 1, 1, 8)), tree.build(nothing), opened=16, selected=4, room=jnp.asarray([[64]]), tail=True)
+    assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
+    assert (np.asarray(found.tail_out) == 0).all()
+    assert np.asarray(found.page_ids).max() < 600
