@@ -37,7 +37,11 @@ FORMATIONS = {
     "tree-greedy": dict(block=1024),
     "tree-greedy-runs-2": dict(block=1024, run=2),
     "tree-greedy-runs-4": dict(block=1024, run=4),
+    "greedy-runs-2": dict(block=SPAN, run=2),
+    "greedy-runs-4": dict(block=SPAN, run=4),
+    "tree-4096-greedy-runs-2": dict(block=4096, run=2),
 }
+PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
 
 
 def residents(budget: int) -> tuple[int, int]:
@@ -138,21 +142,23 @@ def exact(q, k, v, *, budget: int):
     return out, outside, least, top, sharp
 
 
-def rows(layers: list[Captured], *, budgets: list[int], page_sizes: list[int], quick: bool) -> Iterator[dict]:
+def rows(
+    layers: list[Captured], *, budgets: list[int], page_sizes: list[int], formations: list[str], quick: bool
+) -> Iterator[dict]:
     """Yields one row per formation, page size, score, tail and budget, over all captured layers."""
     for budget in budgets:
         truth = [[exact(q.reshape(x.k.shape[0], -1, q.shape[-1]), x.k, x.v, budget=budget) for q in x.q] for x in layers]
         errors = [(np.asarray(_error(t[3], t[0])), np.asarray(t[4])) for each in truth for t in each]
         yield dict(pages="exact top tokens", page_size=0, score="oracle", tail=False, budget=budget) | _errors(errors)
-        for name in ["positional", "tree-greedy"] if quick else FORMATIONS:
+        for name in formations:
             for page_size in page_sizes:
                 sinks, window = residents(budget)
                 started = time.perf_counter()
                 paged = [jax.block_until_ready(form(x, name, page_size, sinks, window)) for x in layers]
                 build = (time.perf_counter() - started) / sum(x.k.shape[1] for x in layers) * 1e6
                 plain = [("second-order", False, False), ("second-order", True, False), ("second-order", True, True)]
-                others = [(rule, False, False) for rule in ("mean", "min-max", "cuboid", "exact-lse")]
-                for rule, tail, walk in plain if quick or page_size != 16 else plain + others:
+                others = [(rule, False, False) for rule in peers]
+                for rule, tail, walk in plain + others:
                     found = _measure(layers, paged, truth, rule=rule, budget=budget, tail=tail, walk=walk)
                     label = rule + (", tree" if walk else "")
                     yield (
@@ -204,11 +210,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budgets", default="64,128,256")
     parser.add_argument("--page-sizes", default="16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--formations", help=f"comma-separated, of {', '.join(FORMATIONS)} (default: all)")
+    parser.add_argument("--peers", default=",".join(PEERS), help="scores shown beside the second-order one; '' for none")
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
     model, _ = icejax.load(arguments.model, dtype="float32")
     lengths = [4096] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
     budgets = [64, 256] if arguments.quick else [int(n) for n in arguments.budgets.split(",")]
+    formations = (
+        arguments.formations.split(",")
+        if arguments.formations
+        else ["positional", "tree-greedy"]
+        if arguments.quick
+        else [*FORMATIONS]
+    )
+    peers = [] if arguments.quick or not arguments.peers else arguments.peers.split(",")
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(jax.devices()[0].device_kind), jax=jax.__version__)
@@ -219,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
             range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
         ):
             layers += capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
-        for row in rows(layers, budgets=budgets, page_sizes=page_sizes, quick=arguments.quick):
+        for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, peers=peers):
             print(json.dumps(dict(length=length) | row | where), flush=True)
     return 0
 

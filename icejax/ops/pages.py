@@ -13,6 +13,7 @@ from icejax.ops.attention import EINSUM
 from icejax.ops.topk import top_k
 
 BLOCK = 1024  # tokens among which nearest neighbours are sought
+NODE = 16  # pages that are put side by side at the last
 POWER_ITERATIONS = 3
 FAR = 1e30  # the distance of an empty slot: after every token, before what is already taken
 
@@ -24,7 +25,8 @@ def pack(
 
     Spans of at most `span` tokens are packed on their own, so cost is linear in S. In a span a balanced tree halves
     the tokens along their main axis down to blocks of about `block`; in a block each page is the free token of largest
-    norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). At most one
+    norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). At last the same
+    halving over the pages' mean keys puts pages alike side by side. At most one
     page of a span is partial, two with runs; empty slots come last in a page, and empty pages last in a span.
 
     Args:
@@ -42,21 +44,35 @@ def pack(
         raise ValueError(f"{tokens} tokens do not divide into {spans} spans of {2**levels} blocks of {page_size}-token pages")
     there = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
     keys, valid = _runs(jnp.where(there[..., None], k, 0).astype(jnp.float32), there, run)
-    order = jnp.broadcast_to(jnp.arange(tokens // run, dtype=jnp.int32), valid.shape)
-    for level in range(levels):
-        shape = (-1, tokens // run // (spans * 2**level))
-        halves = _halves(keys.reshape(*shape, size), valid.reshape(shape))
-        keys, valid, order = _reorder(halves, keys, valid, order)
+    order = _bisected(keys, valid, parts=spans, levels=levels)
+    keys, valid = _reorder(order, keys, valid)
     shape = (-1, tokens // run // (spans * 2**levels))
     pages = _neighbours(keys.reshape(*shape, size), valid.reshape(shape), page_size=page_size // run)
-    order = _reorder(pages, order)[0]
+    keys, valid, order = _reorder(pages, keys, valid, order)
+    # Pages alike become neighbours, so that the nodes of the digest tree are tight.
+    means, pages_valid = _runs(jnp.where(valid[..., None], keys, 0), valid, page_size // run)
+    levels = max(0, round(math.log2(tokens / page_size / spans / NODE)))
+    order = order.reshape(*means.shape[:3], -1)
+    order = _reorder(_bisected(means, pages_valid, parts=spans, levels=levels), order)[0]
     if run == 1:
-        return order
-    order = (order[..., None] * run + jnp.arange(run, dtype=jnp.int32)[None, None, None, :]).reshape(batch, heads, tokens)
+        return order.reshape(batch, heads, tokens)
+    order = order.reshape(batch, heads, -1, page_size // run, 1) * run + jnp.arange(run, dtype=jnp.int32).reshape(
+        1, 1, 1, 1, -1
+    )
+    order = order.reshape(batch, heads, -1, page_size)
     # The last run may be partial, and lie anywhere in its page: its empty slots go to the page's end.
-    empty = ~jnp.take_along_axis(there, order, axis=2).reshape(batch, heads, -1, page_size)
-    order = order.reshape(empty.shape)
-    return lax.sort((empty, order), num_keys=1, is_stable=True)[1].reshape(batch, heads, tokens)
+    empty = ~jnp.take_along_axis(there, order.reshape(there.shape), axis=2).reshape(order.shape)
+    return lax.sort((empty, order), num_keys=1, is_stable=True)[1].reshape(there.shape)
+
+
+def _bisected(keys: jax.Array, valid: jax.Array, *, parts: int, levels: int) -> jax.Array:
+    """Returns the order i32[B, K, S] that halves each of `parts` parts along its main axis, `levels` times over."""
+    order = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), valid.shape)
+    for level in range(levels):
+        shape = (-1, keys.shape[2] // (parts * 2**level))
+        halves = _halves(keys.reshape(*shape, keys.shape[-1]), valid.reshape(shape))
+        keys, valid, order = _reorder(halves, keys, valid, order)
+    return order
 
 
 def _runs(keys: jax.Array, valid: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +83,8 @@ def _runs(keys: jax.Array, valid: jax.Array, run: int) -> tuple[jax.Array, jax.A
 
 
 def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Applies the order i32[nodes, tokens of a node] of every node to each array [B, K, S, ...]."""
+    """Applies the order i32[nodes, S of a node], or i32[B, K, S], to the third axis of each array, node by node."""
+    within = within.reshape(-1, within.shape[-1])
     reordered = []
     for x in arrays:
         flat = x.reshape(*within.shape, *x.shape[3:])
