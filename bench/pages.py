@@ -143,7 +143,7 @@ def exact(q, k, v, *, budget: int):
 
 
 def rows(
-    layers: list[Captured], *, budgets: list[int], page_sizes: list[int], formations: list[str], quick: bool
+    layers: list[Captured], *, budgets: list[int], page_sizes: list[int], formations: list[str], peers: list[str]
 ) -> Iterator[dict]:
     """Yields one row per formation, page size, score, tail and budget, over all captured layers."""
     for budget in budgets:
