@@ -34,12 +34,10 @@ FORMATIONS = {
     "positional": None,
     "tree": dict(block=32),
     "greedy": dict(block=SPAN),
-    "tree-greedy": dict(block=1024),
-    "tree-greedy-runs-2": dict(block=1024, run=2),
-    "tree-greedy-runs-4": dict(block=1024, run=4),
-    "greedy-runs-2": dict(block=SPAN, run=2),
-    "greedy-runs-4": dict(block=SPAN, run=4),
-    "tree-4096-greedy-runs-2": dict(block=4096, run=2),
+    "tree-1024-greedy": dict(block=1024),
+    "tree-2048-greedy": dict(block=2048),  # the default
+    "tree-2048-greedy-runs-2": dict(block=2048, run=2),
+    "tree-2048-greedy-runs-4": dict(block=2048, run=4),
 }
 PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
 
@@ -107,7 +105,7 @@ def attention(q, k_all, v_all, pages, *, rule: str, budget: int, tail: bool, wal
     selected = (budget - sinks - window) // k.shape[3]
     if walk:
         room = jnp.full((1, 1), budget - sinks - window)
-        found = tree.walk(q, tree.build(digests), opened=16, selected=selected, room=room, tail=tail)
+        found = tree.walk(q, tree.build(digests), opened=icejax.Clustered().opened, selected=selected, room=room, tail=tail)
         chosen, tail_out, tail_lse = found.page_ids, found.tail_out, found.tail_lse
     else:
         worth = scores(q, k, mask, digests, rule)
@@ -220,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     formations = (
         arguments.formations.split(",")
         if arguments.formations
-        else ["positional", "tree-greedy"]
+        else ["positional", "tree-2048-greedy"]
         if arguments.quick
         else [*FORMATIONS]
     )

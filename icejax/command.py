@@ -9,6 +9,7 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,6 +78,17 @@ def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
             raise InputError(f"cache {name!r} has no option {key!r}: {expected}")
         values[key] = _parse(key, value, kinds[key])
     return POLICIES[name](**values)
+
+
+def cache_options(texts: Sequence[str], **named: int | None) -> dict[str, str | int]:
+    """Returns the options of KEY=VALUE texts, and those named ones that are given."""
+    options: dict[str, str | int] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign:
+            raise InputError(f"--cache-option must be KEY=VALUE, got {text!r}")
+        options[key] = value
+    return options | {key: value for key, value in named.items() if value is not None}
 
 
 def _parse(key: str, value: str | int, kind: Any) -> Any:
@@ -154,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, console: Console) -> None:
     """Answers the prompts of the command line; raises InputError for bad input."""
     sampling = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
-    policy = make_policy(arguments.cache, _options(arguments))
+    options = cache_options(arguments.cache_option, budget=arguments.budget, page_size=arguments.page_size)
+    policy = make_policy(arguments.cache, options)
     if arguments.batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {arguments.batch_size}")
     prompts = read_prompts(arguments)
@@ -218,18 +231,6 @@ def _json(response: GenerationResponse) -> str:
     fields = dataclasses.asdict(response)
     del fields["row"]  # the order of the lines
     return json.dumps(fields, ensure_ascii=False)
-
-
-def _options(arguments: argparse.Namespace) -> dict[str, str | int]:
-    """Returns the options given for the cache, those with a flag of their own included."""
-    options: dict[str, str | int] = {}
-    for option in arguments.cache_option:
-        key, sign, value = option.partition("=")
-        if not sign:
-            raise InputError(f"--cache-option must be KEY=VALUE, got {option!r}")
-        options[key] = value
-    named = {"budget": arguments.budget, "page_size": arguments.page_size}
-    return options | {key: value for key, value in named.items() if value is not None}
 
 
 def _use_compile_cache(folder: str | None) -> None:

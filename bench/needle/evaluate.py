@@ -18,7 +18,7 @@ from rich.progress import track
 
 import icejax
 from bench.needle import task
-from icejax.command import make_policy
+from icejax.command import cache_options, make_policy
 from icejax.generation import ASSETS
 
 
@@ -66,12 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=100, help="per length")
     parser.add_argument("--cache", default="full")
     parser.add_argument("--budget", type=int, help="tokens attended exactly; only for caches with a budget")
+    parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="any option of the cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=1)
     arguments = parser.parse_args(argv)
     try:
-        options = {} if arguments.budget is None or arguments.cache == "full" else {"budget": arguments.budget}
-        policy = make_policy(arguments.cache, options)
+        budget = None if arguments.cache == "full" else arguments.budget
+        policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=budget))
         model, tokenizer = icejax.load(arguments.model)
         for length in map(int, arguments.lengths.split(",")):
             row = evaluate(

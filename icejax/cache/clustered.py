@@ -64,7 +64,7 @@ class Clustered(CachePolicy):
     sinks: int | None = None
     window: int | None = None
     tail: bool = True
-    opened: int = 16
+    opened: int = 32
     span: int = 8192
     dense_layers: int | None = None
 
@@ -109,7 +109,7 @@ class Clustered(CachePolicy):
         return (spec.prompt_capacity + spec.new_capacity) // self.page_size
 
     def num_selected(self, pages: int) -> int:
-        """Returns how many of `pages` pages are fetched at most: all that fit beside the smallest window, one partial."""
+        """Returns how many of `pages` pages are fetched at most: all that fit beside the smallest window, and a partial one."""
         room = self.budget - self.num_sinks - self.num_window + self.page_size - 1
         return min(pages, room // self.page_size + 1)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.ops.attention import EINSUM
 from icejax.ops.topk import top_k
 
-BLOCK = 1024  # tokens among which nearest neighbours are sought
+BLOCK = 2048  # tokens among which nearest neighbours are sought; chosen in bench/results/pages.md
 NODE = 16  # pages that are put side by side at the last
 POWER_ITERATIONS = 3
 FAR = 1e30  # the distance of an empty slot: after every token, before what is already taken
@@ -23,9 +23,9 @@ def pack(
 ) -> Int[Array, "B K S"]:
     """Returns the order of tokens in pages: page i holds tokens `order[..., i * page_size : (i + 1) * page_size]`.
 
-    Spans of at most `span` tokens are packed on their own, so cost is linear in S. In a span a balanced tree halves
-    the tokens along their main axis down to blocks of about `block`; in a block each page is the free token of largest
-    norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). At last the same
+    Spans of at most `span` tokens are packed on their own, so cost is linear in S. A span larger than `block` is halved
+    along its tokens' main axis down to blocks of about that size; in a block each page is the free token of largest norm
+    with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). At last the same
     halving over the pages' mean keys puts pages alike side by side. At most one
     page of a span is partial, two with runs; empty slots come last in a page, and empty pages last in a span.
 
