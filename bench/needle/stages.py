@@ -41,8 +41,6 @@ STAGES = (
     Stage(length=160, steps=900, batch=32, facts=2, copying=0.5, skip=False),
     Stage(length=320, steps=1200, batch=20, facts=4, copying=0.1, crowd=16),
     Stage(length=640, steps=900, batch=10, facts=8, crowd=32),
-    Stage(length=2048, steps=600, batch=4, facts=16, crowd=16),
-    Stage(length=8192, steps=150, batch=1, facts=24, crowd=4),
 )
 
 

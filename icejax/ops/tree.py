@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -89,12 +90,14 @@ def walk(
         chosen = top_k(worth, min(opened, worth.shape[-1]))[1]
         rest.append((_without(scores, chosen), candidates.value))
         nodes = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
-        children = _families(below)
-        candidates = jax.tree.map(lambda x, n=nodes: _rows(x, n), children)
+        filled = jnp.take_along_axis(candidates.count, chosen, axis=-1) > 0
+        nodes = jnp.where(filled, nodes, 0)  # an empty node may lie past the last family
+        opened_nodes = jax.tree.map(lambda x, n=nodes: _rows(x, n), _families(below))
+        opened_nodes = dataclasses.replace(opened_nodes, count=jnp.where(filled[..., None], opened_nodes.count, 0))
+        candidates = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), opened_nodes)
         ids = (nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]).reshape(
             *nodes.shape[:2], -1
         )
-        candidates = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), candidates)
     chosen = top_k(worth, min(selected, worth.shape[-1]))[1]
     counts = jnp.take_along_axis(candidates.count, chosen, axis=-1)
     fitting = jnp.cumsum(counts, axis=-1) <= room[..., None]

@@ -1,0 +1,118 @@
+"""The clustered policy in plain numpy, one row and one KV head, with lists where the policy has fixed shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from icejax.cache import Clustered
+from icejax.ops import pages, tree
+from icejax.ops.digests import VARIANCE_CLAMP
+
+
+def halve(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, levels: int) -> np.ndarray:
+    """Returns `order`, whose halves, quarters, ... are alike; slots past the tokens stay last in each part."""
+    if levels == 0:
+        return order
+    there, x = valid[order], keys[order].astype(np.float32)
+    centred = np.where(there[:, None], x - x[there].sum(0) / max(there.sum(), 1), 0).astype(np.float32)
+    axis = centred[np.square(centred).sum(-1).argmax()]
+    for _ in range(pages.POWER_ITERATIONS):
+        axis = centred.T @ (centred @ axis)
+        axis = axis / (np.linalg.norm(axis) + 1e-30)
+    order = order[np.argsort(np.where(there, centred @ axis, np.inf), kind="stable")]
+    half = len(order) // 2
+    return np.concatenate([halve(keys, part, valid, levels - 1) for part in (order[:half], order[half:])])
+
+
+def neighbours(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
+    """Returns pages of the tokens `order`: the free one of largest norm, and those nearest to it."""
+    found, free = [], list(order)
+    while free:
+        x = keys[free].astype(np.float32)
+        seed = x[np.where(valid[free], np.square(x).sum(-1), -1).argmax()]
+        distance = np.where(valid[free], np.square(x).sum(-1) - 2 * x @ seed, np.inf)
+        page = [free[i] for i in np.argsort(distance, kind="stable")[:size]]
+        found.append(np.asarray(page))
+        free = [i for i in free if i not in set(page)]
+    return found
+
+
+def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
+    """Returns the pages of one span as token numbers, empty ones included."""
+    tokens = len(keys)
+    levels = max(0, round(np.log2(tokens / pages.BLOCK)))
+    order = halve(keys, np.arange(tokens), valid, levels)
+    found = [page for block in np.split(order, 2**levels) for page in neighbours(keys, block, valid, size)]
+    means = np.stack([keys[p[valid[p]]].mean(0) if valid[p].any() else np.zeros(keys.shape[1]) for p in found])
+    filled = np.asarray([valid[p].any() for p in found])
+    levels = max(0, round(np.log2(len(found) / pages.NODE)))
+    return [found[i][valid[found[i]]] for i in halve(means, np.arange(len(found)), filled, levels)]
+
+
+class Reference:
+    """State: keys and values of every token, and which of them are sinks, in which page, or in the window."""
+
+    def __init__(self, policy: Clustered, k: np.ndarray, v: np.ndarray, length: int) -> None:
+        self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
+        fill = policy.num_window - policy.page_size
+        start = max(length - fill, min(policy.num_sinks, length))
+        self.sinks, self.window = list(range(min(policy.num_sinks, length))), list(range(start, length))
+        middle = start - len(self.sinks)
+        padded = np.zeros_like(k)
+        padded[:middle] = k[len(self.sinks) : start]
+        self.pages = [p + len(self.sinks) for p in pack(padded, np.arange(len(k)) < middle, policy.page_size)]
+        self.steps = 0
+
+    def score(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns the estimated log-sum-exp of a page or node for each query [G]."""
+        if not len(tokens):
+            return np.full(len(q), -np.inf)
+        k, s = self.k[tokens], q / q.shape[-1] ** 0.5
+        return np.log(len(tokens)) + s @ k.mean(0) + np.minimum(0.5 * s**2 @ k.var(0), VARIANCE_CLAMP)
+
+    def best(self, scores: np.ndarray, count: int) -> np.ndarray:
+        """Returns the candidates of largest softmax, summed over the group, among those not empty."""
+        filled = np.flatnonzero(~np.isneginf(scores[0]))
+        if not len(filled):
+            return filled
+        share = np.exp(scores[:, filled] - scores[:, filled].max(-1, keepdims=True))
+        share = (share / share.sum(-1, keepdims=True)).sum(0)
+        return filled[np.argsort(-share, kind="stable")[:count]]
+
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Appends a token and returns the attention output [G, H] of its queries."""
+        q = q.astype(np.float64)
+        self.k, self.v = np.vstack([self.k, k]), np.vstack([self.v, v])
+        self.window.append(len(self.k) - 1)
+        levels = [self.pages]
+        while len(levels[-1]) > tree.TOP:
+            runs = range(0, len(levels[-1]), tree.FAN_OUT)
+            levels.append([np.concatenate(levels[-1][i : i + tree.FAN_OUT]).astype(int) for i in runs])
+        candidates, rest = list(range(len(levels[-1]))), []
+        for level in range(len(levels) - 1, -1, -1):
+            nodes = [levels[level][i] for i in candidates]
+            scores = np.stack([self.score(q, tokens) for tokens in nodes] or [np.zeros((0, len(q)))], axis=1).reshape(
+                len(q), -1
+            )
+            if level:
+                opened = set(self.best(scores, self.policy.opened).tolist())
+                rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
+                candidates = [
+                    c for i in opened for c in range(candidates[i] * tree.FAN_OUT, candidates[i] * tree.FAN_OUT + tree.FAN_OUT)
+                ]
+                candidates = sorted(c for c in candidates if c < len(levels[level - 1]))
+        room = self.policy.budget - len(self.sinks) - len(self.window)
+        best = self.best(scores, self.policy.num_selected(len(self.pages)))
+        chosen = best[np.cumsum([len(nodes[i]) for i in best]) <= room]
+        rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(chosen.tolist())]
+        exact = np.concatenate([self.sinks, self.window, *(nodes[i] for i in chosen)]).astype(int)
+        rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
+        logits = np.concatenate([q @ self.k[exact].T / q.shape[-1] ** 0.5, *(s[:, None] for s, _ in rest)], axis=1)
+        values = np.concatenate([self.v[exact], *(self.v[tokens].mean(0)[None] for _, tokens in rest)])
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        self.steps += 1
+        if self.steps % self.policy.page_size == 0:
+            end = len(self.k) - self.policy.num_window + self.policy.page_size  # of the window's oldest page
+            page, self.window = [t for t in self.window if t < end], [t for t in self.window if t >= end]
+            self.pages.append(np.asarray(page, int))
+        return weights @ values / weights.sum(-1, keepdims=True)
