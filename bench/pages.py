@@ -43,7 +43,7 @@ PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid
 
 
 def residents(budget: int) -> tuple[int, int]:
-    """Returns sinks and window of a budget, as `Clustered` has them; the window as it is after a prompt."""
+    """Returns sinks and window of a budget, as `Clustered` has them; the window full."""
     policy = icejax.Clustered(budget=budget)
     return policy.num_sinks, policy.num_window
 
@@ -74,7 +74,7 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: 
     """Returns the scores [1, K, G, P] of pages by a named rule."""
     s = q.shape[-1] ** -0.5
     if name == "second-order":
-        return score(q, digests)
+        return score(q, digests)[0]
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
@@ -110,9 +110,9 @@ def attention(q, k_all, v_all, pages, *, rule: str, budget: int, tail: bool, wal
     else:
         worth = scores(q, k, mask, digests, rule)
         chosen = jax.lax.top_k(jax.nn.softmax(jnp.maximum(worth, -1e30), -1).sum(2), selected)[1]
-        rest = tree._without(score(q, digests), chosen)
+        rest = tree.without(score(q, digests)[1], chosen)
         tail_out, tail_lse = (
-            tree._tail([(rest, digests.value)]) if tail else (jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
+            tree.tail_of([(rest, digests.value)]) if tail else (jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
         )
     taken = [jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 3)), axis=2) for x in (k, v, mask)]
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
@@ -151,6 +151,7 @@ def rows(
         for name in formations:
             for page_size in page_sizes:
                 sinks, window = residents(budget)
+                jax.block_until_ready(form(layers[0], name, page_size, sinks, window))
                 started = time.perf_counter()
                 paged = [jax.block_until_ready(form(x, name, page_size, sinks, window)) for x in layers]
                 build = (time.perf_counter() - started) / sum(x.k.shape[1] for x in layers) * 1e6
@@ -180,7 +181,7 @@ def _measure(layers, paged, truth, *, rule: str, budget: int, tail: bool, walk: 
             masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
             recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))
     slots = pages[0].shape[2]
-    vectors = {"mean": 2, "second-order": 3}.get(rule, 2)
+    vectors = {"mean": 1, "exact-lse": 0}.get(rule, 2) + tail
     return _errors(errors) | dict(
         mass=round(float(np.mean(masses)), 4),
         recall=round(float(np.mean(recalls)), 4),

@@ -6,7 +6,7 @@ import numpy as np
 
 from icejax.cache import Clustered
 from icejax.ops import pages, tree
-from icejax.ops.digests import VARIANCE_CLAMP
+from icejax.ops.digests import TAIL_CLAMP
 
 
 def halve(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, levels: int) -> np.ndarray:
@@ -64,11 +64,12 @@ class Reference:
         self.steps = 0
 
     def score(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Returns the estimated log-sum-exp of a page or node for each query [G]."""
+        """Returns the estimated log-sum-exps of a page or node, [2, G]: to choose by, and to weigh by."""
         if not len(tokens):
-            return np.full(len(q), -np.inf)
+            return np.full((2, len(q)), -np.inf)
         k, s = self.k[tokens], q / q.shape[-1] ** 0.5
-        return np.log(len(tokens)) + s @ k.mean(0) + np.minimum(0.5 * s**2 @ k.var(0), VARIANCE_CLAMP)
+        first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * s**2 @ k.var(0)
+        return np.stack([first + second, first + np.minimum(second, TAIL_CLAMP)])
 
     def best(self, scores: np.ndarray, count: int) -> np.ndarray:
         """Returns the candidates of largest softmax, summed over the group, among those not empty."""
@@ -91,18 +92,17 @@ class Reference:
         candidates, rest = list(range(len(levels[-1]))), []
         for level in range(len(levels) - 1, -1, -1):
             nodes = [levels[level][i] for i in candidates]
-            scores = np.stack([self.score(q, tokens) for tokens in nodes] or [np.zeros((0, len(q)))], axis=1).reshape(
-                len(q), -1
-            )
+            both = [self.score(q, tokens) for tokens in nodes]
+            estimates, scores = np.stack(both, axis=2) if both else np.zeros((2, len(q), 0))
             if level:
-                opened = set(self.best(scores, self.policy.opened).tolist())
+                opened = set(self.best(estimates, self.policy.opened).tolist())
                 rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
                 candidates = [
                     c for i in opened for c in range(candidates[i] * tree.FAN_OUT, candidates[i] * tree.FAN_OUT + tree.FAN_OUT)
                 ]
                 candidates = sorted(c for c in candidates if c < len(levels[level - 1]))
         room = self.policy.budget - len(self.sinks) - len(self.window)
-        best = self.best(scores, self.policy.num_selected(len(self.pages)))
+        best = self.best(estimates, self.policy.num_selected(len(self.pages)))
         chosen = best[np.cumsum([len(nodes[i]) for i in best]) <= room]
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(chosen.tolist())]
         exact = np.concatenate([self.sinks, self.window, *(nodes[i] for i in chosen)]).astype(int)

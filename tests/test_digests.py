@@ -7,7 +7,7 @@ import pytest
 
 from icejax.ops import tree
 from icejax.ops.attention import attend_with_lse, merge_by_lse
-from icejax.ops.digests import VARIANCE_CLAMP, Digests, digest, merge, score
+from icejax.ops.digests import TAIL_CLAMP, Digests, digest, merge, score
 from tests import tolerances
 
 
@@ -76,7 +76,7 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    found = np.asarray(score(jnp.asarray(q), digest(*map(jnp.asarray, (keys, values, mask)))))
+    chosen_by, found = map(np.asarray, score(jnp.asarray(q), digest(*map(jnp.asarray, (keys, values, mask)))))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -84,7 +84,9 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
                 assert found[0, 0, head, page] == -np.inf
                 continue
             scaled = q[0, 0, head].astype(np.float64) / 8
-            expected = np.log(len(kept)) + scaled @ kept.mean(0) + min(0.5 * (scaled**2 @ kept.var(0)), VARIANCE_CLAMP)
+            first, second = np.log(len(kept)) + scaled @ kept.mean(0), 0.5 * (scaled**2 @ kept.var(0))
+            expected = first + min(second, TAIL_CLAMP)
+            assert chosen_by[0, 0, head, page] == pytest.approx(first + second, abs=1e-4)
             assert found[0, 0, head, page] == pytest.approx(expected, abs=1e-4)
             assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(kept @ scaled).sum()), abs=0.5)
 
@@ -96,8 +98,9 @@ def reference_walk(q, keys, values, mask, room: int, selected: int):
     count, mean, variance, value = (np.asarray(x) for x in zip(*digests, strict=True))
     scaled = q.astype(np.float64) / size**0.5
     with np.errstate(divide="ignore"):
-        scores = np.log(count) + scaled @ mean.T + np.minimum(0.5 * scaled**2 @ variance.T, VARIANCE_CLAMP)
-    share = np.exp(scores - scores.max(-1, keepdims=True))
+        first, second = np.log(count) + scaled @ mean.T, 0.5 * scaled**2 @ variance.T
+    scores = first + np.minimum(second, TAIL_CLAMP)
+    share = np.exp(first + second - (first + second).max(-1, keepdims=True))
     share = np.where(count > 0, (share / share.sum(-1, keepdims=True)).sum(0), -1)
     chosen = np.argsort(-share, kind="stable")[:selected]
     fitting = chosen[np.cumsum(count[chosen]) <= room]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from icejax.ops.attention import EINSUM
 
-VARIANCE_CLAMP = 3.0  # nats; a wide page's second-order term overstates it without bound
+TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
 
 
 @jax.tree_util.register_dataclass
@@ -58,15 +58,16 @@ def merge(parts: Digests) -> Digests:
     return _stored(merged, parts.mean.dtype)
 
 
-def score(q: Float[Array, "B K G H"], digests: Digests) -> Float[Array, "B K G P"]:
+def score(q: Float[Array, "B K G H"], digests: Digests) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
     """Returns the estimated log-sum-exp of every page for every query head, to second order, in fp32; -inf if empty.
 
-    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, the last term at most 3 nats.
+    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j. Twice: to choose pages by, as it is, because
+    one key that stands out makes its page wide; and to weigh pages by, the last term at most 3 nats.
     """
     scaled = q.astype(jnp.float32) * q.shape[-1] ** -0.5
-    first = EINSUM("bkgh,bkph->bkgp", scaled, digests.mean.astype(jnp.float32))
+    first = EINSUM("bkgh,bkph->bkgp", scaled, digests.mean.astype(jnp.float32)) + jnp.log(digests.count)[:, :, None, :]
     second = 0.5 * EINSUM("bkgh,bkph->bkgp", jnp.square(scaled), digests.variance.astype(jnp.float32))
-    return jnp.log(digests.count)[:, :, None, :] + first + jnp.minimum(second, VARIANCE_CLAMP)
+    return first + second, first + jnp.minimum(second, TAIL_CLAMP)
 
 
 def _stored(digests: Digests, dtype: jnp.dtype) -> Digests:

@@ -83,12 +83,12 @@ def walk(
     candidates, ids = levels[-1], None
     rest: list[tuple[jax.Array, jax.Array]] = []
     for below in (*levels[-2::-1], None):
-        scores = score(q, candidates)
-        worth = jnp.where(candidates.count > 0, _share(scores), -1.0)
+        estimates, scores = score(q, candidates)
+        worth = jnp.where(candidates.count > 0, _share(estimates), -1.0)
         if below is None:
             break
         chosen = top_k(worth, min(opened, worth.shape[-1]))[1]
-        rest.append((_without(scores, chosen), candidates.value))
+        rest.append((without(scores, chosen), candidates.value))
         nodes = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
         filled = jnp.take_along_axis(candidates.count, chosen, axis=-1) > 0
         nodes = jnp.where(filled, nodes, 0)  # an empty node may lie past the last family
@@ -107,11 +107,11 @@ def walk(
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         return Selection(page_ids, counts, jnp.zeros(q.shape), empty)
-    rest.append((_without(scores, jnp.where(counts > 0, chosen, scores.shape[-1])), candidates.value))
-    return Selection(page_ids, counts, *_tail(rest))
+    rest.append((without(scores, jnp.where(counts > 0, chosen, scores.shape[-1])), candidates.value))
+    return Selection(page_ids, counts, *tail_of(rest))
 
 
-def _tail(rest: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+def tail_of(rest: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
     highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
@@ -126,7 +126,7 @@ def _share(scores: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.maximum(scores, -1e30), axis=-1).sum(axis=2)
 
 
-def _without(scores: jax.Array, chosen: jax.Array) -> jax.Array:
+def without(scores: jax.Array, chosen: jax.Array) -> jax.Array:
     """Returns the scores with -inf at `chosen` [B, K, M]; indices past the end choose nothing."""
     nodes = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     taken = (nodes[None, None, None, :] == chosen[..., None]).any(2)
