@@ -20,7 +20,7 @@ from rich.table import Table
 
 from icejax.cache import POLICIES, CachePolicy
 from icejax.errors import InputError
-from icejax.generation import ASSETS, MAX_NEW_TOKENS, GenerationResponse, chat, join, load, stream_generate
+from icejax.generation import ASSETS, MAX_NEW_TOKENS, GenerationResponse, chat, encode, join, load, stream_generate
 from icejax.sampling import Sampling
 
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
@@ -109,7 +109,7 @@ def _parse(key: str, value: str | int, kind: Any) -> Any:
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """Returns the prompts of the command line; InputError if there is none or a file cannot be read."""
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in arguments.prompt]
+    prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
     path = arguments.prompt_file
     if path is None and not prompts:
         if arguments.model is not None:
@@ -118,19 +118,24 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     if path is None:
         return prompts
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
+        text = _decode(str(path), path.read_bytes())
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if path.suffix != ".jsonl":
         return [*prompts, text]
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
         if line.strip():
             prompts.append(_jsonl_prompt(path, number, line))
     if not prompts:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' per line")
     return prompts
+
+
+def _decode(source: str, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 text (byte {error.start}): convert it first") from None
 
 
 def _jsonl_prompt(path: Path, number: int, line: str) -> str:
@@ -168,6 +173,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     sampling = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
     options = cache_options(arguments.cache_option, budget=arguments.budget, page_size=arguments.page_size)
     policy = make_policy(arguments.cache, options)
+    if arguments.system is not None and not arguments.chat:
+        raise InputError("--system needs --chat: it is a message of the chat template")
     if arguments.batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {arguments.batch_size}")
     prompts = read_prompts(arguments)
@@ -181,6 +188,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         )
     if arguments.chat:
         prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
+    encode(
+        model, tokenizer, prompts, special_tokens=not arguments.chat, context_length=arguments.context_length
+    )  # all, before any
     responses = []
     for start in range(0, len(prompts), arguments.batch_size):
         with _progress(console) as bars:

@@ -66,3 +66,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and answer the model is made for; scalings that configs do not count in are."""
+        if self.rope_scaling is not None and self.rope_scaling.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.rope_scaling.factor)
+        return self.max_position_embeddings

@@ -43,7 +43,8 @@ class Detokenizer:
 
     def _decode(self, end: int | None) -> str:
         # Decoding a few tokens before the new ones keeps the spaces some tokenizers drop at the start.
-        return self._tokenizer.decode(self._tokens[self._start : end], skip_special_tokens=True)
+        tokens = self._tokens[self._start : end]
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _release(self, text: str) -> str:
         text = self._held + text

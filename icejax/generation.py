@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jinja2 import TemplateError
 
 from icejax.cache import Clustered
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
-from icejax.checkpoint.load import Progress, load_model
+from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.detokenize import Detokenizer
 from icejax.errors import InputError
 from icejax.inference import DecodeState, Decoding, Plan, Step, make_plan, prefill
@@ -74,32 +75,47 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
         InputError: something about the folder is not as it should be; the message says what.
     """
     folder = resolve(path)
-    model = load_model(folder, dtype=dtype, progress=progress)
+    read_config(folder)
     from transformers import AutoTokenizer  # takes seconds to import
 
     try:
-        return model, AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a broken file makes it raise nearly anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{folder} has no tokenizer that loads: {reason}") from None
+    return load_model(folder, dtype=dtype, progress=progress), tokenizer
 
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
-    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none."""
+    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none or refuses."""
+    if not prompt:
+        raise InputError("a prompt is empty: expected some text")
     if not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: give the prompt without --chat, in the model's own form")
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from None
 
 
-def encode(tokenizer: Any, prompts: Sequence[str], *, special_tokens: bool, context_length: int) -> list[list[int]]:
+def encode(
+    model: CausalLM, tokenizer: Any, prompts: Sequence[str], *, special_tokens: bool = True, context_length: int | None = None
+) -> list[list[int]]:
     """Returns the token ids of prompts.
 
     Raises:
-        InputError: a prompt is empty or leaves no room for a token in `context_length`.
+        InputError: a prompt is empty, no Unicode text, or leaves no room for a token in `context_length` (the model's own
+            by default); or the tokenizer is of another model.
     """
+    context_length = model.config.context_length if context_length is None else context_length
+    if not prompts:
+        raise InputError("no prompt: expected at least one")
     encoded = []
     for row, prompt in enumerate(prompts):
+        if not _is_unicode(prompt):
+            raise InputError(f"prompt {row + 1} is not UTF-8 text: convert it first")
         ids = tokenizer(prompt, add_special_tokens=special_tokens, verbose=False)["input_ids"] if prompt else []
         if not ids:
             raise InputError(f"prompt {row + 1} is empty: expected some text")
@@ -108,8 +124,21 @@ def encode(tokenizer: Any, prompts: Sequence[str], *, special_tokens: bool, cont
                 f"prompt {row + 1} has {len(ids)} tokens and the context holds {context_length}, the answer included: "
                 "shorten it, or raise --context-length if the model can take it"
             )
+        if max(ids) >= model.config.vocab_size:
+            raise InputError(
+                f"prompt {row + 1} has token {max(ids)} and the model knows {model.config.vocab_size}: "
+                "the tokenizer is not the model's"
+            )
         encoded.append(ids)
     return encoded
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of another encoding, as the shell passes them on
+        return False
+    return True
 
 
 def stream_generate(
@@ -143,9 +172,11 @@ def stream_generate(
     cache, sampling = cache or Clustered(), sampling or Sampling()
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    context_length = model.config.max_position_embeddings if context_length is None else context_length
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed must be at least 0 and below 2^32, got {seed}")
+    context_length = model.config.context_length if context_length is None else context_length
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    ids = encode(tokenizer, prompts, special_tokens=special_tokens, context_length=context_length)
+    ids = encode(model, tokenizer, prompts, special_tokens=special_tokens, context_length=context_length)
     longest = max(map(len, ids))
     limits = [min(max_new_tokens, context_length - len(row)) for row in ids]
     started = time.perf_counter()
@@ -173,9 +204,11 @@ def _stream(
     read_at, ttft = [], time.perf_counter() - started
     while any(row.finish_reason is None for row in rows):
         pending = step
-        if not all(row.ends_with_next() for row in rows):  # the next step runs while this one's tokens are read
+        # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
+        if read_at and not all(row.ends_with_next() for row in rows):
             state, step, pool = decoding.step(state, pool)
         tokens, pages = np.asarray(pending.tokens_and_pages)
+        first = not read_at
         read_at.append(time.perf_counter())
         for i, row in enumerate(rows):
             if row.finish_reason is not None:
@@ -199,6 +232,8 @@ def _stream(
                 pages_fetched=plan.pages_fetched * (count - 1),
                 **still["fields"],
             )
+        if first and any(row.finish_reason is None for row in rows):
+            state, step, pool = decoding.step(state, pool)
 
 
 def generate(model: CausalLM, tokenizer: Any, prompts: str | Sequence[str], **options: Any) -> list[GenerationResponse]:

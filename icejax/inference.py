@@ -116,7 +116,9 @@ def make_plan(
         new_capacity=ladder(new_tokens),
         dtype=model.dtype,
     )
-    return Plan(layer_policies(policy, config), spec, sampling, config.eos_token_ids, host.fetch_backend())
+    policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
+    pooled = any(p.num_pages(spec) for p in policies)
+    return Plan(policies, spec, sampling, config.eos_token_ids, host.fetch_backend() if pooled else "")
 
 
 def prefill(
@@ -155,8 +157,8 @@ def prefill(
         if pages is not None:
             pool = host.write_layer(pool, pages, plan.pooled.index(i))
             written = pages.shape[0]
+        x.block_until_ready()  # or the pages of many layers would wait for the host on the device
         if progress is not None:
-            x.block_until_ready()
             progress(i + 1)
     logits = _last_logits(model, x, prompt_lengths)
     cache = KVCache(tuple(states), Lengths(prompt_lengths, jnp.int32(0), jnp.int32(written)))

@@ -73,7 +73,7 @@ def test_streamed_whole_and_stdin_texts_are_the_same(capsys, monkeypatch):
     streamed = run(capsys, "--prompt", "import os\n", *SHORT)
     assert streamed[0] == 0 and streamed[2] == ""
     assert run(capsys, "--prompt", "import os\n", "--no-stream", *SHORT) == streamed
-    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"import os\n")))
     assert run(capsys, "--prompt", "-", *SHORT) == streamed
 
 
@@ -131,6 +131,13 @@ BAD = {
     "negative sinks": (["--prompt", "x", "--cache-option", "sinks=-1"], "sinks must be at least 0, got -1"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
     "new tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+    "mistyped folder": (["--model", "./modle", "--prompt", "x"], "./modle: expected a checkpoint folder or a hub id"),
+    "no hub id": (["--model", "org/na--me", "--prompt", "x"], "org/na--me: no such folder, and the hub does not bring it"),
+    "system without chat": (["--prompt", "x", "--system", "s"], "--system needs --chat"),
+    "seed": (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be at least 0 and below 2^32, got 99999999999999999999"),
+    "not unicode": (["--prompt", "caf\udce9"], "prompt 1 is not UTF-8 text: convert it first"),
+    "second prompt": (["--prompt", "x", "--prompt", "", "--batch-size", "1"], "prompt 2 is empty: expected some text"),
+    "span": (["--prompt", "x", "--cache-option", "span=256", "--page-size", "32"], "span must hold 16 pages of 32, got 256"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
     "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
@@ -153,6 +160,44 @@ FILES = {
     "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a JSON object with a text 'prompt'"),
     "empty jsonl": ("p.jsonl", b"\n", "holds no prompt: expected one JSON object with 'prompt' per line"),
 }
+
+
+def test_jsonl_may_hold_any_character_of_a_line(capsys, tmp_path):
+    text = "a\u2028b\x85c"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False))
+    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--json", *SHORT)
+    assert status == 0 and json.loads(out)["prompt_tokens"] == len(text.encode())
+
+
+def test_stdin_of_another_encoding_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    status, out, err = run(capsys, "--prompt", "-", *SHORT)
+    assert (status, out, err) == (2, "", "icejax.generate: error: stdin is not UTF-8 text (byte 3): convert it first\n")
+
+
+def copy_of_bundled(folder):
+    shutil.copytree(ASSETS, folder)
+    return folder
+
+
+def test_a_template_that_refuses_the_messages(capsys, tmp_path):
+    folder = copy_of_bundled(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only user turns') }}")
+    status, out, err = run(capsys, "--model", str(folder), "--prompt", "x", "--chat", *SHORT)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "chat template refuses the messages: only user turns" in err
+
+
+def test_a_broken_tokenizer_and_one_of_another_model(capsys, tmp_path):
+    folder = copy_of_bundled(tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["a"] = 300
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    status, out, err = run(capsys, "--model", str(folder), "--prompt", "a", *SHORT)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "prompt 1 has token 300 and the model knows 257: the tokenizer is not the model's" in err
+    (folder / "tokenizer.json").write_text("{}")
+    status, out, err = run(capsys, "--model", str(folder), "--prompt", "a", *SHORT)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "has no tokenizer that loads" in err
 
 
 @pytest.mark.parametrize("case", FILES)

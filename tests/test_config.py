@@ -42,6 +42,21 @@ def test_the_forms_of_transformers_4_and_5_read_alike(old, new):
     assert read(**old) == read(**new)
 
 
+def test_rope_scaling_put_into_a_new_config_wins():
+    """As in transformers: it is how a reader of Qwen's model card stretches the context."""
+    both = read(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    )
+    assert both.rope_theta == 1e6 and both.rope_scaling.rope_type == "yarn" and both.rope_scaling.factor == 4.0
+
+
+def test_scalings_that_configs_do_not_count_in_lengthen_the_context():
+    assert read(rope_scaling={"type": "linear", "factor": 8.0}).context_length == 4096
+    assert read(rope_scaling={"type": "yarn", "factor": 8.0}).context_length == 512
+    assert read().context_length == 512
+
+
 def test_defaults_of_old_configs():
     """Llama 1 says nothing of KV heads, theta and head size; Mistral without a word has its window, null has none."""
     config = read(num_key_value_heads=..., rms_norm_eps=...)
@@ -72,6 +87,11 @@ def test_defaults_of_old_configs():
             r"fields \['beta_fast'\] of rope type 'linear'",
         ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling or rope_parameters must be an object, found 'linear'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "expected a number in the rope fields, found '8'"),
+        ({"rope_scaling": {"factor": 8.0}}, r"fields \['factor'\] of rope type 'default'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"fields \['full_attention'\] of rope type 'default'"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' must be at least 1, found 0"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers"),
         ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),

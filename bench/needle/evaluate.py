@@ -48,12 +48,12 @@ def evaluate(
         )
         for response, answer in zip(responses, answers[start:], strict=False):
             hits += response.text[: task.DIGITS] == answer
-            tpots.append(response.tpot_s)
+            tpots += [response.tpot_s] if response.tpot_s is not None else []
     low, high = wilson(hits, questions)
     budget = responses[0].budget
     return dict(
         length=length, facts=facts, questions=questions, exact=hits / questions, low=round(low, 4), high=round(high, 4),
-        cache=responses[0].cache, budget=budget, tpot_s=float(np.median(tpots[1:] or tpots)), batch=batch,
+        cache=responses[0].cache, budget=budget, tpot_s=float(np.median(tpots[1:] or tpots)) if tpots else None, batch=batch,
         device=responses[0].device, dtype=responses[0].dtype, jax=jax.__version__,
     )  # fmt: skip
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from icejax.cache.clustered import Clustered
 from icejax.cache.full import Full, Ring
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
+
+LOG = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[CachePolicy]] = {
     "clustered": Clustered,
@@ -13,12 +17,20 @@ POLICIES: dict[str, type[CachePolicy]] = {
 }
 
 
-def layer_policies(policy: CachePolicy, config: ModelConfig) -> tuple[CachePolicy, ...]:
-    """Returns the policy of every layer: a ring for sliding layers, `Full` for the first dense layers, else `policy`."""
+def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
+    """Returns the policy of every layer: a ring for sliding layers, `Full` for the first dense layers, else `policy`.
+
+    A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention.
+    """
     dense = policy.dense_layers
     if dense is None:
         dense = 2 if config.num_hidden_layers >= 16 else 0
-    ring = Ring(config.sliding_window) if config.sliding_window is not None else None
-    return tuple(
-        ring if kind == "sliding_attention" else Full() if i < dense else policy for i, kind in enumerate(config.layer_types)
+    slides = config.sliding_window is not None and config.sliding_window < capacity
+    ring = Ring(config.sliding_window) if slides else None
+    policies = tuple(
+        ring if slides and kind == "sliding_attention" else Full() if i < dense else policy
+        for i, kind in enumerate(config.layer_types)
     )
+    if policy not in policies:
+        LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", type(policy).__name__.lower())
+    return policies

@@ -86,6 +86,8 @@ class Clustered(CachePolicy):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
         if self.page_size > 128:
             raise InputError(f"page_size must be at most 128, got {self.page_size}")
+        if self.span < tree.FAN_OUT * self.page_size:
+            raise InputError(f"span must hold {tree.FAN_OUT} pages of {self.page_size}, got {self.span}")
         if self.num_window <= self.page_size:
             raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
         least = self.num_sinks + self.num_window + self.page_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -100,7 +101,7 @@ def fetch_backend() -> str:
             LOG.info("fetch backend on %s: %s", platform, name)
             return name
         LOG.warning("fetch backend %s brings wrong bits on %s", name, platform)
-    raise RuntimeError(f"no fetch backend works on {platform}")
+    raise InputError(f"host memory cannot be read inside a program on {platform}: use --cache full")
 
 
 def _sharding(*, host: bool) -> SingleDeviceSharding:
@@ -116,7 +117,7 @@ def allocate(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Returns an empty pool of `shape` [P, L, B, K, 2, p, H] for keys and values of `dtype`.
 
     Raises:
-        InputError: the machine has not enough free memory for it.
+        InputError: the machine has not enough free memory for it, or XLA may not pin so much.
     """
     bits = bits_dtype(dtype)
     need, free = int(np.prod(shape)) * bits.itemsize, psutil.virtual_memory().available
@@ -124,6 +125,12 @@ def allocate(shape: tuple[int, ...], dtype: str) -> jax.Array:
         raise InputError(
             f"the cache needs {need / 2**30:.1f} GiB of host memory and {free / 2**30:.1f} GiB is free: "
             "use a shorter prompt, fewer new tokens, a smaller batch or a 16-bit --dtype"
+        )
+    limit = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
+    if jax.default_backend() == "gpu" and need > limit:
+        raise InputError(
+            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {limit / 2**30:.0f}: "
+            f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={need // 2**30 + 8}"
         )
     if jax.default_backend() == "cpu":  # an array over numpy's own memory could not be written in place later
         return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), HOST), out_shardings=_sharding(host=True))()

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.host import PoolLayer
 
@@ -140,12 +140,10 @@ class CachePolicy(abc.ABC):
         return 0
 
 
-def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: jax.Array) -> Float[Array, "R S H"]:
-    """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot`: i32[] for all rows, or i32[B]."""
+def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
+    """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot` of each row."""
     batch, heads, size = new.shape
     new = new.reshape(batch * heads, 1, size).astype(buffer.dtype)
-    if slot.ndim == 0:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=1)
     for row in range(batch):  # XLA:CPU would copy the buffer for a scatter, or for an axis more than the products have
         part = new[row * heads : (row + 1) * heads]
         buffer = jax.lax.dynamic_update_slice(buffer, part, (row * heads, slot[row], 0))

@@ -13,7 +13,7 @@ from pathlib import Path
 from icejax.errors import InputError
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # What travels with the weights from one form to the other.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -35,11 +35,11 @@ def resolve(model: str | Path) -> Path:
     if folder.exists() or not HUB_ID.fullmatch(str(model)):
         raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, "model*.safetensors", "*.index.json"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{model}: no such folder, and the hub does not bring it ({reason})") from None
 

@@ -25,6 +25,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}: expected a Hugging Face or icejax checkpoint folder") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
@@ -43,7 +45,9 @@ def shards(folder: Path) -> list[Path]:
         if len(present) == 1:
             return [folder / present.pop()]
         found = "none" if not present else f"{len(present)} and no {INDEX}"
-        raise InputError(f"{folder}: expected one .safetensors file, or several with an index, found {found}")
+        raise InputError(
+            f"{folder}: expected one .safetensors file, or several with an index (.bin files are not read), found {found}"
+        )
     named = set(read_json(folder / INDEX).get("weight_map", {}).values())
     faults = [f"{name} is named in {INDEX} and missing" for name in sorted(named - present)]
     faults += [f"{name} is not named in {INDEX}" for name in sorted(present - named)]

@@ -12,6 +12,9 @@ from icejax.errors import InputError
 from icejax.models import llama, mistral, qwen
 from icejax.models.decoder import CausalLM
 
+# Old checkpoints carry the rotary tables, which the config determines.
+ROTARY_TABLES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -23,15 +26,15 @@ class Family:
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
-    ignored_keys: re.Pattern[str]
+    ignored_keys: re.Pattern[str] = ROTARY_TABLES
 
 
 FAMILIES = {
-    "llama": Family(llama.read_config, llama.IGNORED_KEYS),
-    "mistral": Family(mistral.read_config, mistral.IGNORED_KEYS),
-    "ministral": Family(mistral.read_config, mistral.IGNORED_KEYS),
-    "qwen2": Family(qwen.read_qwen2_config, qwen.IGNORED_KEYS),
-    "qwen3": Family(qwen.read_qwen3_config, qwen.IGNORED_KEYS),
+    "llama": Family(llama.read_config),
+    "mistral": Family(mistral.read_config),
+    "ministral": Family(mistral.read_config),
+    "qwen2": Family(qwen.read_qwen2_config),
+    "qwen3": Family(qwen.read_qwen3_config),
 }
 
 
@@ -44,7 +47,7 @@ def family(raw: dict[str, Any]) -> Family:
     known = ", ".join(FAMILIES)
     if "model_type" not in raw:
         raise InputError(f"config.json has no 'model_type': expected one of {known}")
-    if raw["model_type"] not in FAMILIES:
+    if str(raw["model_type"]) not in FAMILIES:
         raise InputError(f"config.json: model_type {raw['model_type']!r} is not supported: expected one of {known}")
     return FAMILIES[raw["model_type"]]
 

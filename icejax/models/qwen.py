@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.models.reading import common, layer_types
-
-IGNORED_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:

@@ -12,7 +12,7 @@ from icejax.errors import InputError
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
     chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
-    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id max_window_layers model_type output_attentions
+    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
     output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict sliding_window
     tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
     rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
@@ -25,11 +25,14 @@ NEUTRAL = {
     "logits_soft_cap": (None,),
     "partial_rotary_factor": (1.0,),
     "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
     "quantization_config": (None,),
     "tie_encoder_decoder": (False,),
     "torchscript": (False,),
 }
 ROPE_FIELDS = {
+    "default": {"original_max_position_embeddings"},
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
@@ -82,6 +85,9 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     Reads both the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`).
     """
     fields = Fields(raw)
+    for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+        if fields.take(name, int) < 1:
+            raise InputError(f"config.json: {name!r} must be at least 1, found {raw[name]}")
     hidden, heads = fields.take("hidden_size", int), fields.take("num_attention_heads", int)
     layers = fields.take("num_hidden_layers", int)
     context = fields.take("max_position_embeddings", int, default=2048)
@@ -100,12 +106,19 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
         rope_scaling=scaling,
         max_position_embeddings=context,
         tie_word_embeddings=fields.take("tie_word_embeddings", bool, default=False),
-        dtype=(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
     )
     if heads % found["num_key_value_heads"]:
         raise InputError(f"config.json: {heads} attention heads do not divide among {found['num_key_value_heads']} KV heads")
     return fields, found
+
+
+def number(value: Any) -> float:
+    """Returns a number of rope_scaling; InputError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"config.json: expected a number in the rope fields, found {value!r}")
+    return float(value)
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -136,25 +149,30 @@ def rope(raw: dict[str, Any], *, max_position_embeddings: int) -> tuple[float, R
     Raises:
         InputError: the rope type or one of its fields is not supported.
     """
-    found = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(found.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
-    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    found.pop("type", None)
+    # Where both are given transformers takes rope_scaling, which is how a reader stretches a published config.
+    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise InputError(f"config.json: rope_scaling or rope_parameters must be an object, found {found!r}")
+    found = {name: value for name, value in found.items() if value is not None}
+    theta = number(
+        found.pop("rope_theta", None) or raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta") or 1e4
+    )
+    old_name, kind = found.pop("type", None), found.pop("rope_type", None)
+    kind = kind or old_name or "default"
     if found.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("config.json: partial_rotary_factor other than 1.0 is not supported")
-    if kind == "default":
-        return theta, None
     if kind not in ROPE_FIELDS:
-        raise InputError(f"config.json: rope type {kind!r} is not supported (default, {', '.join(ROPE_FIELDS)} are)")
-    unknown = sorted(name for name, value in found.items() if name not in ROPE_FIELDS[kind] and value is not None)
+        raise InputError(f"config.json: rope type {kind!r} is not supported ({', '.join(ROPE_FIELDS)} are)")
+    unknown = sorted(name for name in found if name not in ROPE_FIELDS[kind])
     if unknown:
         raise InputError(
             f"config.json: fields {unknown} of rope type {kind!r} are not known here and may change the model's numbers"
         )
-    given = {name: value for name, value in found.items() if value is not None}
-    original = (
-        given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_position_embeddings
-    )
+    if kind == "default":
+        return theta, None
+    given = {name: value if name == "truncate" else number(value) for name, value in found.items()}
+    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    original = int(original or max_position_embeddings)
     needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}.get(kind, ("factor",))
     for name in needed:
         if name not in given:

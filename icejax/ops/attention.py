@@ -38,10 +38,11 @@ def causal(
         and q.shape[-1] <= 128
     ):
         LOG.info("prefill attention: cudnn")
+        valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
         return jax.nn.dot_product_attention(
             q,
-            k,
-            v,
+            jnp.where(valid, k, 0),
+            jnp.where(valid, v, 0),
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
             query_seq_lengths=lengths,
@@ -61,7 +62,7 @@ def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths: jax.Array, 
     k = jnp.where(valid[:, :, None, None], k, 0).transpose(0, 2, 1, 3)  # B K T H
     v = jnp.where(valid[:, :, None, None], v, 0).transpose(0, 2, 1, 3)
     # Rows of a block are (query, head of the group), so that one product serves a KV head's whole group.
-    rows = (q * size**-0.5).reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
+    rows = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, tokens * group, size)
 
     def query_block(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -75,7 +76,7 @@ def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths: jax.Array, 
             seen = key_position[None, :] <= position[:, None]
             if window is not None:
                 seen &= key_position[None, :] > position[:, None] - window
-            scores = jnp.where(seen, EINSUM("bkrh,bksh->bkrs", queries, keys), -jnp.inf)
+            scores = jnp.where(seen, EINSUM("bkrh,bksh->bkrs", queries, keys) * size**-0.5, -jnp.inf)
             higher = jnp.maximum(highest, scores.max(-1))
             # A row may see nothing of a block that lies outside its window: -inf minus -inf is kept out.
             base = jnp.where(jnp.isneginf(higher), 0.0, higher)

@@ -1,0 +1,83 @@
+"""The config.json of published checkpoints, in the form they are published in, reads as it should."""
+
+import pytest
+
+from icejax.cache import Clustered, layer_policies
+from icejax.models import family
+
+COMMON = dict(
+    attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True, torch_dtype="bfloat16",
+    transformers_version="4.43.0", bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def sizes(hidden, inner, layers, heads, kv_heads, vocabulary, context, **more):
+    return COMMON | dict(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=context, rms_norm_eps=1e-5,
+    ) | more  # fmt: skip
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+QWEN = dict(model_type="qwen2", max_window_layers=28, use_sliding_window=False, sliding_window=131072)
+PUBLISHED = {
+    "Llama-3.1-8B-Instruct": (
+        sizes(4096, 14336, 32, 32, 8, 128256, 131072, model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False,
+              mlp_bias=False, pretraining_tp=1, rope_scaling=LLAMA3, rope_theta=500000.0, tie_word_embeddings=False,
+              eos_token_id=[128001, 128008, 128009]),
+        dict(head_dim=128, rope_theta=5e5, context_length=131072, eos_token_ids=(128001, 128008, 128009)),
+    ),
+    "LongChat-7B-v1.5-32k": (
+        sizes(4096, 11008, 32, 32, 32, 32000, 4096, model_type="llama", pad_token_id=0, rope_scaling={"factor": 8.0, "type": "linear"},
+              _name_or_path="llama-2-7b"),
+        dict(num_key_value_heads=32, context_length=32768),
+    ),
+    "DeepSeek-R1-Distill-Qwen-7B": (
+        sizes(3584, 18944, 28, 28, 4, 152064, 131072, **QWEN, use_mrope=False, rope_theta=10000, tie_word_embeddings=False),
+        dict(qkv_bias=True, sliding_window=None, rope_theta=1e4),
+    ),
+    "Qwen2.5-7B-Instruct": (
+        sizes(3584, 18944, 28, 28, 4, 152064, 32768, **QWEN, rope_theta=1000000.0, tie_word_embeddings=False),
+        dict(qkv_bias=True, o_bias=False, rope_theta=1e6),
+    ),
+    "Qwen3-8B": (
+        sizes(4096, 12288, 36, 32, 8, 151936, 40960, model_type="qwen3", attention_bias=False, head_dim=128, max_window_layers=36,
+              rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False, tie_word_embeddings=False),
+        dict(qk_norm=True, head_dim=128, qkv_bias=False),
+    ),
+    "Mistral-7B-Instruct-v0.1": (
+        sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=10000.0, sliding_window=4096),
+        dict(sliding_window=4096, layer_types=("sliding_attention",) * 32),
+    ),
+    "Mistral-7B-Instruct-v0.2": (
+        sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=1000000.0, sliding_window=None),
+        dict(sliding_window=None, layer_types=("full_attention",) * 32),
+    ),
+    "Mistral-Nemo-Instruct-2407": (
+        sizes(5120, 14336, 40, 32, 8, 131072, 131072, model_type="mistral", head_dim=128, rope_theta=1000000.0, sliding_window=None),
+        dict(head_dim=128, hidden_size=5120),
+    ),
+    "Ministral-8B-Instruct-2410": (
+        sizes(4096, 12288, 36, 32, 8, 131072, 32768, model_type="mistral", head_dim=128, rope_theta=100000000.0, sliding_window=32768),
+        dict(sliding_window=32768),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_read(name):
+    raw, expected = PUBLISHED[name]
+    config = family(raw).read_config(raw)
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
+def test_a_window_as_large_as_the_run_leaves_the_clustered_cache_in_use(caplog):
+    policy = Clustered()
+    ministral, mistral = (
+        family(raw).read_config(raw)
+        for raw in (PUBLISHED[n][0] for n in ("Ministral-8B-Instruct-2410", "Mistral-7B-Instruct-v0.1"))
+    )
+    assert layer_policies(policy, ministral, capacity=32768).count(policy) == 34  # the first two are dense
+    assert not caplog.records
+    assert policy not in layer_policies(policy, mistral, capacity=8192)
+    assert "the clustered cache is not used" in caplog.text
