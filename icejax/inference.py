@@ -21,7 +21,7 @@ from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.sampling import Sampling
 
-SHORTEST = 256
+SHORTEST, STEP = 256, 8192  # tokens
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +96,12 @@ class Plan:
 
 
 def ladder(tokens: int) -> int:
-    """Returns the size a prompt of `tokens` is padded to: 256, 384, 512, 768, ..., so that few sizes are compiled."""
+    """Returns the size a prompt of `tokens` is padded to, so that few sizes are compiled.
+
+    256, 384, 512, 768, ... to 16,384, and multiples of 8,192 above, where padding would cost memory.
+    """
+    if tokens > 2 * STEP:
+        return -(-tokens // STEP) * STEP
     size = SHORTEST
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
@@ -169,7 +174,8 @@ def prefill(
             row[np.asarray(prompt)] = True
         seen = jnp.asarray(seen)
     state = DecodeState(cache, jnp.zeros(len(prompts), jnp.int32), jnp.zeros(len(prompts), bool), jax.random.key(seed), seen)
-    state = _first_token(logits, state, plan=plan)
+    # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
+    state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
     return state, Step(jnp.stack([state.last_tokens, jnp.zeros_like(state.last_tokens)]), logits), pool
 
 

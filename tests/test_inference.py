@@ -1,0 +1,77 @@
+"""Plans, sizes, programs and repeatability."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import icejax
+from icejax import inference
+from icejax.cache import Clustered, Full
+from icejax.sampling import Sampling
+from tests import families
+from tests.run import greedy, plan_for
+
+
+@given(st.integers(1, 2_000_000))
+def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens):
+    size = inference.ladder(tokens)
+    assert tokens <= size <= max(256, tokens * 3 // 2 + 1)
+    assert tokens <= 16384 or size - tokens < 8192
+    spans = -(-size // 8192)
+    assert size % (spans * 16) == 0 and (size // spans) % 128 == 0
+
+
+def test_equal_plans_share_their_programs(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(50)
+    inference._programs.cache_clear()
+    for policy in (Clustered(budget=64), Clustered(budget=64), Full()):
+        greedy(model, policy, [prompt], 20)
+    assert inference._programs.cache_info().misses == 2
+    plan = plan_for(model, Clustered(budget=64), [prompt], 20)
+    step, flush = inference.Decoding(model, plan)._programs
+    assert step._cache_size() == 1 and flush._cache_size() == 1
+
+
+def test_the_same_input_gives_the_same_bits(tmp_path):
+    model = families.load(families.build(families.row("qwen3-plain")), tmp_path)
+    prompts = [families.tokens(300), families.tokens(20)]
+    first, second = (greedy(model, Clustered(budget=64), prompts, 40) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_finds_the_bundled_answer(dtype):
+    """Pages travel as bit patterns; the answer is that of fp32."""
+    model, tokenizer = icejax.load(dtype=dtype)
+    prompt = (icejax.generation.ASSETS / "prompt.txt").read_text()
+    question = prompt[prompt.rindex("Pass key ") :]
+    answer = prompt[prompt.index(question) + len(question) :][:6]
+    near = prompt[prompt.index(question) - 10 :][:1500] + question
+    (response,) = icejax.generate(model, tokenizer, near, cache=Clustered(budget=128), max_new_tokens=8)
+    assert response.text == answer and response.dtype == dtype and response.finish_reason == "stop"
+
+
+def test_dense_first_layers_by_depth():
+    deep = icejax.models.family(raw := families.SIZES | dict(model_type="llama", num_hidden_layers=16)).read_config(raw)
+    shallow = icejax.models.family(raw := families.SIZES | dict(model_type="llama")).read_config(raw)
+    policy = Clustered()
+    assert icejax.cache.layer_policies(policy, deep, capacity=100) == (Full(), Full()) + (policy,) * 14
+    assert icejax.cache.layer_policies(policy, shallow, capacity=100) == (policy,) * 3
+    none = Clustered(dense_layers=0)
+    assert icejax.cache.layer_policies(none, deep, capacity=100) == (none,) * 16
+
+
+def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(30)
+    sampling = Sampling(repetition_penalty=1e6)
+    plan = inference.make_plan(model, Full(), sampling, batch_size=1, prompt_tokens=30, new_tokens=30)
+    state, step, pool = inference.prefill(model, [prompt], plan)
+    chosen, decoding = [int(state.last_tokens[0])], inference.Decoding(model, plan)
+    for _ in range(29):
+        state, step, pool = decoding.step(state, pool)
+        chosen.append(int(step.tokens_and_pages[0, 0]))
+    assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
