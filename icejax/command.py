@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -266,7 +267,7 @@ def _table(responses: list[GenerationResponse]) -> Table:
     """The cost of every answer."""
     first = responses[0]
     budget = f", budget {first.budget}" if first.budget is not None else ""
-    table = Table(title=f"{first.cache} cache{budget}, {first.dtype}, {first.device}")
+    table = Table(title=f"{first.cache} cache{budget}, {first.dtype}, {first.device}", box=SIMPLE, pad_edge=False)
     for name in ("prompt", "new", "ended by", "first token", "per token", "KV device", "KV host", "full KV"):
         table.add_column(name, justify="right")
     for r in responses:
