@@ -152,6 +152,7 @@ def _jsonl_prompt(path: Path, number: int, line: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 2 for bad input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that there is no PyTorch
     console = Console(stderr=True)
     try:
         run(arguments, console)
