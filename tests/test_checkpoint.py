@@ -182,6 +182,9 @@ def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
     target = tmp_path / "orbax"
     target.mkdir()
     (target / "precious").touch()
+    assert hf_to_orbax.main([str(folder), str(target), "--force"]) == 2
+    assert "exists and is no checkpoint folder: choose another place" in capsys.readouterr().err
+    (target / "config.json").touch()
     assert hf_to_orbax.main([str(folder), str(target)]) == 2
     error = capsys.readouterr().err
     assert error == f"convert.hf_to_orbax: error: {target} exists: choose another place, or give --force to replace it\n"

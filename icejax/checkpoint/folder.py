@@ -56,10 +56,12 @@ def writing(target: Path, *, force: bool) -> Iterator[Path]:
     """Yields a folder beside `target` that takes its place by rename when the block ends well, and is removed else.
 
     Raises:
-        InputError: `target` exists and `force` is False, or `target` is there and no folder.
+        InputError: `target` exists and `force` is False, or `target` is there and no checkpoint folder.
     """
-    if target.exists() and (not force or not target.is_dir()):
-        raise InputError(f"{target} exists: choose another place{', or give --force to replace it' if target.is_dir() else ''}")
+    if target.exists() and not (target / "config.json").exists():
+        raise InputError(f"{target} exists and is no checkpoint folder: choose another place")
+    if target.exists() and not force:
+        raise InputError(f"{target} exists: choose another place, or give --force to replace it")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -68,8 +70,13 @@ def writing(target: Path, *, force: bool) -> Iterator[Path]:
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
             os.rename(target, old / "old")
-            os.rename(part, target)
-            shutil.rmtree(old)
+            try:
+                os.rename(part, target)
+            except OSError:
+                os.rename(old / "old", target)
+                raise
+            finally:
+                shutil.rmtree(old)
         else:
             os.rename(part, target)
     except BaseException:
