@@ -1,0 +1,60 @@
+"""The training script: an interrupted run goes on where it was, and the exported folder is the trained model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import icejax
+from bench.needle import export, stages, train
+
+TINY = (
+    stages.Stage(length=96, steps=2, batch=2, facts=1, copying=0.5, skip=False),
+    stages.Stage(length=128, steps=3, batch=2, facts=2, crowd=8),
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(stages, "STAGES", TINY)
+    monkeypatch.setattr(train, "_evaluate", lambda trainer, log: None)
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return torch.load(run / "state.pt")["model"]
+
+
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys):
+    train.main(["--out", str(tmp_path / "whole"), "--seed", "3"])
+    monkeypatch.setattr(train, "SAVE_EVERY_S", -1.0)  # after every step
+    update, calls = train.Trainer.update, []
+
+    def failing(self, *arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return update(self, *arguments)
+
+    monkeypatch.setattr(train.Trainer, "update", failing)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(["--out", str(tmp_path / "cut"), "--seed", "3"])
+    train.main(["--out", str(tmp_path / "cut"), "--seed", "3"])
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [(r["stage"], r["step"]) for r in rows] == [(0, 2), (1, 3)]
+    with pytest.raises(SystemExit, match="holds a run of seed 3, not 4"):
+        train.main(["--out", str(tmp_path / "cut"), "--seed", "4"])
+
+
+def test_export_is_the_trained_model(tiny, tmp_path, capsys):
+    train.main(["--out", str(tmp_path / "run")])
+    export.main(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "model")])
+    model, tokenizer = icejax.load(tmp_path / "model")
+    trained = weights(tmp_path / "run")["model.layers.2.mlp.up_proj.weight"].to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(model.model.layers[2].mlp.up_proj.weight[...], trained)
+    prompt = (tmp_path / "model" / "prompt.txt").read_text()
+    answer = capsys.readouterr().out.split()[-1]
+    assert len(prompt) > 8000 and f"{prompt[prompt.rindex('Pass key') :]}{answer}." in prompt
+    assert tokenizer(prompt)["input_ids"] == list(prompt.encode())
