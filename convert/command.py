@@ -18,7 +18,7 @@ def main(name: str, convert: Callable[..., None], description: str, argv: list[s
     parser = Parser(prog=f"convert.{name}", description=description)
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("target", metavar="DST", type=Path)
-    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     try:

@@ -2,7 +2,8 @@
 
 from icejax.cache import POLICIES, CachePolicy, Clustered, Full
 from icejax.errors import InputError
-from icejax.generation import GenerationResponse, chat, generate, load, stream_generate
+from icejax.generation import GenerationResponse, generate, load, stream_generate
+from icejax.prompts import chat
 from icejax.sampling import Sampling
 
 __version__ = "0.1.0"

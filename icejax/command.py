@@ -21,7 +21,8 @@ from rich.table import Table
 
 from icejax.cache import POLICIES, CachePolicy
 from icejax.errors import InputError
-from icejax.generation import ASSETS, MAX_NEW_TOKENS, GenerationResponse, chat, encode, join, load, stream_generate
+from icejax.generation import ASSETS, MAX_NEW_TOKENS, GenerationResponse, join, load, stream_generate
+from icejax.prompts import chat, encode
 from icejax.sampling import Sampling
 
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
@@ -35,6 +36,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def _options_by_cache() -> str:
+    named = {name: ", ".join(field.name for field in dataclasses.fields(policy)) for name, policy in POLICIES.items()}
+    return "; ".join(f"{name}: {options or 'none'}" for name, options in named.items())
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser; defaults are those of the dataclasses."""
     parser = Parser(
@@ -45,20 +51,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-file", type=Path, help="text file, or .jsonl with one object with 'prompt' per line")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     parser.add_argument("--system", help="system message, with --chat")
-    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="default: %(default)s")
     parser.add_argument("--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts run together (default: %(default)s)")
     for field in dataclasses.fields(Sampling):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     parser.add_argument(
         "--cache", default="clustered", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: %(default)s)"
     )
-    parser.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer")
-    parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page")
-    parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="any option of the cache")
+    parser.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
+    parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
+    parser.add_argument(
+        "--cache-option", action="append", default=[], metavar="KEY=VALUE", help=f"repeatable; {_options_by_cache()}"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")

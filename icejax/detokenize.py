@@ -17,7 +17,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens decoded for context, and tokens whose text is out
         self._held = ""

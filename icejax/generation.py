@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jinja2 import TemplateError
 
 from icejax.cache import Clustered
 from icejax.cache.policy import CachePolicy
@@ -20,6 +19,7 @@ from icejax.detokenize import Detokenizer
 from icejax.errors import InputError
 from icejax.inference import DecodeState, Decoding, Plan, Step, make_plan, prefill
 from icejax.models import CausalLM
+from icejax.prompts import encode
 from icejax.sampling import Sampling
 
 ASSETS = Path(__file__).parent / "assets"
@@ -81,64 +81,9 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a broken file makes it raise nearly anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{folder} has no tokenizer that loads: {reason}") from None
     return load_model(folder, dtype=dtype, progress=progress), tokenizer
-
-
-def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
-    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none or refuses."""
-    if not prompt:
-        raise InputError("a prompt is empty: expected some text")
-    if not tokenizer.chat_template:
-        raise InputError("the tokenizer has no chat template: give the prompt without --chat, in the model's own form")
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from None
-
-
-def encode(
-    model: CausalLM, tokenizer: Any, prompts: Sequence[str], *, special_tokens: bool = True, context_length: int | None = None
-) -> list[list[int]]:
-    """Returns the token ids of prompts.
-
-    Raises:
-        InputError: a prompt is empty, no Unicode text, or leaves no room for a token in `context_length` (the model's own
-            by default); or the tokenizer is of another model.
-    """
-    context_length = model.config.context_length if context_length is None else context_length
-    if not prompts:
-        raise InputError("no prompt: expected at least one")
-    encoded = []
-    for row, prompt in enumerate(prompts):
-        if not _is_unicode(prompt):
-            raise InputError(f"prompt {row + 1} is not UTF-8 text: convert it first")
-        ids = tokenizer(prompt, add_special_tokens=special_tokens, verbose=False)["input_ids"] if prompt else []
-        if not ids:
-            raise InputError(f"prompt {row + 1} is empty: expected some text")
-        if len(ids) >= context_length:
-            raise InputError(
-                f"prompt {row + 1} has {len(ids)} tokens and the context holds {context_length}, the answer included: "
-                "shorten it, or raise --context-length if the model can take it"
-            )
-        if max(ids) >= model.config.vocab_size:
-            raise InputError(
-                f"prompt {row + 1} has token {max(ids)} and the model knows {model.config.vocab_size}: "
-                "the tokenizer is not the model's"
-            )
-        encoded.append(ids)
-    return encoded
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of another encoding, as the shell passes them on
-        return False
-    return True
 
 
 def stream_generate(
@@ -169,7 +114,11 @@ def stream_generate(
     Raises:
         InputError: a prompt is empty or too long, or the host has too little memory; before anything runs.
     """
-    cache, sampling = cache or Clustered(), sampling or Sampling()
+    cache, sampling = Clustered() if cache is None else cache, sampling or Sampling()
+    if not isinstance(cache, CachePolicy):
+        raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
+    if any(not text for text in stop):
+        raise InputError("a stop string is empty: expected some text")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= seed < 2**32:

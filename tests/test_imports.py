@@ -15,7 +15,7 @@ LAYERS = (
     ("ops",),
     ("cache",),
     ("models",),
-    ("checkpoint", "sampling", "inference", "detokenize"),
+    ("checkpoint", "sampling", "inference", "detokenize", "prompts"),
     ("generation",),
     ("command",),
     ("generate", "__init__"),

@@ -78,4 +78,7 @@ def test_evaluation_of_the_bundled_model(capsys, cache):
 def test_evaluation_refuses_bad_input_in_one_line(capsys):
     assert evaluate.main(["--model", "/no/such"]) == 2
     assert evaluate.main(["--cache", "best"]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    assert evaluate.main(["--lengths", "abc"]) == 2
+    assert evaluate.main(["--questions", "0"]) == 2
+    assert evaluate.main(["--lengths", "5"]) == 2
+    assert capsys.readouterr().err.count("\n") == 5

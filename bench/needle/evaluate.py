@@ -58,13 +58,20 @@ def evaluate(
     )  # fmt: skip
 
 
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise icejax.InputError(f"--lengths must be numbers with commas, got {text!r}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
     parser.add_argument("--lengths", default="2048,8192", help="tokens of the prompts, comma-separated")
     parser.add_argument("--facts", type=int, default=1)
     parser.add_argument("--questions", type=int, default=100, help="per length")
-    parser.add_argument("--cache", default="full")
+    parser.add_argument("--cache", default="full", help="default: %(default)s")
     parser.add_argument("--budget", type=int, help="tokens attended exactly; only for caches with a budget")
     parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="any option of the cache")
     parser.add_argument("--seed", type=int, default=0)
@@ -73,8 +80,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         budget = None if arguments.cache == "full" else arguments.budget
         policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=budget))
+        lengths = _lengths(arguments.lengths)
+        if arguments.questions < 1 or arguments.facts < 1 or arguments.batch_size < 1:
+            raise icejax.InputError("--questions, --facts and --batch-size must be at least 1")
+        if min(lengths) < 100 + 20 * arguments.facts:
+            raise icejax.InputError(f"{arguments.facts} facts need --lengths of at least {100 + 20 * arguments.facts}")
         model, tokenizer = icejax.load(arguments.model)
-        for length in map(int, arguments.lengths.split(",")):
+        for length in lengths:
             row = evaluate(
                 model, tokenizer, policy,
                 length=length, facts=arguments.facts, questions=arguments.questions, seed=arguments.seed,

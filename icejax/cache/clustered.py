@@ -88,24 +88,32 @@ class Clustered(CachePolicy):
             raise InputError(f"page_size must be at most 128, got {self.page_size}")
         if self.span < tree.FAN_OUT * self.page_size:
             raise InputError(f"span must hold {tree.FAN_OUT} pages of {self.page_size}, got {self.span}")
-        if self.num_window <= self.page_size:
+        if self.window is not None and self.window <= self.page_size:
             raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
-        least = self.num_sinks + self.num_window + self.page_size
+        least = max(8, self.page_size)
+        while sum(self._resident(least)) + self.page_size > least:
+            least += 1
         if self.budget < least:
+            sinks, window = self._resident(least)
             raise InputError(
-                f"budget must hold {self.num_sinks} sinks, a window of {self.num_window} and a page of {self.page_size}: "
+                f"budget must hold {sinks} sinks, a window of {window} and a page of {self.page_size}: "
                 f"at least {least}, got {self.budget}"
             )
+
+    def _resident(self, budget: int) -> tuple[int, int]:
+        """Returns the sinks and the window of a budget."""
+        sinks = min(32, budget // 8) if self.sinks is None else self.sinks
+        return sinks, min(2 * self.page_size, budget // 8 + self.page_size) if self.window is None else self.window
 
     @property
     def num_sinks(self) -> int:
         """First tokens kept on the device."""
-        return min(32, self.budget // 8) if self.sinks is None else self.sinks
+        return self._resident(self.budget)[0]
 
     @property
     def num_window(self) -> int:
         """Slots of the window."""
-        return min(2 * self.page_size, self.budget // 8 + self.page_size) if self.window is None else self.window
+        return self._resident(self.budget)[1]
 
     def num_pages(self, spec: CacheSpec) -> int:
         return (spec.prompt_capacity + spec.new_capacity) // self.page_size
