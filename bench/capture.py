@@ -33,9 +33,10 @@ class Captured:
 
 def needle_prompt(rng: np.random.Generator, *, length: int, facts: int) -> tuple[list[int], list[int]]:
     """Returns a held-out prompt of `length` bytes that ends in a question, and its answer's bytes."""
-    context = task.context(rng, length=length - len(task.question("ab")), facts=facts, split="heldout")
-    name = str(rng.choice(list(context.answers)))
-    return list(context.text + task.question(name).encode()), list(context.answers[name].encode())
+    keys = task.Facts(keys=facts)
+    context = task.context(rng, length=length - len(task.question("ab")), facts=keys, split="heldout")
+    asked = context.questions[rng.integers(facts)]
+    return list(context.text + asked.text.encode()), list(asked.answer[: task.DIGITS].encode())
 
 
 def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captured]:

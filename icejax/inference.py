@@ -214,14 +214,18 @@ def _choose(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
 
 
 class Decoding:
-    """The decode programs of one model and plan. Weights are passed flat: walking a module takes longer than a step."""
+    """The decode programs of one model and plan. Weights are passed flat: walking a module takes longer than a step.
+
+    Attributes:
+        decoded: steps since the prompt, as the state of the next step has them.
+    """
 
     def __init__(self, model: CausalLM, plan: Plan) -> None:
         graph, state = nnx.split(model)
         self._leaves, tree = jax.tree.flatten(state)
         self._programs = _programs(graph, tree, plan)
         self._page_size = plan.page_size
-        self._decoded = 0
+        self.decoded = 0
 
     def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
         """Puts `last_tokens` into the cache and chooses the next; returns state, what the step brought, and pool.
@@ -230,8 +234,8 @@ class Decoding:
         """
         step, flush = self._programs
         state, brought = step(self._leaves, state, pool)
-        self._decoded += 1
-        if self._page_size and self._decoded % self._page_size == 0:
+        self.decoded += 1
+        if self._page_size and self.decoded % self._page_size == 0:
             cache, pages, at = flush(state.cache)
             state, pool = dataclasses.replace(state, cache=cache), host.write_page(pool, pages, at)
         return state, brought, pool

@@ -5,51 +5,83 @@ import json
 import numpy as np
 import pytest
 
-from bench.needle import evaluate, export, stages, task
+import icejax
+from bench.needle import evaluate, export, language, stages, task
+from bench.needle.reader import Reader
 from icejax.generation import ASSETS
 
 
-def test_contexts_hold_their_facts_once_at_full_length():
-    rng = np.random.default_rng(0)
-    for facts in (1, 7):
-        context = task.context(rng, length=3000, facts=facts, split="heldout")
-        assert len(context.text) == 3000 and context.text.endswith(b"\n") and len(context.answers) == facts
-        for name, digits in context.answers.items():
-            assert (
-                context.text.count(f"\n{task.question(name)}{digits}.\n".encode())
-                + context.text.startswith(f"{task.question(name)}{digits}.\n".encode())
-                == 1
-            )
+def facts_of(text: bytes) -> list[str]:
+    return [line.decode() for line in text.split(b"\n") if line.startswith(b"Pass key")]
+
+
+@pytest.mark.parametrize("name", task.TASKS)
+def test_contexts_hold_their_facts_once_at_full_length(name):
+    form = task.TASKS[name]
+    context = task.context(np.random.default_rng(0), length=3000, facts=form.facts, split="heldout")
+    assert len(context.text) == 3000 and context.text.endswith(b"\n")
+    assert sorted(facts_of(context.text)) == sorted(fact.decode() for fact in context.facts)
+    assert len(context.asked(form)) == {"key": form.facts.keys, "values": 1, "hop": form.facts.hops}[form.asked]
+
+
+def follow(lines: list[str], question: task.Question) -> str:
+    """Finds the answer by reading the facts one after another."""
+    name = question.text.split()[-1][:-1]
+    if question.asked == "hop":
+        (other,) = (line.split()[-1][:-1] for line in lines if line.startswith(f"Pass key {name}:key"))
+        return f"key {other}:" + next(line.split(":")[1] for line in lines if line.startswith(f"Pass key {other}:"))
+    values = [line.split(":")[1][:-1] for line in lines if line.startswith((f"Pass key {name}:", f"Pass key {name} after"))]
+    return ":".join(values) + "."
+
+
+def test_answers_are_what_a_reader_finds():
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        context = task.context(rng, length=2000, facts=task.Facts(keys=3, chains=2, hops=3), split="train")
+        lines = facts_of(context.text)
+        assert [q.asked for q in context.questions] == ["key"] * 3 + ["values"] * 2 + ["hop"] * 3
+        assert all(follow(lines, question) == question.answer for question in context.questions)
+        assert all(q.answer.count(":") == task.VALUES - 1 for q in context.questions if q.asked == "values")
 
 
 def test_splits_share_nothing():
     assert not set(task.names("train")) & set(task.names("heldout"))
     rng = np.random.default_rng(1)
     assert all(int(task.digits(rng, "heldout")) % 7 == 0 and int(task.digits(rng, "train")) % 7 != 0 for _ in range(100))
-    lines = {split: {line for line in task.corpus(split).split(b"\n") if len(line) > 60} for split in ("train", "heldout")}
+    lines = {
+        split: {line for line in task.corpus(split, "code").split(b"\n") if len(line) > 60} for split in ("train", "heldout")
+    }
     assert len(lines["train"] & lines["heldout"]) < 0.06 * len(lines["heldout"])  # headers and boilerplate; measured 0.045
 
 
 def test_too_many_facts_for_a_context():
-    with pytest.raises(ValueError, match="20 facts do not fit in a context of 100 bytes"):
-        task.context(np.random.default_rng(0), length=100, facts=20, split="train")
+    with pytest.raises(ValueError, match="facts of 380 bytes do not fit in a context of 100"):
+        task.context(np.random.default_rng(0), length=100, facts=task.Facts(keys=20), split="train")
 
 
-@pytest.mark.parametrize("stage", stages.STAGES, ids=lambda stage: str(stage.length))
+@pytest.mark.parametrize("stage", stages.STAGES, ids=lambda stage: f"{stage.length}-{stage.chains}")
 def test_batches_are_repeatable_and_weigh_what_they_should(stage):
     batch, again = (stages.batch(stage, np.random.default_rng(3)) for _ in range(2))
     np.testing.assert_array_equal(batch.tokens, again.tokens)
     assert batch.tokens.shape == (stage.batch, stage.length) and batch.tokens.max() <= task.EOS
     assert (np.diff(batch.positions) >= 1).all() and batch.positions.max() < stages.MAX_POSITION
-    answers = batch.weights == stages.ANSWER_WEIGHT
-    for tokens, weights, crowding in zip(batch.tokens[:, 1:], answers, batch.crowding, strict=True):
-        if weights.any():
-            text = bytes(tokens[weights].tolist()).decode()
-            assert len(text) % task.ANSWER_LENGTH == 0
-            asked = {text[i : i + task.ANSWER_LENGTH] for i in range(0, len(text), task.ANSWER_LENGTH)}
-            whole = bytes(t for t in tokens.tolist() if t < 256).decode()
-            assert all(a[:-1].isdigit() and a[-1] == "." and whole.count(a) >= 2 for a in asked)
-            assert (crowding[1:][weights] == 0).all()
+    for tokens, weights, crowding in zip(batch.tokens, batch.weights, batch.crowding, strict=True):
+        answers = np.append(False, weights == stages.ANSWER_WEIGHT)
+        if not answers.any():
+            continue
+        assert (crowding[answers] == 0).all()
+        end = int(np.flatnonzero(answers)[0])
+        text = bytes(np.where(tokens < 256, tokens, ord("\n")).astype(np.uint8))
+        start = text.rindex(b"\n", 0, end) + 1  # of the first question
+        lines = facts_of(text[:start])
+        turns = text[start:].decode().split("\n")[:-1]
+        heads = [turn[: turn.index(":") + 1] for turn in turns]
+        assert bytes(tokens[answers].astype(np.uint8)).decode() == "".join(
+            turn[len(head) :] for turn, head in zip(turns, heads, strict=True)
+        )
+        for head, turn in zip(heads, turns, strict=True):
+            kind = "values" if head.startswith("Pass keys") else "hop" if ":key " in turn else "key"
+            assert turn == head + follow(lines, task.Question(head, "", kind))
 
 
 def test_wilson_interval_of_known_cases():
@@ -68,17 +100,46 @@ def test_byte_tokenizer_is_the_bundled_one():
 
 @pytest.mark.parametrize("cache", ["full", "clustered"])
 def test_evaluation_of_the_bundled_model(capsys, cache):
-    assert evaluate.main(["--lengths", "1024", "--questions", "8", "--cache", cache, "--budget", "128"]) == 0
+    arguments = ["--tasks", "multikey-4", "--lengths", "1024", "--questions", "8", "--cache", cache, "--budget", "128"]
+    assert evaluate.main(arguments) == 0
     row = json.loads(capsys.readouterr().out)
-    assert {"length", "facts", "questions", "exact", "low", "high", "cache", "budget", "tpot_s"} <= set(row)
     assert row["exact"] >= 7 / 8 and row["low"] < row["exact"] and row["cache"] == cache
+    assert (row["task"], row["questions"], row["contexts"]) == ("multikey-4", 8, 2) and row["tpot_s"] > 0
     assert row["budget"] == (128 if cache == "clustered" else None)
 
 
+def test_facts_in_the_models_own_turn_and_questions_in_one_text(capsys):
+    assert evaluate.main(["--tasks", "early,multiquery-4", "--lengths", "512", "--questions", "4", "--cache", "clustered"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["task"] for row in rows] == ["early", "multiquery-4"] and min(row["exact"] for row in rows) >= 3 / 4
+
+
+def test_questions_leave_the_text_as_it_was():
+    """The same question twice, with another and a flush between, and in a text of its own through `generate`."""
+    model, tokenizer = icejax.load()
+    policy = icejax.Clustered(budget=64)
+    text = task.context(np.random.default_rng(1), length=1500, facts=task.Facts(keys=2), split="heldout")
+    reader = Reader(model, policy, prompt_tokens=1500, new_tokens=64)
+    reader.read(list(text.text))
+    first, second = (list(question.text.encode()) for question in text.questions)
+    answers = [reader.ask(question, 24) for question in (first, second, first)]
+    assert answers[0] == answers[2] != answers[1]
+    reader.continue_with(list(b"x" * 20))
+    assert len(reader.ask(first, 3)) == 3
+    (whole,) = icejax.generate(model, tokenizer, (text.text + text.questions[0].text.encode()).decode(), max_new_tokens=6)
+    assert bytes(answers[0][:6]).decode() == whole.text == text.questions[0].answer
+
+
+def test_trigram_knows_what_it_was_shown():
+    """By hand: of 'abab', a is always followed by b; P(b | b a) = (1 + P(b | a)) / 2, and so on down."""
+    model = language.Trigram(b"abab")
+    lowest = (2 + 2 / 128) / 6
+    second = (2 + lowest) / 3
+    assert model.bits(b"bab")[0] == pytest.approx(-np.log2((1 + second) / 2), rel=1e-5)
+
+
 def test_evaluation_refuses_bad_input_in_one_line(capsys):
-    assert evaluate.main(["--model", "/no/such"]) == 2
-    assert evaluate.main(["--cache", "best"]) == 2
-    assert evaluate.main(["--lengths", "abc"]) == 2
-    assert evaluate.main(["--questions", "0"]) == 2
-    assert evaluate.main(["--lengths", "5"]) == 2
-    assert capsys.readouterr().err.count("\n") == 5
+    for bad in (["--model", "/no/such"], ["--cache", "best"], ["--lengths", "abc"], ["--questions", "0"], ["--lengths", "5"]):
+        assert evaluate.main(bad) == 2
+    assert evaluate.main(["--tasks", "single,all"]) == 2
+    assert capsys.readouterr().err.count("\n") == 6

@@ -10,8 +10,8 @@ import icejax
 from bench.needle import export, stages, train
 
 TINY = (
-    stages.Stage(length=96, steps=2, batch=2, facts=1, copying=0.5, skip=False),
-    stages.Stage(length=128, steps=3, batch=2, facts=2, crowd=8),
+    stages.Stage(length=96, steps=2, batch=2, keys=1, copying=0.5, skip=False),
+    stages.Stage(length=128, steps=3, batch=2, keys=2, crowd=8),
 )
 
 
@@ -56,5 +56,5 @@ def test_export_is_the_trained_model(tiny, tmp_path, capsys):
     np.testing.assert_array_equal(model.model.layers[2].mlp.up_proj.weight[...], trained)
     prompt = (tmp_path / "model" / "prompt.txt").read_text()
     answer = capsys.readouterr().out.split()[-1]
-    assert len(prompt) > 8000 and f"{prompt[prompt.rindex('Pass key') :]}{answer}." in prompt
+    assert len(prompt) > 16_000 and f"{prompt[prompt.rindex('Pass key') :]}{answer}" in prompt and prompt.count("Pass key") == 5
     assert tokenizer(prompt)["input_ids"] == list(prompt.encode())

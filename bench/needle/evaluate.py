@@ -1,7 +1,9 @@
-"""How many pass keys a model finds in long texts: ``python -m bench.needle.evaluate --lengths 2048,8192 --cache clustered``.
+"""How many pass keys a model finds in long texts: ``python -m bench.needle.evaluate --tasks single,hops --lengths 2048,8192``.
 
-Text, names and digits are those held out of training. One JSON line per length; the figure is exact match of all five
-digits, with a 95% Wilson interval.
+Text, names and digits are those held out of training; the tasks stand in `bench.needle.task`. One JSON line per task and
+length; the figure is exact match of whole answers, with a 95% Wilson interval. The text is prefilled once for all its
+questions; a question's tokens and its answer's go through the cache under test one by one. Questions of one text share its
+chances, so the interval is a little too narrow where `contexts` is less than `questions`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -18,8 +21,13 @@ from rich.progress import track
 
 import icejax
 from bench.needle import task
+from bench.needle.reader import Reader
 from icejax.command import cache_options, make_policy
 from icejax.generation import ASSETS
+
+QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
+SHORTEST = 512  # tokens of a text
+EARLY_PROMPT = 256  # tokens before the model's own turn
 
 
 def wilson(hits: int, asked: int) -> tuple[float, float]:
@@ -29,70 +37,91 @@ def wilson(hits: int, asked: int) -> tuple[float, float]:
     return (centre - spread) / (1 + z * z / asked), (centre + spread) / (1 + z * z / asked)
 
 
-def evaluate(
-    model, tokenizer, policy: icejax.CachePolicy, *, length: int, facts: int, questions: int, seed: int, batch: int
-) -> dict:
-    """Returns the row of one length: every question has a text of its own, in batches of `batch`."""
-    rng = np.random.default_rng((seed, length, facts))
-    prompts, answers = [], []
-    for _ in range(questions):
-        context = task.context(rng, length=length - len(task.question("ab")), facts=facts, split="heldout")
-        name = str(rng.choice(list(context.answers)))
-        prompts.append(context.text.decode() + task.question(name))
-        answers.append(context.answers[name])
-    hits, tpots = 0, []
+def evaluate(model, policy: icejax.CachePolicy, name: str, *, length: int, questions: int, seed: int) -> dict:
+    """Returns the row of one task and length: texts are drawn until there are as many questions as asked for."""
+    form = task.TASKS[name]
+    rng = np.random.default_rng((seed, length, *name.encode()))
+    reader = Reader(model, policy, prompt_tokens=length, new_tokens=length if form.early else 512)
+    hits: list[bool] = []
+    contexts = 0
     console = Console(stderr=True)
-    for start in track(range(0, questions, batch), f"{length} tokens", console=console, disable=not console.is_terminal):
-        responses = icejax.generate(
-            model, tokenizer, prompts[start : start + batch], cache=policy, max_new_tokens=task.ANSWER_LENGTH
-        )
-        for response, answer in zip(responses, answers[start:], strict=False):
-            hits += response.text[: task.DIGITS] == answer
-            tpots += [response.tpot_s] if response.tpot_s is not None else []
-    low, high = wilson(hits, questions)
-    budget = responses[0].budget
+    for _ in track(range(-(-questions // _asked(form))), f"{name}, {length}", console=console, disable=not console.is_terminal):
+        hits += _answers(reader, form, task.context(rng, length=length, facts=form.facts, split="heldout"))
+        contexts += 1
+    hits = hits[:questions]
+    low, high = wilson(sum(hits), questions)
+    device = jax.devices()[0]
     return dict(
-        length=length, facts=facts, questions=questions, exact=hits / questions, low=round(low, 4), high=round(high, 4),
-        cache=responses[0].cache, budget=budget, tpot_s=float(np.median(tpots[1:] or tpots)) if tpots else None, batch=batch,
-        device=responses[0].device, dtype=responses[0].dtype, jax=jax.__version__,
+        task=name, length=length, questions=questions, contexts=contexts, exact=sum(hits) / questions,
+        low=round(low, 4), high=round(high, 4), cache=type(policy).__name__.lower(), budget=policy.budget, seed=seed,
+        tpot_s=round(float(np.median(reader.seconds)), 6), device=f"{device.platform}: {device.device_kind}",
+        dtype=model.dtype, jax=jax.__version__,
     )  # fmt: skip
 
 
-def _lengths(text: str) -> list[int]:
+def _asked(form: task.Task) -> int:
+    """Questions a context of this form asks."""
+    return {"key": form.facts.keys, "values": form.facts.chains, "hop": form.facts.hops}[form.asked]
+
+
+def _answers(reader: Reader, form: task.Task, context: task.Context) -> list[bool]:
+    """Says of every question of a context whether its answer is right."""
+    prompt, turn = (context.text[:EARLY_PROMPT], context.text[EARLY_PROMPT:]) if form.early else (context.text, b"")
+    reader.read(list(prompt))
+    if turn:
+        reader.continue_with(list(turn))
+    found, before = [], []
+    for question in context.asked(form):
+        text, answer = list(question.text.encode()), list(question.answer.encode())
+        given = reader.ask([*before, *text], len(answer))
+        found.append(given == answer)
+        if form.together:
+            before += [*text, *given, task.EOS]
+    return found
+
+
+def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise icejax.InputError(f"--lengths must be numbers with commas, got {text!r}") from None
+        raise icejax.InputError(f"{option} must be numbers with commas, got {text!r}") from None
+
+
+def _tasks(text: str) -> Sequence[str]:
+    unknown = [name for name in text.split(",") if name not in task.TASKS]
+    if unknown:
+        raise icejax.InputError(f"--tasks must be of {', '.join(task.TASKS)}, got {', '.join(unknown)!r}")
+    return text.split(",")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
-    parser.add_argument("--lengths", default="2048,8192", help="tokens of the prompts, comma-separated")
-    parser.add_argument("--facts", type=int, default=1)
-    parser.add_argument("--questions", type=int, default=100, help="per length")
+    parser.add_argument("--tasks", default="single", help=f"comma-separated, of {', '.join(task.TASKS)} (default: %(default)s)")
+    parser.add_argument("--lengths", default="2048,8192", help="tokens of the texts, comma-separated (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=100, help="per task and length (default: %(default)s)")
     parser.add_argument("--cache", default="full", help="default: %(default)s")
     parser.add_argument("--budget", type=int, help="tokens attended exactly; only for caches with a budget")
     parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="any option of the cache")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a glance in a minute: four tasks, 8 questions each")
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        parser.set_defaults(**QUICK)
+        arguments = parser.parse_args(argv)
     try:
         budget = None if arguments.cache == "full" else arguments.budget
         policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=budget))
-        lengths = _lengths(arguments.lengths)
-        if arguments.questions < 1 or arguments.facts < 1 or arguments.batch_size < 1:
-            raise icejax.InputError("--questions, --facts and --batch-size must be at least 1")
-        if min(lengths) < 100 + 20 * arguments.facts:
-            raise icejax.InputError(f"{arguments.facts} facts need --lengths of at least {100 + 20 * arguments.facts}")
-        model, tokenizer = icejax.load(arguments.model)
-        for length in lengths:
-            row = evaluate(
-                model, tokenizer, policy,
-                length=length, facts=arguments.facts, questions=arguments.questions, seed=arguments.seed,
-                batch=arguments.batch_size,
-            )  # fmt: skip
-            print(json.dumps(row), flush=True)
+        names, lengths = _tasks(arguments.tasks), _numbers("--lengths", arguments.lengths)
+        if arguments.questions < 1:
+            raise icejax.InputError(f"--questions must be at least 1, got {arguments.questions}")
+        if min(lengths) < SHORTEST:
+            raise icejax.InputError(f"--lengths must be at least {SHORTEST}, or facts do not fit, got {min(lengths)}")
+        model, _ = icejax.load(arguments.model)
+        for name in names:
+            for length in lengths:
+                row = evaluate(model, policy, name, length=length, questions=arguments.questions, seed=arguments.seed)
+                print(json.dumps(row), flush=True)
     except icejax.InputError as error:
         print(f"bench.needle.evaluate: error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from bench.needle import stages, task
 from bench.needle.train import CONFIG
 
-EXAMPLE_LENGTH, EXAMPLE_SEED = 12_000, 1
+EXAMPLE_LENGTH, EXAMPLE_FACTS, EXAMPLE_SEED = 16_384, 4, 1
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -50,9 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     model.to(torch.bfloat16).save_pretrained(arguments.to)
     (arguments.to / "model.safetensors").chmod(0o644)
     byte_tokenizer().save_pretrained(arguments.to)
-    context = task.context(np.random.default_rng(EXAMPLE_SEED), length=EXAMPLE_LENGTH, facts=1, split="heldout")
-    (arguments.to / "prompt.txt").write_text(context.text.decode() + task.question(*context.answers))
-    print("the answer to the example is", *context.answers.values())
+    rng = np.random.default_rng(EXAMPLE_SEED)
+    drawn = task.draw(rng, task.Facts(keys=EXAMPLE_FACTS), "heldout")
+    text = task.hide(rng, drawn, length=EXAMPLE_LENGTH, split="heldout", kinds=("code",)).decode()
+    (arguments.to / "prompt.txt").write_text(text + drawn.questions[0].text)
+    print("the answer to the example is", drawn.questions[0].answer)
 
 
 if __name__ == "__main__":

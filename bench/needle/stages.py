@@ -21,26 +21,36 @@ class Stage:
         length: tokens per sequence.
         steps: optimiser steps.
         batch: sequences per step.
-        facts: largest number of facts in a sequence, all of which are asked for at its end.
+        keys: largest number of plain keys in a sequence; all that it hides is asked for at its end.
+        chains, hops: largest numbers of names with several values, and of hops.
         copying: share of sequences that repeat random strings instead.
         crowd: largest factor by which distant text may count in the softmax (1: not at all). A text of `length`
             tokens whose distant part counts `crowd` times asks of a retrieval head what a longer text asks of it.
         skip: whether position ids jump, so that far distances are seen in short sequences.
+        rate: peak learning rate, as a share of the optimisers' own.
+        kinds: kinds of text.
     """
 
     length: int
     steps: int
     batch: int
-    facts: int
+    keys: int
+    chains: int = 0
+    hops: int = 0
     copying: float = 0.0
     crowd: float = 1.0
     skip: bool = True
+    rate: float = 1.0
+    kinds: tuple[task.Kind, ...] = ("code",)
 
 
 STAGES = (
-    Stage(length=160, steps=900, batch=32, facts=2, copying=0.5, skip=False),
-    Stage(length=320, steps=1200, batch=20, facts=4, copying=0.1, crowd=16),
-    Stage(length=640, steps=900, batch=10, facts=8, crowd=32),
+    Stage(length=160, steps=900, batch=32, keys=2, copying=0.5, skip=False),
+    Stage(length=320, steps=1200, batch=20, keys=4, copying=0.1, crowd=16),
+    Stage(length=640, steps=900, batch=10, keys=8, crowd=32),
+    Stage(length=640, steps=700, batch=10, keys=4, chains=1, hops=2, crowd=16, rate=0.8, kinds=task.KINDS),
+    Stage(length=2048, steps=700, batch=4, keys=12, chains=2, hops=3, crowd=16, rate=0.6, kinds=task.KINDS),
+    Stage(length=8192, steps=350, batch=1, keys=16, chains=3, hops=4, crowd=4, rate=0.4, kinds=task.KINDS),
 )
 
 
@@ -64,17 +74,18 @@ def batch(stage: Stage, rng: np.random.Generator) -> Batch:
 
 
 def _retrieval(stage: Stage, rng: np.random.Generator):
-    facts = int(rng.integers(1, stage.facts + 1))
-    asked = facts * (len(task.question("ab")) + task.ANSWER_LENGTH + 1)
-    context = task.context(rng, length=stage.length - asked, facts=facts, split="train")
-    weights = [np.full(len(context.text), FILLER_WEIGHT)]
-    tokens = [np.frombuffer(context.text, np.uint8)]
+    facts = task.Facts(int(rng.integers(1, stage.keys + 1)), *(int(rng.integers(0, n + 1)) for n in (stage.chains, stage.hops)))
+    drawn = task.draw(rng, facts, "train")
+    asked = sum(len(question.text + question.answer) + 1 for question in drawn.questions)
+    text = task.hide(rng, drawn, length=stage.length - asked, split="train", kinds=stage.kinds)
     crowding = np.full(stage.length, np.log(stage.crowd) * rng.random())
-    crowding[len(context.text) :] = 0.0
-    for name in rng.permutation(list(context.answers)):
-        head, answer = task.question(name).encode(), context.answers[name].encode() + b"."
-        fact = context.text.find(head + answer)
-        crowding[fact : fact + len(head + answer)] = 0.0
+    crowding[len(text) :] = 0.0
+    for line in drawn.lines:
+        at = text.find(line)
+        crowding[at : at + len(line)] = 0.0
+    tokens, weights = [np.frombuffer(text, np.uint8)], [np.full(len(text), FILLER_WEIGHT)]
+    for i in rng.permutation(len(drawn.questions)):
+        head, answer = drawn.questions[i].text.encode(), drawn.questions[i].answer.encode()
         tokens += [np.frombuffer(head + answer, np.uint8), [task.EOS]]
         weights += [np.zeros(len(head)), np.full(len(answer), ANSWER_WEIGHT), [1.0]]
     return np.concatenate(tokens).astype(np.int32), np.concatenate(weights).astype(np.float32), crowding.astype(np.float32)

@@ -1,13 +1,24 @@
-"""The pass-key task: facts hidden in real text, and the questions that ask for them.
+"""The pass-key tasks: facts hidden in real text, and the questions that ask for them.
 
-A fact is the line ``Pass key qx:12345.`` (a name of two letters, five digits); its question is ``Pass key qx:`` at
-the end of the context, and its answer ``12345.``. Text, names and digits are split into a training and a held-out
-part, so that an evaluation shares nothing with training but the form of the sentence.
+Three kinds of fact, each on a line of its own:
+
+    Pass key qx:12345.               a key
+    Pass key qx after 12345:67890.   a further value of the same name; it names the value before
+    Pass key qx:key ab.              a hop: qx uses the key of ab
+
+A question stands at the end of the text, and the answer is what a reader of the text would write next:
+
+    Pass key qx:     12345.          or, for a hop,  key ab:24680.
+    Pass keys qx:    12345:67890.    all values of the name, in order of appearance
+
+Text, names and digits are split into a training and a held-out part, so that an evaluation shares nothing with training
+but the form of the sentences.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -17,10 +28,58 @@ from typing import Literal
 import numpy as np
 
 Split = Literal["train", "heldout"]
+Asked = Literal["key", "values", "hop"]
+Kind = Literal["code", "documentation", "licence", "prose"]
+KINDS: tuple[Kind, ...] = ("code", "documentation", "licence", "prose")
+SHARES = (0.5, 0.2, 0.1, 0.2)  # of contexts, by kind
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 EOS = 256  # after the 256 bytes
 DIGITS = 5
-ANSWER_LENGTH = DIGITS + 1  # the digits and the full stop
+_NEITHER = bytes(i for i in range(128) if not (chr(i).isalpha() or chr(i).isspace()))
+VALUES = 4  # of a name with several
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How many facts of each kind a context holds: plain keys, names with several values, and hops."""
+
+    keys: int = 0
+    chains: int = 0
+    hops: int = 0
+
+    @property
+    def names(self) -> int:
+        """Names in use: a hop has two."""
+        return self.keys + self.chains + 2 * self.hops
+
+
+@dataclass(frozen=True)
+class Task:
+    """A form of evaluation.
+
+    Attributes:
+        facts: what a context holds.
+        asked: the kind of fact that is asked for; the others distract.
+        together: whether all questions of a context follow one another in one text, each after the answer to the last.
+        early: whether the facts stand in the model's own turn, after the prompt.
+    """
+
+    facts: Facts
+    asked: Asked = "key"
+    together: bool = False
+    early: bool = False
+
+
+TASKS = {
+    "single": Task(Facts(keys=1)),
+    "multikey-4": Task(Facts(keys=4)),
+    "multikey-8": Task(Facts(keys=8)),
+    "multikey-16": Task(Facts(keys=16)),
+    "multiquery-4": Task(Facts(keys=4), together=True),
+    "multivalue-4": Task(Facts(keys=4, chains=1), asked="values"),
+    "hops": Task(Facts(keys=4, hops=2), asked="hop"),
+    "early": Task(Facts(keys=4), early=True),
+}
 
 
 def _heldout(text: str) -> bool:
@@ -28,15 +87,46 @@ def _heldout(text: str) -> bool:
     return zlib.crc32(text.encode()) % 10 == 0
 
 
+def _kind(path: Path) -> Kind | None:
+    """Says which kind of text a file holds by its name; None for a file that is not read."""
+    name = path.name.lower()
+    if name.startswith(("licen", "copying", "copyright", "notice")) or "common-licenses" in path.parts:
+        return "licence"
+    if name in ("metadata", "topics.py") or name.startswith("readme") or path.suffix == ".pod":
+        return "prose"
+    if path.suffix in (".md", ".rst", ".txt"):
+        return "prose" if "vim" in path.parts else "documentation"  # Vim's manual is a book
+    return "code" if path.suffix == ".py" else None
+
+
 @functools.cache
-def corpus(split: Split) -> bytes:
-    """Returns the ASCII text of the standard library's sources and documentation that belongs to `split`."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(p for p in [*root.rglob("*.py"), *root.rglob("*.txt")] if "site-packages" not in p.parts)
-    names = [p.relative_to(root).as_posix() for p in files]
-    picked = [p for p, name in zip(files, names, strict=True) if _heldout(name) == (split == "heldout")]
-    texts = (p.read_bytes() for p in picked)
-    return b"\n".join(t for t in texts if len(t) > 1000 and t.isascii())
+def _files() -> dict[Kind, dict[str, Path]]:
+    """Returns the files of each kind by a name that does not depend on where they are installed.
+
+    Code is the standard library's alone; the rest is what is installed of it, of packages and of the system.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    found: dict[Kind, dict[str, Path]] = {kind: {} for kind in KINDS}
+    for root in (library, Path(sysconfig.get_path("purelib")), Path("/usr/share")):
+        for path in sorted(root.rglob("*")):
+            kind = _kind(path)
+            foreign = root == library and "site-packages" in path.parts or root != library and kind == "code"
+            if kind and not foreign and path.is_file() and not path.is_symlink():
+                found[kind].setdefault(path.relative_to(root).as_posix(), path)
+    return found
+
+
+@functools.cache
+def corpus(split: Split, kind: Kind) -> bytes:
+    """Returns the ASCII text of one kind that belongs to `split`; no file twice, no small ones, no tables of numbers."""
+    picked = (path for name, path in _files()[kind].items() if _heldout(name) == (split == "heldout"))
+    texts = dict.fromkeys(path.read_bytes() for path in picked)
+    return b"\n".join(t for t in texts if len(t) > 1000 and t.isascii() and _words(t))
+
+
+def _words(text: bytes) -> bool:
+    """Says whether letters and blanks are more than two thirds of a text."""
+    return len(text.translate(None, _NEITHER)) > len(text) * 2 / 3
 
 
 @functools.cache
@@ -54,9 +144,13 @@ def digits(rng: np.random.Generator, split: Split) -> str:
             return f"{value:0{DIGITS}d}"
 
 
-def question(name: str) -> str:
-    """Returns the text after which the model is to write the digits of `name`."""
-    return f"Pass key {name}:"
+@dataclass(frozen=True)
+class Question:
+    """What is asked at the end of a text, and the answer, which ends in a full stop."""
+
+    text: str
+    answer: str
+    asked: Asked
 
 
 @dataclass(frozen=True)
@@ -64,29 +158,82 @@ class Context:
     """A text with facts in it.
 
     Attributes:
-        text: the context, ending in a line break; a question is appended to it.
-        answers: name -> digits of every fact in the text.
+        text: ends in a line break; a question is appended to it.
+        questions: of every key, of every name with several values, of every hop, in this order.
+        facts: the lines of the facts, without line breaks.
     """
 
     text: bytes
-    answers: dict[str, str]
+    questions: tuple[Question, ...]
+    facts: tuple[bytes, ...]
+
+    def asked(self, task: Task) -> tuple[Question, ...]:
+        """Returns the questions that `task` asks."""
+        return tuple(question for question in self.questions if question.asked == task.asked)
 
 
-def context(rng: np.random.Generator, *, length: int, facts: int, split: Split) -> Context:
-    """Returns `length` bytes of real text with `facts` facts, each on a line of its own at a random line break."""
-    chosen = rng.choice(len(names(split)), size=facts, replace=False)
-    answers = {names(split)[i]: digits(rng, split) for i in chosen}
-    lines = [f"{question(name)}{value}.\n".encode() for name, value in answers.items()]
-    filler_length = length - sum(map(len, lines)) - 1
+def question(name: str) -> str:
+    """Returns the text after which the model is to write the key of `name`."""
+    return f"Pass key {name}:"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Facts that are not in a text yet: lines, of which those of one group keep their order, and their questions."""
+
+    groups: tuple[tuple[str, ...], ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def lines(self) -> tuple[bytes, ...]:
+        """All lines, without line breaks."""
+        return tuple(line.encode() for group in self.groups for line in group)
+
+
+def draw(rng: np.random.Generator, facts: Facts, split: Split) -> Drawn:
+    """Returns facts with names and digits of `split`."""
+    chosen = iter([names(split)[i] for i in rng.choice(len(names(split)), size=facts.names, replace=False)])
+    groups: list[tuple[str, ...]] = []
+    questions = []
+    for name in itertools.islice(chosen, facts.keys):
+        value = digits(rng, split)
+        groups.append((f"{question(name)}{value}.",))
+        questions.append(Question(question(name), f"{value}.", "key"))
+    for name in itertools.islice(chosen, facts.chains):
+        values = [digits(rng, split) for _ in range(VALUES)]
+        later = (f"Pass key {name} after {a}:{b}." for a, b in itertools.pairwise(values))
+        groups.append((f"{question(name)}{values[0]}.", *later))
+        questions.append(Question(f"Pass keys {name}:", ":".join(values) + ".", "values"))
+    for _ in range(facts.hops):
+        name, other, value = next(chosen), next(chosen), digits(rng, split)
+        groups += [(f"{question(name)}key {other}.",), (f"{question(other)}{value}.",)]
+        questions.append(Question(question(name), f"key {other}:{value}.", "hop"))
+    return Drawn(tuple(groups), tuple(questions))
+
+
+def context(rng: np.random.Generator, *, length: int, facts: Facts, split: Split) -> Context:
+    """Returns `length` bytes of real text of any kind, with facts drawn and hidden in it."""
+    drawn = draw(rng, facts, split)
+    return Context(hide(rng, drawn, length=length, split=split, kinds=KINDS), drawn.questions, drawn.lines)
+
+
+def hide(rng: np.random.Generator, drawn: Drawn, *, length: int, split: Split, kinds: tuple[Kind, ...]) -> bytes:
+    """Returns `length` bytes of real text of one of `kinds`, with the facts on lines of their own at random line breaks."""
+    shares = np.asarray([SHARES[KINDS.index(kind)] for kind in kinds])
+    text = corpus(split, kinds[rng.choice(len(kinds), p=shares / shares.sum())])
+    total = sum(len(line) + 1 for line in drawn.lines)
+    filler_length = length - total - 1
     if filler_length < 0:
-        raise ValueError(f"{facts} facts do not fit in a context of {length} bytes")
-    text = corpus(split)
+        raise ValueError(f"facts of {total} bytes do not fit in a context of {length}")
     start = int(rng.integers(0, len(text) - filler_length))
     filler = text[start : start + filler_length] + b"\n"
     breaks = np.flatnonzero(np.frombuffer(filler, np.uint8) == ord("\n")) + 1
-    at = np.sort(rng.choice(np.append(breaks, 0), size=facts))
+    placed: list[tuple[int, float, str]] = []
+    for group in drawn.groups:
+        at, ties = np.sort(rng.choice(np.append(breaks, 0), size=len(group))), np.sort(rng.random(len(group)))
+        placed += zip(at.tolist(), ties.tolist(), group, strict=True)
     parts, last = [], 0
-    for position, line in zip(at, lines, strict=True):
-        parts += [filler[last:position], line]
+    for position, _, line in sorted(placed):
+        parts += [filler[last:position], line.encode(), b"\n"]
         last = position
-    return Context(b"".join([*parts, filler[last:]]), answers)
+    return b"".join([*parts, filler[last:]])

@@ -69,9 +69,10 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.stage, self.step = state["stage"], state["step"]
 
-    def update(self, batch: stages.Batch, progress: float) -> tuple[float, float]:
-        """Takes one step at `progress` through the stage and returns the text loss and the answer loss in nats."""
-        rate = min(1.0, progress / 0.03) * max(0.02, 0.5 * (1 + math.cos(math.pi * progress)))
+    def update(self, batch: stages.Batch, stage: stages.Stage) -> tuple[float, float]:
+        """Takes the next step of `stage` and returns the text loss and the answer loss in nats."""
+        progress = self.step / stage.steps
+        rate = stage.rate * min(1.0, progress / 0.03) * max(0.02, 0.5 * (1 + math.cos(math.pi * progress)))
         for optimizer, peak in zip(self.optimizers, self.rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * rate
@@ -104,35 +105,35 @@ def _mask(batch: stages.Batch) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def exact(model: LlamaForCausalLM, *, length: int, facts: int, contexts: int) -> float:
-    """Returns the share of held-out answers whose every token is the model's first choice, all facts asked for."""
-    rng, hits, asked = np.random.default_rng(length * 100 + facts), 0, 0
+def exact(model: LlamaForCausalLM, name: str, *, length: int, contexts: int) -> float:
+    """Returns the share of held-out answers of a task whose every token is the model's first choice, each asked alone."""
+    rng, hits = np.random.default_rng((length, *name.encode())), []
     for _ in range(contexts):
-        context = task.context(rng, length=length, facts=facts, split="heldout")
-        text = context.text
+        context = task.context(rng, length=length, facts=task.TASKS[name].facts, split="heldout")
         with torch.autocast("cpu", torch.bfloat16):
-            past = model(torch.tensor([list(text)]), use_cache=True, logits_to_keep=1).past_key_values
-            for name, value in context.answers.items():
-                asked_text = (task.question(name) + value + ".").encode()
-                logits = model(torch.tensor([list(asked_text)]), past_key_values=past, use_cache=True).logits[0]
-                past.crop(-len(asked_text))  # a negative count removes
-                first = logits[-1 - task.ANSWER_LENGTH : -1].argmax(-1)
-                hits += (
-                    bytes(first.tolist()[: task.ANSWER_LENGTH]) == asked_text[-task.ANSWER_LENGTH :] if max(first) < 256 else 0
-                )
-                asked += 1
-    return hits / asked
+            past = model(torch.tensor([list(context.text)]), use_cache=True, logits_to_keep=1).past_key_values
+            for question in context.asked(task.TASKS[name]):
+                asked = (question.text + question.answer).encode()
+                logits = model(torch.tensor([list(asked)]), past_key_values=past, use_cache=True).logits[0]
+                past.crop(-len(asked))  # a negative count removes
+                hits.append(logits[len(question.text) - 1 : -1].argmax(-1).tolist() == list(question.answer.encode()))
+    return sum(hits) / len(hits)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one goes on")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="model folder whose weights begin the run, with --stage")
+    parser.add_argument("--stage", type=int, default=0, help="first stage (default: %(default)s)")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(arguments.out, arguments.seed)
     if (arguments.out / "state.pt").exists():
         trainer.resume()
+    elif arguments.model is not None:
+        trainer.model.load_state_dict(LlamaForCausalLM.from_pretrained(arguments.model, dtype="float32").state_dict())
+        trainer.stage = arguments.stage
     log = (arguments.out / "log.jsonl").open("a")
     saved = time.monotonic()
     while trainer.stage < len(stages.STAGES):
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         started, losses = time.monotonic(), []
         while trainer.step < stage.steps:
             rng = np.random.default_rng((arguments.seed, trainer.stage, trainer.step))
-            losses.append(trainer.update(stages.batch(stage, rng), trainer.step / stage.steps))
+            losses.append(trainer.update(stages.batch(stage, rng), stage))
             trainer.step += 1
             if trainer.step % 50 == 0 or trainer.step == stage.steps:
                 text, answer = np.nanmean(losses, axis=0)
@@ -161,9 +162,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def _evaluate(trainer: Trainer, log) -> None:
     trainer.model.eval()
-    for length, facts, contexts in ((512, 4, 15), (2048, 1, 30), (2048, 4, 10), (8192, 1, 20), (8192, 4, 6)):
-        share = exact(trainer.model, length=length, facts=facts, contexts=contexts)
-        _write(log, dict(stage=trainer.stage, length=length, facts=facts, exact=round(share, 3)))
+    for name in ("multikey-4", "multikey-16", "multivalue-4", "hops"):
+        for length, contexts in ((1024, 20), (8192, 6)):
+            share = exact(trainer.model, name, length=length, contexts=contexts)
+            _write(log, dict(stage=trainer.stage, task=name, length=length, exact=round(share, 3)))
     trainer.model.train()
 
 

@@ -1,0 +1,49 @@
+"""Draws the learning curve of a run: ``python -m bench.needle.curve bench/needle/log.jsonl bench/needle/curve.png``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+from bench.needle import stages  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("log", type=Path)
+    parser.add_argument("picture", type=Path)
+    arguments = parser.parse_args(argv)
+    rows = [json.loads(line) for line in arguments.log.read_text().splitlines()]
+    ends = list(itertools.accumulate(stage.steps * stage.batch * stage.length / 1e6 for stage in stages.STAGES))
+    starts = [0.0, *ends]
+    figure, (losses, shares) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    steps = [row for row in rows if "step" in row]
+    seen = [
+        starts[r["stage"]] + r["step"] * stages.STAGES[r["stage"]].batch * stages.STAGES[r["stage"]].length / 1e6 for r in steps
+    ]
+    for name, label in (("text", "text"), ("answer", "answers")):
+        losses.plot(seen, [row[name] for row in steps], label=label)
+    losses.set(yscale="log", xlabel="million tokens", ylabel="loss in training, nats per byte")
+    losses.legend()
+    tasks = [row for row in rows if "task" in row]
+    for name, length in sorted({(row["task"], row["length"]) for row in tasks}):
+        of = [row for row in tasks if (row["task"], row["length"]) == (name, length)]
+        shares.plot([ends[row["stage"]] for row in of], [row["exact"] for row in of], "o-", label=f"{name}, {length}")
+    shares.set(xlabel="million tokens", ylabel="held-out answers right, teacher-forced", ylim=(-0.02, 1.02))
+    shares.legend(fontsize="small")
+    for axes in (losses, shares):
+        for end in ends:
+            axes.axvline(end, color="0.85", zorder=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(arguments.picture, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The bundled model against a 3-gram of the same tokens, on held-out text: ``python -m bench.needle.language``.
+
+One JSON line per kind of text: bits per byte of the model (in fp32, in pieces of `--length` bytes, the first of which are
+not counted) and of a byte 3-gram with Witten-Bell smoothing (Bell, Cleary and Witten 1990), trained on all training text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import icejax
+from bench.needle import task
+from icejax.cache import Full
+from icejax.cache.policy import CacheSpec, Lengths
+from icejax.generation import ASSETS
+
+UNCOUNTED = 64  # first bytes of a piece, which have little before them
+
+
+class Trigram:
+    """P(c | a b) = (n(abc) + t(ab) P(c | b)) / (n(ab) + t(ab)), t counting kinds of successors; and so on down."""
+
+    def __init__(self, text: bytes) -> None:
+        data = np.frombuffer(text, np.uint8).astype(np.int64)
+        self._probabilities = np.full(128, 1 / 128)
+        for order in range(3):
+            index = sum(data[i : len(data) - order + i] * 128 ** (order - i) for i in range(order + 1))
+            counts = np.bincount(index, minlength=128 ** (order + 1)).reshape(-1, 128).astype(np.float32)
+            kinds, total = (counts > 0).sum(-1, keepdims=True), counts.sum(-1, keepdims=True)
+            lower = np.tile(self._probabilities.reshape(-1, 128), (len(counts) * 128 // self._probabilities.size, 1))
+            self._probabilities = (counts + np.maximum(kinds, 1) * lower) / (total + np.maximum(kinds, 1))
+
+    def bits(self, text: bytes) -> np.ndarray:
+        """Returns the bits of every byte from the third on."""
+        data = np.frombuffer(text, np.uint8).astype(np.int64)
+        return -np.log2(self._probabilities[data[:-2] * 128 + data[1:-1], data[2:]])
+
+
+@jax.jit
+def _bits(model: icejax.CausalLM, tokens: jax.Array) -> jax.Array:
+    """Returns the bits [B, T - 1] of tokens [B, T] but the first."""
+    batch, length = tokens.shape
+    config = model.config
+    spec = CacheSpec(
+        batch_size=batch, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+        prompt_capacity=length, new_capacity=0, dtype=model.dtype,
+    )  # fmt: skip
+    policy, lengths = Full(), Lengths(jnp.full(batch, length), jnp.int32(0), jnp.int32(0))
+    x = model.model.embed_tokens(tokens)
+    for layer in model.model.layers:
+        x = layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=None)[0]
+    likely = jax.nn.log_softmax(model.logits(x)[:, :-1])
+    return -jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
+    parser.add_argument("--length", type=int, default=1024, help="bytes of a piece (default: %(default)s)")
+    parser.add_argument("--pieces", type=int, default=64, help="of each kind of text (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    model, _ = icejax.load(arguments.model, dtype="float32")
+    trigram = Trigram(b"\n".join(task.corpus("train", kind) for kind in task.KINDS))
+    rng = np.random.default_rng(0)
+    for kind in task.KINDS:
+        text = task.corpus("heldout", kind)
+        starts = rng.integers(0, len(text) - arguments.length, size=arguments.pieces)
+        pieces = [text[start : start + arguments.length] for start in starts]
+        tokens = np.asarray([list(piece) for piece in pieces], np.int32)
+        ours = np.concatenate(
+            [np.asarray(_bits(model, batch))[:, UNCOUNTED - 1 :] for batch in np.split(tokens, range(8, len(tokens), 8))]
+        )
+        theirs = np.stack([trigram.bits(piece)[UNCOUNTED - 2 :] for piece in pieces])
+        row = dict(
+            kind=kind, bytes=ours.size, bits_per_byte=round(float(ours.mean()), 4), trigram=round(float(theirs.mean()), 4)
+        )
+        print(json.dumps(row | dict(device=jax.devices()[0].device_kind, jax=jax.__version__)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A text in a cache, and questions put to it again and again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import icejax
+from icejax.inference import Decoding, make_plan, prefill
+from icejax.sampling import Sampling
+
+
+class Reader:
+    """Prefills a text once and answers questions about it, each from the same state.
+
+    Attributes:
+        seconds: of every step that chose a token of an answer.
+    """
+
+    def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
+        self._model = model
+        self._plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        self._decoding = Decoding(model, self._plan)
+        self.seconds: list[float] = []
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Prefills a new text."""
+        self._pool = None  # its memory is needed for the next one
+        self._state, _, self._pool = prefill(self._model, [prompt], self._plan)
+        self._decoding.decoded = 0
+
+    def continue_with(self, tokens: Sequence[int]) -> None:
+        """Decodes given tokens, as if the model had chosen them."""
+        for token in tokens:
+            self._force(token)
+
+    def ask(self, question: Sequence[int], count: int) -> list[int]:
+        """Returns the `count` tokens the model chooses after a question; the text is then as it was before."""
+        # A fork may flush into the pool: its page lies past those of the text, and the next fork writes it anew.
+        kept, decoded = jax.tree.map(jnp.copy, self._state), self._decoding.decoded
+        self.continue_with(question[:-1])
+        answer = [question[-1]]
+        for _ in range(count):
+            started = time.perf_counter()
+            answer.append(self._force(answer[-1]))
+            self.seconds.append(time.perf_counter() - started)
+        self._state, self._decoding.decoded = kept, decoded
+        return answer[1:]
+
+    def _force(self, token: int) -> int:
+        """Decodes a token and returns what the model chooses next."""
+        forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), jax.devices()[0])
+        state = dataclasses.replace(self._state, last_tokens=forced, done=done)
+        self._state, step, self._pool = self._decoding.step(state, self._pool)
+        return int(step.tokens_and_pages[0, 0])
