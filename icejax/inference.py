@@ -83,7 +83,7 @@ class Plan:
     def pages_fetched(self) -> int:
         """Pages a row fetches in a step, over layers and KV heads."""
         return sum(
-            self.spec.num_kv_heads * self.policies[i].num_selected(self.policies[i].num_pages(self.spec)) for i in self.pooled
+            self.spec.num_kv_heads * self.policies[i].num_fetched(self.policies[i].num_pages(self.spec)) for i in self.pooled
         )
 
     @property

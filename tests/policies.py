@@ -30,5 +30,11 @@ POLICIES = (
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
     Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8)),
     Row("clustered-no-tail", Clustered(budget=64, tail=False), lambda budget: Clustered(budget=budget, tail=False)),
+    Row("clustered-int8", Clustered(budget=64, digest_dtype="int8"), lambda n: Clustered(budget=n, digest_dtype="int8")),
+    Row(
+        "clustered-as-icecache",
+        Clustered(budget=64, candidates=1, score="mean", group="interleave", tail=False),
+        lambda n: Clustered(budget=n, candidates=1, score="mean", group="interleave", tail=False),
+    ),
     Row("clustered-no-sinks", Clustered(budget=64, sinks=0), lambda budget: Clustered(budget=budget, sinks=0)),
 )

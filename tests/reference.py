@@ -101,13 +101,21 @@ class Reference:
                     c for i in opened for c in range(candidates[i] * tree.FAN_OUT, candidates[i] * tree.FAN_OUT + tree.FAN_OUT)
                 ]
                 candidates = sorted(c for c in candidates if c < len(levels[level - 1]))
-        room = self.policy.budget - len(self.sinks) - len(self.window)
-        best = self.best(estimates, self.policy.num_selected(len(self.pages)))
-        chosen = best[np.cumsum([len(nodes[i]) for i in best]) <= room]
-        rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(chosen.tolist())]
-        exact = np.concatenate([self.sinks, self.window, *(nodes[i] for i in chosen)]).astype(int)
+        best = self.best(estimates, self.policy.num_fetched(len(self.pages)))
+        rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
-        logits = np.concatenate([q @ self.k[exact].T / q.shape[-1] ** 0.5, *(s[:, None] for s, _ in rest)], axis=1)
+        # Of the tokens fetched the best are attended exactly, the others of a page by their own weight and mean value.
+        resident = np.asarray([*self.sinks, *self.window], int)
+        fetched = np.concatenate([np.zeros(0, int), *(nodes[i] for i in best)])
+        s = q @ self.k.T / q.shape[-1] ** 0.5
+        everything = np.concatenate([s[:, resident], s[:, fetched], *(s[:, None] for s, _ in rest)], axis=1)
+        share = np.exp(s[:, fetched] - everything.max(-1, keepdims=True))
+        share /= np.exp(everything - everything.max(-1, keepdims=True)).sum(-1, keepdims=True)
+        kept = fetched[np.argsort(-share.sum(0), kind="stable")[: self.policy.budget - len(resident)]]
+        others = [np.setdiff1d(nodes[i], kept) for i in best] if self.policy.tail else []
+        rest += [(np.logaddexp.reduce(s[:, tokens], axis=1), tokens) for tokens in others if len(tokens)]
+        exact = np.concatenate([resident, kept])
+        logits = np.concatenate([s[:, exact], *(s[:, None] for s, _ in rest)], axis=1)
         values = np.concatenate([self.v[exact], *(self.v[tokens].mean(0)[None] for _, tokens in rest)])
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         self.steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from dataclasses import dataclass
 
 import jax
@@ -12,8 +13,8 @@ from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
 from icejax.errors import InputError
 from icejax.ops import tree
-from icejax.ops.attention import attend_with_lse, merge_by_lse
-from icejax.ops.digests import Digests, digest
+from icejax.ops.digests import NARROW, Digests, Score, digest, empty
+from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
 
 
@@ -49,7 +50,11 @@ class Clustered(CachePolicy):
         page_size: tokens of a page.
         sinks: first tokens kept on the device; None: an eighth of the budget, at most 32 (the paper's two pages).
         window: newest tokens kept on the device; None: an eighth of the budget and a page, at most two pages.
+        candidates: pages fetched for every page of tokens attended exactly; the best tokens of all of them are.
         tail: whether pages that are not selected contribute their mean value, weighted by their score; IceCache's do not.
+        score: how a page is scored by its digest; `mean` is without the variance.
+        group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
+        digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
         opened: nodes of the digest tree opened per level.
         span: largest number of prompt tokens packed together.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
@@ -63,7 +68,11 @@ class Clustered(CachePolicy):
     page_size: int = 16
     sinks: int | None = None
     window: int | None = None
+    candidates: int = 4
     tail: bool = True
+    score: Score = "second-order"
+    group: tree.Group = "sum"
+    digest_dtype: str | None = None
     opened: int = 32
     span: int = 8192
     dense_layers: int | None = None
@@ -74,6 +83,7 @@ class Clustered(CachePolicy):
             ("page_size", 4),
             ("sinks", 0),
             ("window", 1),
+            ("candidates", 1),
             ("opened", 1),
             ("span", 256),
             ("dense_layers", 0),
@@ -81,6 +91,13 @@ class Clustered(CachePolicy):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} must be at least {least}, got {value}")
+        for name, allowed in (
+            ("score", typing.get_args(Score)),
+            ("group", typing.get_args(tree.Group)),
+            ("digest_dtype", (None, *NARROW)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
         for name in ("page_size", "span"):
             if getattr(self, name) & (getattr(self, name) - 1):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
@@ -118,20 +135,20 @@ class Clustered(CachePolicy):
     def num_pages(self, spec: CacheSpec) -> int:
         return (spec.prompt_capacity + spec.new_capacity) // self.page_size
 
-    def num_selected(self, pages: int) -> int:
-        """Returns how many of `pages` pages are fetched at most: all that fit beside the smallest window, and a partial one."""
-        room = self.budget - self.num_sinks - self.num_window + self.page_size - 1
-        return min(pages, room // self.page_size + 1)
+    @property
+    def _most_paged(self) -> int:
+        """Page tokens attended exactly at most: beside the smallest window."""
+        return self.budget - self.num_sinks - self._fill - 1
+
+    def num_fetched(self, pages: int) -> int:
+        """Returns how many of `pages` pages a step fetches per KV head."""
+        return min(pages, self.candidates * (-(-self._most_paged // self.page_size) + 1))
 
     def init(self, spec: CacheSpec) -> ClusteredState:
-        def empty(slots: int) -> jax.Array:
-            return jnp.zeros((spec.batch_size, spec.num_kv_heads, slots, spec.head_dim), spec.dtype)
-
-        pages = self.num_pages(spec)
-        count = jnp.zeros((spec.batch_size, spec.num_kv_heads, pages), jnp.int32)
-        levels = tree.build(Digests(count, empty(pages), empty(pages), empty(pages)))
-        sinks, window, selected = self.num_sinks, self.num_window, jnp.zeros(spec.batch_size, jnp.int32)
-        return ClusteredState(empty(sinks), empty(sinks), empty(window), empty(window), levels, selected)
+        heads = (spec.batch_size, spec.num_kv_heads)
+        sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.num_sinks, self.num_window))
+        levels = tree.build(empty((*heads, self.num_pages(spec)), spec.head_dim, self.digest_dtype or spec.dtype))
+        return ClusteredState(sinks, sinks, window, window, levels, jnp.zeros(spec.batch_size, jnp.int32))
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
         batch, tokens, heads, size = k.shape
@@ -151,7 +168,9 @@ class Clustered(CachePolicy):
         mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
         k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
         pages = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digest(k, v, mask)
+            lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim),
+            state.levels[0],
+            digest(k, v, mask, self.digest_dtype),
         )
         state = ClusteredState(*state_sinks, *state_window, tree.build(pages), state.selected)
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
@@ -166,31 +185,38 @@ class Clustered(CachePolicy):
             sinks_mask = jnp.arange(self.num_sinks)[None, :] < self._sink_lengths(lengths)
             recent = self._window_positions(lengths)
             window_mask = (recent >= self._sink_lengths(lengths)) & (recent <= lengths.seen[:, None])
+        resident = tuple(
+            jnp.concatenate([first, last], axis=2)
+            for first, last in (
+                (state.sinks_k, window_k),
+                (state.sinks_v, window_v),
+                (_per_head(sinks_mask, k), _per_head(window_mask, k)),
+            )
+        )
         with jax.named_scope("select"):
             queries = q.reshape(*k.shape[:2], -1, k.shape[2])
-            resident = (sinks_mask.sum(-1) + window_mask.sum(-1))[:, None]
-            selected = self.num_selected(state.levels[0].count.shape[-1])
+            fetched = self.num_fetched(state.levels[0].count.shape[-1])
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
-            opened = max(self.opened, 2 * -(-selected // tree.FAN_OUT))
+            opened = max(self.opened, 2 * -(-fetched // tree.FAN_OUT))
             found = tree.walk(
-                queries, state.levels, opened=opened, selected=selected, room=self.budget - resident, tail=self.tail
+                queries, state.levels, opened=opened, selected=fetched, tail=self.tail, rule=self.score, group=self.group
             )
         with jax.named_scope("fetch"):
-            fetched_k, fetched_v = pool.fetch(found.page_ids)
+            pages = pool.fetch(found.page_ids)
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
-            fetched_v = jnp.where(slots_mask[..., None], fetched_v, 0)
-            keys, values, mask = (
-                jnp.concatenate([first, pages.reshape(*first.shape[:2], -1, *first.shape[3:]), last], axis=2)
-                for first, pages, last in (
-                    (state.sinks_k, fetched_k, window_k),
-                    (state.sinks_v, fetched_v, window_v),
-                    (_per_head(sinks_mask, k), slots_mask, _per_head(window_mask, k)),
-                )
+            room = self.budget - resident[2].sum(-1)
+            out, attended = attend_paged(
+                _rows(queries),
+                tuple(map(_rows, resident)),
+                tuple(map(_rows, (*pages, slots_mask))),
+                (_rows(found.tail_out), _rows(found.tail_lse)),
+                room=_rows(room),
+                most=self._most_paged,
+                tail=self.tail,
             )
-            exact = attend_with_lse(*(_rows(x) for x in (queries, keys, values, mask)))
-            out = merge_by_lse(*exact, _rows(found.tail_out), _rows(found.tail_lse)).reshape(q.shape).astype(q.dtype)
-        selected = (found.counts > 0).sum((1, 2), dtype=jnp.int32)
+        selected = attended.any(-1).reshape(*slots_mask.shape[:3]).sum((1, 2), dtype=jnp.int32)
+        out = out.reshape(q.shape).astype(q.dtype)
         return out, dataclasses.replace(state, window_k=window_k, window_v=window_v, selected=selected)
 
     def flush(self, state: ClusteredState, lengths: Lengths):
@@ -202,7 +228,9 @@ class Clustered(CachePolicy):
         # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
         page_k, page_v = (_take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
         mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
-        levels = tree.replace_page(state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask), lengths.pages)
+        levels = tree.replace_page(
+            state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask, self.digest_dtype), lengths.pages
+        )
         window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
         page = jnp.stack([page_k, page_v], axis=2)
         return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page

@@ -129,7 +129,7 @@ class CachePolicy(abc.ABC):
         del state
         return None
 
-    def num_selected(self, pages: int) -> int:
+    def num_fetched(self, pages: int) -> int:
         """Returns how many of `pages` pages a step fetches per KV head."""
         del pages
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,38 @@ from jaxtyping import Array, Bool, Float
 from icejax.ops.attention import EINSUM
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
+NARROW = ("int8", "float8_e4m3fn")  # dtypes of digests besides the model's own
+Score = Literal["second-order", "mean"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Vectors:
+    """One vector per page: as they are, or in a narrow dtype with the scale of each.
+
+    Attributes:
+        scale: None for vectors as they are.
+    """
+
+    data: jax.Array  # dtype[..., H]
+    scale: jax.Array | None  # f32[...]
+
+    @staticmethod
+    def store(x: Float[Array, "... H"], dtype: str | jnp.dtype) -> Vectors:
+        """Rounds to `dtype`; what fp16 could not hold is kept finite."""
+        if str(dtype) not in NARROW:
+            largest = float(jnp.finfo(dtype).max)
+            return Vectors(jnp.clip(x, -largest, largest).astype(dtype), None)
+        most = float(jnp.iinfo(dtype).max if dtype == "int8" else jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(jnp.float32), -3e38, 3e38)
+        scale = jnp.maximum(jnp.abs(x).max(-1) / most, jnp.finfo(jnp.float32).tiny)
+        scaled = x / scale[..., None]
+        return Vectors((jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale)
+
+    def read(self) -> Float[Array, "... H"]:
+        """Returns the vectors in fp32."""
+        wide = self.data.astype(jnp.float32)
+        return wide if self.scale is None else wide * self.scale[..., None]
 
 
 @jax.tree_util.register_dataclass
@@ -26,20 +59,28 @@ class Digests:
     """
 
     count: jax.Array  # i32[B, K, P]
-    mean: jax.Array  # dtype[B, K, P, H]
-    variance: jax.Array  # dtype[B, K, P, H]
-    value: jax.Array  # dtype[B, K, P, H]
+    mean: Vectors
+    variance: Vectors
+    value: Vectors
 
 
-def digest(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Digests:
-    """Returns the digests of pages, in the dtype of `k`; slots outside `mask` are not read."""
+def empty(shape: tuple[int, ...], size: int, dtype: str) -> Digests:
+    """Returns digests of nothing, of vectors of `size` channels."""
+    nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
+    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing)
+
+
+def digest(
+    k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], dtype: str | None = None
+) -> Digests:
+    """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
     count = mask.sum(-1, dtype=jnp.int32)
     keys, values = (jnp.where(mask[..., None], x, 0).astype(jnp.float32) for x in (k, v))
     divisor = jnp.maximum(count, 1)[..., None].astype(jnp.float32)
     mean = keys.sum(-2) / divisor
     spread = jnp.where(mask[..., None], keys - mean[..., None, :], 0)
     variance = jnp.square(spread).sum(-2) / divisor
-    return _stored(Digests(count, mean, variance, values.sum(-2) / divisor), k.dtype)
+    return Digests(count, *(Vectors.store(x, dtype or k.dtype) for x in (mean, variance, values.sum(-2) / divisor)))
 
 
 def merge(parts: Digests) -> Digests:
@@ -49,29 +90,36 @@ def merge(parts: Digests) -> Digests:
     """
     weight = parts.count.astype(jnp.float32)[..., None]
     divisor = jnp.maximum(weight.sum(-2), 1.0)
-    mean, variance, value = (x.astype(jnp.float32) for x in (parts.mean, parts.variance, parts.value))
+    mean, variance, value = (x.read() for x in (parts.mean, parts.variance, parts.value))
     centre = (weight * mean).sum(-2) / divisor
     spread = variance + jnp.square(mean - centre[..., None, :])
-    merged = Digests(
-        parts.count.sum(-1, dtype=jnp.int32), centre, (weight * spread).sum(-2) / divisor, (weight * value).sum(-2) / divisor
-    )
-    return _stored(merged, parts.mean.dtype)
+    merged = (centre, (weight * spread).sum(-2) / divisor, (weight * value).sum(-2) / divisor)
+    return Digests(parts.count.sum(-1, dtype=jnp.int32), *(Vectors.store(x, parts.mean.data.dtype) for x in merged))
 
 
-def score(q: Float[Array, "B K G H"], digests: Digests) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
-    """Returns the estimated log-sum-exp of every page for every query head, to second order, in fp32; -inf if empty.
+def score(
+    q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order"
+) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
+    """Returns the estimated log-sum-exp of every page for every query head, in fp32; -inf if empty.
 
-    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j. Twice: to choose pages by, as it is, because
-    one key that stands out makes its page wide; and to weigh pages by, the last term at most 3 nats.
+    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j; by the rule `mean` without the last term.
+    Twice: to choose pages by, as it is, because one key that stands out makes its page wide; and to weigh pages by, the
+    last term at most 3 nats.
     """
     scaled = q.astype(jnp.float32) * q.shape[-1] ** -0.5
-    first = EINSUM("bkgh,bkph->bkgp", scaled, digests.mean.astype(jnp.float32)) + jnp.log(digests.count)[:, :, None, :]
-    second = 0.5 * EINSUM("bkgh,bkph->bkgp", jnp.square(scaled), digests.variance.astype(jnp.float32))
+    first = _products(scaled, digests.mean) + jnp.log(digests.count)[:, :, None, :]
+    if rule == "mean":
+        return first, first
+    second = 0.5 * _products(jnp.square(scaled), digests.variance)
     return first + second, first + jnp.minimum(second, TAIL_CLAMP)
 
 
-def _stored(digests: Digests, dtype: jnp.dtype) -> Digests:
-    """Rounds to `dtype`; variances that fp16 could not hold are kept finite."""
-    largest = float(jnp.finfo(dtype).max)
-    vectors = (jnp.clip(x, -largest, largest).astype(dtype) for x in (digests.mean, digests.variance, digests.value))
-    return Digests(digests.count, *vectors)
+def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
+    found = EINSUM("bkgh,bkph->bkgp", q, vectors.data.astype(jnp.float32))
+    return found if vectors.scale is None else found * vectors.scale[:, :, None, :]
+
+
+def weighted(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G H"]:
+    """Returns sums of vectors."""
+    weights = weights if vectors.scale is None else weights * vectors.scale[:, :, None, :]
+    return EINSUM("bkgp,bkph->bkgh", weights, vectors.data.astype(jnp.float32))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import EINSUM
-from icejax.ops.digests import Digests, merge, score
+from icejax.ops.digests import Digests, Score, Vectors, merge, score, weighted
 from icejax.ops.topk import top_k
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
+Group = Literal["sum", "max", "interleave"]
 TOP = 512  # nodes of the highest level, all of which are scored
 
 
@@ -23,7 +24,7 @@ class Selection:
 
     Attributes:
         page_ids: the chosen pages, best first.
-        counts: tokens of each that fit the budget: all of them, or 0 for a page that does not fit.
+        counts: tokens of each.
         tail_out: attention output of everything else, by its digests.
         tail_lse: estimated log-sum-exp of everything else; -inf if there is nothing.
     """
@@ -67,24 +68,33 @@ def replace_page(levels: tuple[Digests, ...], page: Digests, at: Int[Array, ""])
 
 
 def walk(
-    q: Float[Array, "B K G H"], levels: tuple[Digests, ...], *, opened: int, selected: int, room: Int[Array, "B 1"], tail: bool
+    q: Float[Array, "B K G H"],
+    levels: tuple[Digests, ...],
+    *,
+    opened: int,
+    selected: int,
+    tail: bool,
+    rule: Score = "second-order",
+    group: Group = "sum",
 ) -> Selection:
-    """Returns the pages of highest score that fit in `room` tokens, and what the rest contributes.
+    """Returns the pages of highest score, and what the rest contributes.
 
     From the highest level down, the `opened` best nodes of a level are opened and the others go to the tail; of the
-    pages that come to light the `selected` best are chosen. A KV head has one set of nodes and pages: the softmax over
-    candidates of each of its query heads, summed.
+    pages that come to light the `selected` best are chosen. A KV head has one set of nodes and pages.
 
     Args:
         opened: nodes opened per level.
         selected: pages chosen, if there are so many.
         tail: whether what is not chosen is estimated; else `tail_lse` is -inf.
+        rule: how a node is scored.
+        group: how the query heads of a KV head agree: by the `sum` or the `max` of the softmax over candidates of each,
+            or by `interleave`, each head's best first in turn (IceCache's).
     """
     candidates, ids = levels[-1], None
-    rest: list[tuple[jax.Array, jax.Array]] = []
+    rest: list[tuple[jax.Array, Vectors]] = []
     for below in (*levels[-2::-1], None):
-        estimates, scores = score(q, candidates)
-        worth = jnp.where(candidates.count > 0, _share(estimates), -1.0)
+        estimates, scores = score(q, candidates, rule)
+        worth = jnp.where(candidates.count > 0, _worth(estimates, group), -jnp.inf)
         if below is None:
             break
         chosen = top_k(worth, min(opened, worth.shape[-1]))[1]
@@ -100,10 +110,8 @@ def walk(
         )
     chosen = top_k(worth, min(selected, worth.shape[-1]))[1]
     counts = jnp.take_along_axis(candidates.count, chosen, axis=-1)
-    fitting = jnp.cumsum(counts, axis=-1) <= room[..., None]
     page_ids = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
     page_ids = jnp.where(counts > 0, page_ids, 0)  # an empty one may lie past the last page
-    counts = jnp.where(fitting, counts, 0)
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         return Selection(page_ids, counts, jnp.zeros(q.shape), empty)
@@ -111,19 +119,24 @@ def walk(
     return Selection(page_ids, counts, *tail_of(rest))
 
 
-def tail_of(rest: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+def tail_of(rest: list[tuple[jax.Array, Vectors]]) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
     highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = [jnp.exp(scores - base[..., None]) for scores, _ in rest]
     total = sum(w.sum(-1) for w in weights)
-    out = sum(EINSUM("bkgp,bkph->bkgh", w, value.astype(jnp.float32)) for w, (_, value) in zip(weights, rest, strict=True))
+    out = sum(weighted(w, value) for w, (_, value) in zip(weights, rest, strict=True))
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 
-def _share(scores: jax.Array) -> jax.Array:
-    """Returns the softmax over nodes summed over the group, [B, K, G, P] to [B, K, P]; safe where all are empty."""
-    return jax.nn.softmax(jnp.maximum(scores, -1e30), axis=-1).sum(axis=2)
+def _worth(scores: Float[Array, "B K G P"], group: Group) -> Float[Array, "B K P"]:
+    """Returns what nodes are worth to a KV head; safe where all are empty."""
+    if group == "interleave":
+        ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1).astype(jnp.float32)
+        turn = jnp.arange(scores.shape[2], dtype=jnp.float32)[None, None, :, None]
+        return -(ranks * scores.shape[2] + turn).min(2)
+    shares = jax.nn.softmax(jnp.maximum(scores, -1e30), axis=-1)
+    return shares.sum(2) if group == "sum" else shares.max(2)
 
 
 def without(scores: jax.Array, chosen: jax.Array) -> jax.Array:
