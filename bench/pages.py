@@ -13,7 +13,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ import icejax
 from bench.capture import Captured, capture, needle_prompt
 from icejax.generation import ASSETS
 from icejax.ops import tree
-from icejax.ops.attention import attend_with_lse, merge_by_lse
-from icejax.ops.digests import Digests, digest, score
+from icejax.ops.digests import NARROW, Digests, digest, score
+from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
 
 SPAN = 8192
@@ -70,58 +71,97 @@ def form(layer: Captured, name: str, page_size: int, sinks: int, window: int) ->
 _pack = jax.jit(pack, static_argnames=("page_size", "span", "run", "block"))
 
 
+@dataclass(frozen=True)
+class Method:
+    """How pages are chosen and what becomes of the others.
+
+    Attributes:
+        score: `second-order` or a peer's.
+        walk: by the digest tree, as `Clustered` does; else by a flat scan.
+        candidates: pages fetched for each page of tokens attended exactly.
+    """
+
+    score: str = "second-order"
+    tail: bool = True
+    walk: bool = True
+    candidates: int = 1
+    group: tree.Group = "sum"
+    digest_dtype: str | None = None
+
+
+RERANKED = Method(candidates=icejax.Clustered().candidates)
+METHODS = (
+    Method(tail=False, walk=False),
+    Method(walk=False),
+    Method(),
+    Method(candidates=2),
+    RERANKED,
+    replace(RERANKED, tail=False),
+    replace(RERANKED, walk=False),
+    *(replace(RERANKED, digest_dtype=dtype) for dtype in NARROW),
+    replace(RERANKED, group="max"),
+    replace(RERANKED, group="interleave"),
+)
+
+
 def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: str) -> jax.Array:
     """Returns the scores [1, K, G, P] of pages by a named rule."""
     s = q.shape[-1] ** -0.5
-    if name == "second-order":
-        return score(q, digests)[0]
+    if name in ("second-order", "mean"):
+        return score(q, digests, name)[0]
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
-    if name == "mean":
-        found = jnp.einsum("bkgh,bkph->bkgp", q, digests.mean) * s + jnp.log(digests.count)[:, :, None, :]
-    else:
-        low, high = (f(jnp.where(mask[..., None], k, fill), axis=3) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
-        if name == "cuboid":  # ArkVale: the middle of the box, and the mean distance from it
-            centre = (low + high) / 2
-            spread = (
-                jnp.where(mask[..., None], jnp.abs(k - centre[..., None, :]), 0).sum(3)
-                / jnp.maximum(digests.count, 1)[..., None]
-            )
-            low, high = centre - spread, centre + spread
-        low, high = (jnp.where(digests.count[..., None] > 0, x, 0) for x in (low, high))
-        positive, negative = jnp.maximum(q, 0), jnp.minimum(q, 0)
-        found = (jnp.einsum("bkgh,bkph->bkgp", positive, high) + jnp.einsum("bkgh,bkph->bkgp", negative, low)) * s
+    low, high = (f(jnp.where(mask[..., None], k, fill), axis=3) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
+    if name == "cuboid":  # ArkVale: the middle of the box, and the mean distance from it
+        centre = (low + high) / 2
+        spread = jnp.where(mask[..., None], jnp.abs(k - centre[..., None, :]), 0).sum(3)
+        spread /= jnp.maximum(digests.count, 1)[..., None]
+        low, high = centre - spread, centre + spread
+    low, high = (jnp.where(digests.count[..., None] > 0, x, 0) for x in (low, high))
+    positive, negative = jnp.maximum(q, 0), jnp.minimum(q, 0)
+    found = (jnp.einsum("bkgh,bkph->bkgp", positive, high) + jnp.einsum("bkgh,bkph->bkgp", negative, low)) * s
     return jnp.where(digests.count[:, :, None, :] > 0, found, -jnp.inf)
 
 
-@jax.jit(static_argnames=("rule", "budget", "tail", "walk"))
-def attention(q, k_all, v_all, pages, *, rule: str, budget: int, tail: bool, walk: bool):
-    """Returns output, the mass attended exactly and the recall, each per query head, for one query [1, K, G, H]."""
+@jax.jit(static_argnames="dtype")
+def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
+    """Returns the digest tree of the pages."""
+    return tree.build(digest(*pages, dtype))
+
+
+@jax.jit(static_argnames=("fetched", "method"))
+def select(q, pages, levels, *, fetched: int, method: Method) -> tree.Selection:
+    """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]."""
+    if method.walk:
+        opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
+        return tree.walk(q, levels, opened=opened, selected=fetched, tail=method.tail, rule=method.score, group=method.group)
+    digests, shape = levels[0], levels[0].count.shape[2]
+    k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
+    found = scores(q, k, mask, digests, method.score)
+    chosen = jax.lax.top_k(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)[1]
+    tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
+    if method.tail:
+        tail_out, tail_lse = tree.tail_of([(tree.without(score(q, digests)[1], chosen), digests.value)])
+    return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse)
+
+
+@jax.jit(static_argnames=("budget", "tail"))
+def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tail: bool):
+    """Returns the output per query head, and the scores of the page tokens attended exactly."""
     sinks, window = residents(budget)
-    k, v, mask = pages
     heads, tokens, size = k_all.shape
-    digests = digest(k, v, mask)
-    selected = (budget - sinks - window) // k.shape[3]
-    if walk:
-        room = jnp.full((1, 1), budget - sinks - window)
-        found = tree.walk(q, tree.build(digests), opened=icejax.Clustered().opened, selected=selected, room=room, tail=tail)
-        chosen, tail_out, tail_lse = found.page_ids, found.tail_out, found.tail_lse
-    else:
-        worth = scores(q, k, mask, digests, rule)
-        chosen = jax.lax.top_k(jax.nn.softmax(jnp.maximum(worth, -1e30), -1).sum(2), selected)[1]
-        rest = tree.without(score(q, digests)[1], chosen)
-        tail_out, tail_lse = (
-            tree.tail_of([(rest, digests.value)]) if tail else (jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
-        )
-    taken = [jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 3)), axis=2) for x in (k, v, mask)]
+    taken = [
+        jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0] for x in pages
+    ]
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
-    keys, values = (jnp.concatenate([r, t[0].reshape(heads, -1, size)], 1) for r, t in zip(resident, taken[:2], strict=True))
-    attended = jnp.concatenate([jnp.ones((heads, sinks + window), bool), taken[2][0].reshape(heads, -1)], axis=1)
-    out, lse = attend_with_lse(q[0], keys, jnp.where(attended[..., None], values, 0), attended)
-    only = sinks + window
-    exact_scores = jnp.where(attended[:, None], jnp.einsum("kgh,ksh->kgs", q[0], keys) * size**-0.5, -jnp.inf)[..., only:]
-    return merge_by_lse(out, lse, tail_out[0], tail_lse[0]), exact_scores
+    room = jnp.full(heads, budget - sinks - window)
+    out, attended = attend_paged(
+        q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
+        room=room, most=budget - sinks - window, tail=tail,
+    )  # fmt: skip
+    logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
+    return out, jnp.where(attended[:, None], logits, -jnp.inf).reshape(*q.shape[1:3], -1)
 
 
 @jax.jit(static_argnames="budget")
@@ -141,13 +181,13 @@ def exact(q, k, v, *, budget: int):
 
 
 def rows(
-    layers: list[Captured], *, budgets: list[int], page_sizes: list[int], formations: list[str], peers: list[str]
+    layers: list[Captured], *, budgets: list[int], page_sizes: list[int], formations: list[str], methods: Sequence[Method]
 ) -> Iterator[dict]:
-    """Yields one row per formation, page size, score, tail and budget, over all captured layers."""
+    """Yields one row per budget, formation, page size and method, over all captured layers."""
     for budget in budgets:
         truth = [[exact(q.reshape(x.k.shape[0], -1, q.shape[-1]), x.k, x.v, budget=budget) for q in x.q] for x in layers]
         errors = [(np.asarray(_error(t[3], t[0])), np.asarray(t[4])) for each in truth for t in each]
-        yield dict(pages="exact top tokens", page_size=0, score="oracle", tail=False, budget=budget) | _errors(errors)
+        yield dict(pages="exact top tokens", score="oracle", tail=False, budget=budget) | _errors(errors)
         for name in formations:
             for page_size in page_sizes:
                 sinks, window = residents(budget)
@@ -155,38 +195,38 @@ def rows(
                 started = time.perf_counter()
                 paged = [jax.block_until_ready(form(x, name, page_size, sinks, window)) for x in layers]
                 build = (time.perf_counter() - started) / sum(x.k.shape[1] for x in layers) * 1e6
-                plain = [("second-order", False, False), ("second-order", True, False), ("second-order", True, True)]
-                others = [(rule, False, False) for rule in peers]
-                for rule, tail, walk in plain + others:
-                    found = _measure(layers, paged, truth, rule=rule, budget=budget, tail=tail, walk=walk)
-                    label = rule + (", tree" if walk else "")
-                    yield (
-                        dict(pages=name, page_size=page_size, score=label, tail=tail, budget=budget)
-                        | found
-                        | dict(build_ms_per_1k=round(build, 2))
-                    )
+                for method in methods:
+                    found = _measure(layers, paged, truth, budget=budget, method=method)
+                    row = dict(pages=name, page_size=page_size) | asdict(method) | dict(budget=budget)
+                    yield row | found | dict(build_ms_per_1k=round(build, 2))
 
 
-def _measure(layers, paged, truth, *, rule: str, budget: int, tail: bool, walk: bool) -> dict:
-    errors, masses, recalls, micros = [], [], [], []
+def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
+    errors, masses, recalls, micros, exact_tokens = [], [], [], [], []
+    sinks, window = residents(budget)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
+        page_size = pages[0].shape[3]
+        fetched = min(pages[0].shape[2], method.candidates * ((budget - sinks - window) // page_size))
+        levels = levels_of(pages, dtype=method.digest_dtype)
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
-            run = lambda g=grouped, x=layer, p=pages: attention(g, x.k, x.v, p, rule=rule, budget=budget, tail=tail, walk=walk)  # noqa: E731
+            run = lambda g=grouped, p=pages, n=levels, f=fetched: select(g, p, n, fetched=f, method=method)  # noqa: E731
             jax.block_until_ready(run())
             started = time.perf_counter()
-            found, inside = jax.block_until_ready(run())
+            chosen = jax.block_until_ready(run())
             micros.append((time.perf_counter() - started) * 1e6)
+            found, inside = attention(grouped, layer.k, layer.v, pages, chosen, budget=budget, tail=method.tail)
             errors.append((np.asarray(_error(found, out)), np.asarray(sharp)))
             masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
             recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))
-    slots = pages[0].shape[2]
-    vectors = {"mean": 1, "exact-lse": 0}.get(rule, 2) + tail
+            exact_tokens.append(sinks + window + int((inside[:, 0] > -jnp.inf).sum(-1).max()))
     return _errors(errors) | dict(
         mass=round(float(np.mean(masses)), 4),
         recall=round(float(np.mean(recalls)), 4),
-        digest_bytes=int(slots * layer.k.shape[0] * (vectors * layer.k.shape[-1] * 4 + 4)),
-        step_us=round(float(np.median(micros)), 1),
+        exact_tokens=max(exact_tokens),
+        pages_fetched=fetched,
+        digest_bytes=sum(x.nbytes for x in jax.tree.leaves(levels)),
+        select_us=round(float(np.median(micros)), 1),
     )
 
 
@@ -210,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page-sizes", default="16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formations", help=f"comma-separated, of {', '.join(FORMATIONS)} (default: all)")
-    parser.add_argument("--peers", default=",".join(PEERS), help="scores shown beside the second-order one; '' for none")
+    parser.add_argument("--methods", choices=("all", "default", "ours"), default="all", help="ours: without the peers' scores")
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
     model, _ = icejax.load(arguments.model, dtype="float32")
@@ -223,7 +263,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.quick
         else [*FORMATIONS]
     )
-    peers = [] if arguments.quick or not arguments.peers else arguments.peers.split(",")
+    peers = [Method(score=name, tail=False, walk=False) for name in PEERS]
+    methods = [*METHODS, *peers] if arguments.methods == "all" and not arguments.quick else METHODS
+    methods = [Method(), RERANKED] if arguments.methods == "default" else methods
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(jax.devices()[0].device_kind), jax=jax.__version__)
@@ -234,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
             range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
         ):
             layers += capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
-        for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, peers=peers):
+        for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
             print(json.dumps(dict(length=length) | row | where), flush=True)
     return 0
 

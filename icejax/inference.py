@@ -80,6 +80,11 @@ class Plan:
         return self.policies[self.pooled[0]].page_size if self.pooled else 0
 
     @property
+    def compact_every(self) -> int:
+        """Decoded tokens after which their pages are sorted anew; 0: never."""
+        return self.policies[self.pooled[0]].compact_every if self.pooled else 0
+
+    @property
     def pages_fetched(self) -> int:
         """Pages a row fetches in a step, over layers and KV heads."""
         return sum(
@@ -224,7 +229,7 @@ class Decoding:
         graph, state = nnx.split(model)
         self._leaves, tree = jax.tree.flatten(state)
         self._programs = _programs(graph, tree, plan)
-        self._page_size = plan.page_size
+        self._plan = plan
         self.decoded = 0
 
     def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
@@ -232,12 +237,18 @@ class Decoding:
 
         Donates `state`, and, when a window page is full and goes to the pool, `pool`.
         """
-        step, flush = self._programs
+        step, flush, compact = self._programs
         state, brought = step(self._leaves, state, pool)
         self.decoded += 1
-        if self._page_size and self.decoded % self._page_size == 0:
+        if self._plan.page_size and self.decoded % self._plan.page_size == 0:
             cache, pages, at = flush(state.cache)
-            state, pool = dataclasses.replace(state, cache=cache), host.write_page(pool, pages, at)
+            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, at)
+        if self._plan.compact_every and self.decoded % self._plan.compact_every == 0:
+            count = self._plan.compact_every // self._plan.page_size
+            first = state.cache.lengths.pages - count
+            pages = host.read_pages(pool, first, count=count, dtype=self._plan.spec.dtype)
+            cache, pages, at = compact(state.cache, pages)
+            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, at)
         return state, brought, pool
 
 
@@ -269,6 +280,14 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             states[i], page = plan.policies[i].flush(states[i], cache.lengths)
             pages.append(page)
         lengths = dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1)
-        return KVCache(tuple(states), lengths), jnp.stack(pages), cache.lengths.pages
+        return KVCache(tuple(states), lengths), jnp.stack(pages)[None], cache.lengths.pages
 
-    return step, flush
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def compact(cache: KVCache, pages: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
+        states, sorted_pages = list(cache.layers), []
+        for layer, i in enumerate(plan.pooled):
+            states[i], found = plan.policies[i].compact(states[i], pages[:, layer], cache.lengths)
+            sorted_pages.append(found)
+        return KVCache(tuple(states), cache.lengths), jnp.stack(sorted_pages, axis=1), cache.lengths.pages - pages.shape[0]
+
+    return step, flush, compact

@@ -64,8 +64,13 @@ class Layer:
         self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages)
         if self.pool is not None and int(decoded) % self.policy.page_size == 0:
             self.state, page = self.policy.flush(self.state, self.lengths)
-            self.pool = host.write_page(self.pool, page[None], self.lengths.pages)
+            self.pool = host.write_pages(self.pool, page[None, None], self.lengths.pages)
             self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages + 1)
+        if self.pool is not None and self.policy.compact_every and int(decoded) % self.policy.compact_every == 0:
+            count = self.policy.compact_every // self.policy.page_size
+            pages = host.read_pages(self.pool, self.lengths.pages - count, count=count, dtype="float32")
+            self.state, pages = self.policy.compact(self.state, pages[:, 0], self.lengths)
+            self.pool = host.write_pages(self.pool, pages[:, None], self.lengths.pages - count)
         return np.asarray(out)
 
 

@@ -36,5 +36,9 @@ POLICIES = (
         Clustered(budget=64, candidates=1, score="mean", group="interleave", tail=False),
         lambda n: Clustered(budget=n, candidates=1, score="mean", group="interleave", tail=False),
     ),
-    Row("clustered-no-sinks", Clustered(budget=64, sinks=0), lambda budget: Clustered(budget=budget, sinks=0)),
+    Row(
+        "clustered-no-sinks-compacted",
+        Clustered(budget=64, sinks=0, compact_every=32),
+        lambda n: Clustered(budget=n, sinks=0, compact_every=32),
+    ),
 )

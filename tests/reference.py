@@ -123,4 +123,11 @@ class Reference:
             end = len(self.k) - self.policy.num_window + self.policy.page_size  # of the window's oldest page
             page, self.window = [t for t in self.window if t < end], [t for t in self.window if t >= end]
             self.pages.append(np.asarray(page, int))
+        if self.policy.compact_every and self.steps % self.policy.compact_every == 0:
+            count = self.policy.compact_every // self.policy.page_size
+            tokens = np.concatenate(self.pages[-count:])
+            keys = np.zeros((self.policy.compact_every, q.shape[-1]))
+            keys[: len(tokens)] = self.k[tokens]
+            packed = pack(keys, np.arange(len(keys)) < len(tokens), self.policy.page_size)
+            self.pages[-count:] = [tokens[page] for page in packed]
         return weights @ values / weights.sum(-1, keepdims=True)

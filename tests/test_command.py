@@ -51,7 +51,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["digest_bytes"] == layers * (kv_heads * pages * (3 * size * item + 4) + 4)
     assert found["host_kv_bytes"] == layers * kv_heads * pages * 16 * 2 * size * item
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
-    assert found["pages_fetched"] == layers * kv_heads * 13 * steps
+    assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps
     assert 0 < found["pages_selected"] <= found["pages_fetched"]
     assert found["fetch_backend"] == "gather" and found["dtype"] == "float32" and found["budget"] == 256
 
@@ -122,7 +122,7 @@ BAD = {
     "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of clustered, full"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, tail, opened, span, dense_layers",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, tail, score, group, digest_dtype, opened, span, compact_every, dense_layers",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),

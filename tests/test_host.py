@@ -46,9 +46,11 @@ def test_writes_land_in_place_and_nowhere_else(dtype):
     expected[:4, 2], expected[5] = layer, page
     as_values = lambda x: jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(dtype))  # noqa: E731
     pool = host.write_layer(pool, as_values(layer), 2)
-    pool = host.write_page(pool, as_values(page), jnp.int32(5))
+    pool = host.write_pages(pool, as_values(page)[None], jnp.int32(5))
     assert pool.unsafe_buffer_pointer() == where
     np.testing.assert_array_equal(np.asarray(pool), expected)
+    newest = jax.lax.bitcast_convert_type(host.read_pages(pool, jnp.int32(4), count=2, dtype=dtype), pool.dtype)
+    np.testing.assert_array_equal(np.asarray(newest), expected[4:6])
 
 
 def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog):

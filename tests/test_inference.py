@@ -30,8 +30,16 @@ def test_equal_plans_share_their_programs(tmp_path):
         greedy(model, policy, [prompt], 20)
     assert inference._programs.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
-    step, flush = inference.Decoding(model, plan)._programs
-    assert step._cache_size() == 1 and flush._cache_size() == 1
+    step, flush, compact = inference.Decoding(model, plan)._programs
+    assert step._cache_size() == 1 and flush._cache_size() == 1 and compact._cache_size() == 0
+
+
+def test_growth_compiles_each_program_once(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
+    greedy(model, policy, [prompt], 200)
+    programs = inference.Decoding(model, plan_for(model, policy, [prompt], 200))._programs
+    assert [program._cache_size() for program in programs] == [1, 1, 1]
 
 
 def test_the_same_input_gives_the_same_bits(tmp_path):

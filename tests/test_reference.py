@@ -15,12 +15,12 @@ STEPS = 200
 
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "no-tail"])
 def test_200_steps_equal_the_reference(monkeypatch, tail):
-    """Two blocks, pages put in order, two levels of nodes above the pages, twelve flushes; prompts long and short."""
+    """Two blocks, pages put in order, two levels of nodes above the pages, twelve flushes, three compactions; prompts long and short."""
     monkeypatch.setattr(harness, "PROMPT", 4096)
     monkeypatch.setattr(tree, "TOP", 16)
     lengths = (4000, 150, 20)
     prompt, new = draw(lengths, STEPS, sharp=1.5)
-    policy = Clustered(budget=128, opened=4, tail=tail)
+    policy = Clustered(budget=128, opened=4, tail=tail, compact_every=64)
     ours = Layer(policy, lengths, *prompt)
     assert len(ours.state.levels) == 3
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]

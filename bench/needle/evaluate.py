@@ -27,7 +27,7 @@ from icejax.generation import ASSETS
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
 SHORTEST = 512  # tokens of a text
-EARLY_PROMPT = 256  # tokens before the model's own turn
+EARLY_PROMPT = 64  # tokens before the model's own turn, in the first quarter of which the facts stand
 
 
 def wilson(hits: int, asked: int) -> tuple[float, float]:
@@ -41,22 +41,27 @@ def evaluate(model, policy: icejax.CachePolicy, name: str, *, length: int, quest
     """Returns the row of one task and length: texts are drawn until there are as many questions as asked for."""
     form = task.TASKS[name]
     rng = np.random.default_rng((seed, length, *name.encode()))
-    reader = Reader(model, policy, prompt_tokens=length, new_tokens=length if form.early else 512)
+    reader = Reader(
+        model, policy, prompt_tokens=EARLY_PROMPT if form.early else length, new_tokens=length if form.early else 512
+    )
     hits: list[bool] = []
     contexts = 0
     console = Console(stderr=True)
     for _ in track(range(-(-questions // _asked(form))), f"{name}, {length}", console=console, disable=not console.is_terminal):
-        hits += _answers(reader, form, task.context(rng, length=length, facts=form.facts, split="heldout"))
+        hits += _answers(reader, form, *_context(rng, form, length))
         contexts += 1
     hits = hits[:questions]
     low, high = wilson(sum(hits), questions)
     device = jax.devices()[0]
+    growth = reader.turn_seconds
+    ends = {"first_1000_tps": growth[:1000], "last_1000_tps": growth[-1000:]} if growth else {}
+    speeds = {name: round(1 / float(np.median(seconds)), 1) for name, seconds in ends.items()}
     return dict(
         task=name, length=length, questions=questions, contexts=contexts, exact=sum(hits) / questions,
         low=round(low, 4), high=round(high, 4), cache=type(policy).__name__.lower(), budget=policy.budget, seed=seed,
         tpot_s=round(float(np.median(reader.seconds)), 6), device=f"{device.platform}: {device.device_kind}",
         dtype=model.dtype, jax=jax.__version__,
-    )  # fmt: skip
+    ) | speeds  # fmt: skip
 
 
 def _asked(form: task.Task) -> int:
@@ -64,12 +69,24 @@ def _asked(form: task.Task) -> int:
     return {"key": form.facts.keys, "values": form.facts.chains, "hop": form.facts.hops}[form.asked]
 
 
-def _answers(reader: Reader, form: task.Task, context: task.Context) -> list[bool]:
+def _context(rng: np.random.Generator, form: task.Task, length: int) -> tuple[task.Context, list[int], list[int]]:
+    """Returns a context with the tokens of its prompt and of the model's own turn, which is not empty for `early` alone."""
+    if not form.early:
+        context = task.context(rng, length=length, facts=form.facts, split="heldout")
+        return context, list(context.text), []
+    nothing = task.draw(rng, task.Facts(), "heldout")
+    turn = length - EARLY_PROMPT
+    context = task.context(rng, length=turn // 4, facts=form.facts, split="heldout")
+    before, after = (
+        task.hide(rng, nothing, length=n, split="heldout", kinds=task.KINDS) for n in (EARLY_PROMPT, turn - turn // 4)
+    )
+    return context, list(before), list(context.text + after)
+
+
+def _answers(reader: Reader, form: task.Task, context: task.Context, prompt: list[int], turn: list[int]) -> list[bool]:
     """Says of every question of a context whether its answer is right."""
-    prompt, turn = (context.text[:EARLY_PROMPT], context.text[EARLY_PROMPT:]) if form.early else (context.text, b"")
-    reader.read(list(prompt))
-    if turn:
-        reader.continue_with(list(turn))
+    reader.read(prompt)
+    reader.continue_with(turn)
     found, before = [], []
     for question in context.asked(form):
         text, answer = list(question.text.encode()), list(question.answer.encode())

@@ -20,6 +20,7 @@ class Reader:
 
     Attributes:
         seconds: of every step that chose a token of an answer.
+        turn_seconds: of every step of the newest model's turn.
     """
 
     def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
@@ -27,6 +28,7 @@ class Reader:
         self._plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         self._decoding = Decoding(model, self._plan)
         self.seconds: list[float] = []
+        self.turn_seconds: list[float] = []
 
     def read(self, prompt: Sequence[int]) -> None:
         """Prefills a new text."""
@@ -36,14 +38,18 @@ class Reader:
 
     def continue_with(self, tokens: Sequence[int]) -> None:
         """Decodes given tokens, as if the model had chosen them."""
+        self.turn_seconds = []
         for token in tokens:
+            started = time.perf_counter()
             self._force(token)
+            self.turn_seconds.append(time.perf_counter() - started)
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
         """Returns the `count` tokens the model chooses after a question; the text is then as it was before."""
         # A fork may flush into the pool: its page lies past those of the text, and the next fork writes it anew.
         kept, decoded = jax.tree.map(jnp.copy, self._state), self._decoding.decoded
-        self.continue_with(question[:-1])
+        for token in question[:-1]:
+            self._force(token)
         answer = [question[-1]]
         for _ in range(count):
             started = time.perf_counter()

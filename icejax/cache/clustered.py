@@ -57,6 +57,7 @@ class Clustered(CachePolicy):
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
         opened: nodes of the digest tree opened per level.
         span: largest number of prompt tokens packed together.
+        compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
 
@@ -75,6 +76,7 @@ class Clustered(CachePolicy):
     digest_dtype: str | None = None
     opened: int = 32
     span: int = 8192
+    compact_every: int = 1024
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class Clustered(CachePolicy):
             ("candidates", 1),
             ("opened", 1),
             ("span", 256),
+            ("compact_every", 0),
             ("dense_layers", 0),
         ):
             value = getattr(self, name)
@@ -98,11 +101,15 @@ class Clustered(CachePolicy):
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
-        for name in ("page_size", "span"):
+        for name in ("page_size", "span", "compact_every"):
             if getattr(self, name) & (getattr(self, name) - 1):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
         if self.page_size > 128:
             raise InputError(f"page_size must be at most 128, got {self.page_size}")
+        if 0 < self.compact_every < 2 * self.page_size or self.compact_every > self.span:
+            raise InputError(
+                f"compact_every must be 0 or two pages ({2 * self.page_size}) to span ({self.span}), got {self.compact_every}"
+            )
         if self.span < tree.FAN_OUT * self.page_size:
             raise InputError(f"span must hold {tree.FAN_OUT} pages of {self.page_size}, got {self.span}")
         if self.window is not None and self.window <= self.page_size:
@@ -151,7 +158,7 @@ class Clustered(CachePolicy):
         return ClusteredState(sinks, sinks, window, window, levels, jnp.zeros(spec.batch_size, jnp.int32))
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
-        batch, tokens, heads, size = k.shape
+        tokens = k.shape[1]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         prompt = lengths.prompt[:, None]
         sinks = jnp.arange(self.num_sinks)[None, :]
@@ -163,15 +170,8 @@ class Clustered(CachePolicy):
         middle = jnp.arange(tokens)[None, :] + self.num_sinks
         valid = middle < self._window_start(lengths)
         k, v = (_take(x, middle, valid) for x in (k, v))
-        order = pack(k, valid, page_size=self.page_size, span=self.span)
-        shape = (batch, heads, tokens // self.page_size, self.page_size)
-        mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
-        k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
-        pages = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim),
-            state.levels[0],
-            digest(k, v, mask, self.digest_dtype),
-        )
+        k, v, digests = self._paged(k, v, valid)
+        pages = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digests)
         state = ClusteredState(*state_sinks, *state_window, tree.build(pages), state.selected)
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
@@ -234,6 +234,29 @@ class Clustered(CachePolicy):
         window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
         page = jnp.stack([page_k, page_v], axis=2)
         return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page
+
+    def compact(self, state: ClusteredState, pages: jax.Array, lengths: Lengths):
+        count, batch, heads, _, p, size = pages.shape
+        first, tokens = lengths.pages - count, count * p
+        counts = jax.lax.dynamic_slice_in_dim(state.levels[0].count, first, count, axis=2)
+        there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)
+        # Tokens first, for a page that was flushed in part.
+        forward, valid = jnp.argsort(~there, axis=1, stable=True), jnp.sort(there, axis=1, descending=True)
+        k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
+        k, v = (_take(x, forward, valid) for x in (k, v))
+        k, v, digests = self._paged(k, v, valid)
+        leaves = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2), state.levels[0], digests
+        )
+        return dataclasses.replace(state, levels=tree.build(leaves)), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+
+    def _paged(self, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array, Digests]:
+        """Packs tokens [B, K, T, H] of which `valid` [B, T] says which there are into pages [B, K, P, p, H]."""
+        order = pack(k, valid, page_size=self.page_size, span=self.span)
+        shape = (*k.shape[:2], -1, self.page_size)
+        mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
+        k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, k.shape[-1]) for x in (k, v))
+        return k, v, digest(k, v, mask, self.digest_dtype)
 
     def pages_selected(self, state: ClusteredState) -> jax.Array:
         return state.selected

@@ -149,7 +149,15 @@ def write_layer(pool: jax.Array, pages: jax.Array, layer: int) -> jax.Array:
     return _write(pool, pages[:, None], (zero, np.int32(layer), zero, zero, zero, zero, zero))
 
 
-def write_page(pool: jax.Array, pages: jax.Array, page: jax.Array) -> jax.Array:
-    """Returns the pool with page number `page` of all layers, dtype[L, B, K, 2, p, H], written; donates `pool`."""
+def write_pages(pool: jax.Array, pages: jax.Array, first: jax.Array) -> jax.Array:
+    """Returns the pool with pages of all layers, dtype[P', L, B, K, 2, p, H], written from page `first`; donates `pool`."""
     zero = np.int32(0)
-    return _write(pool, pages[None], (page, zero, zero, zero, zero, zero, zero))
+    return _write(pool, pages, (first, zero, zero, zero, zero, zero, zero))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def read_pages(pool: jax.Array, first: jax.Array, *, count: int, dtype: str) -> jax.Array:
+    """Returns `count` pages of all layers, dtype[count, L, B, K, 2, p, H], on the device."""
+    zero = jax.device_put(jnp.int32(0), HOST)
+    start = (jax.device_put(first, HOST), *(zero,) * (pool.ndim - 1))
+    return lax.bitcast_convert_type(jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), DEVICE), dtype)

@@ -75,6 +75,7 @@ class CachePolicy(abc.ABC):
     """
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
+    compact_every: int = 0  # decoded tokens after which their pages are sorted anew; 0: never
     dense_layers: int | None = None  # first layers that keep the full cache; None: 2 from 16 layers on, as in the paper
 
     @property
@@ -121,6 +122,13 @@ class CachePolicy(abc.ABC):
         """Returns the state after its oldest window page has left it, and that page `dtype[B, K, 2, p, H]`.
 
         Called between steps whenever `page_size` tokens have been decoded, for policies with a pool.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
+
+    def compact(self, state: Any, pages: jax.Array, lengths: Lengths) -> tuple[Any, jax.Array]:
+        """Returns the state and the newest pages `dtype[P', B, K, 2, p, H]` of the pool, sorted anew.
+
+        Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 

@@ -18,6 +18,7 @@ Group = Literal["sum", "max", "interleave"]
 TOP = 512  # nodes of the highest level, all of which are scored
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selection:
     """What a walk found.
