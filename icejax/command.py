@@ -101,6 +101,8 @@ def cache_options(texts: Sequence[str], **named: int | None) -> dict[str, str | 
 
 
 def _parse(key: str, value: str | int, kind: Any) -> Any:
+    if typing.get_origin(kind) is typing.Literal:
+        return value  # the policy knows which there are
     choices = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if type(None) in choices and value == "none":
         return None

@@ -91,6 +91,14 @@ class Plan:
             self.spec.num_kv_heads * self.policies[i].num_fetched(self.policies[i].num_pages(self.spec)) for i in self.pooled
         )
 
+    def padded(self, tokens: int) -> int:
+        """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
+        return ladder(tokens + max(policy.num_window for policy in self.policies))
+
+    def room_for(self, tokens: int, *, pages: int) -> bool:
+        """Says whether the pool can take new tokens behind `pages` pages."""
+        return not self.pooled or pages + self.padded(tokens) // self.page_size <= self.pool_shape[0]
+
     @property
     def pool_shape(self) -> tuple[int, ...] | None:
         """Shape [P, L, B, K, 2, p, H] of the pool, None without one."""
@@ -182,6 +190,40 @@ def prefill(
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
     return state, Step(jnp.stack([state.last_tokens, jnp.zeros_like(state.last_tokens)]), logits), pool
+
+
+def extend(
+    model: CausalLM, tokens: Sequence[int], plan: Plan, state: DecodeState, pool: jax.Array | None
+) -> tuple[DecodeState, Step, jax.Array | None]:
+    """Puts more tokens behind those of a cache of one row and chooses the next, as `prefill` does; takes state and pool.
+
+    The new tokens attend exactly to all before them, whose pages are read from the pool block by block. The caller sees to
+    it that the pool has room: `Plan.room_for`.
+    """
+    padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    lengths, new = state.cache.lengths, jnp.asarray([len(tokens)], jnp.int32)
+    x, states, used = _embed(model, jnp.asarray(padded)), [], jnp.int32(0)
+    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
+        pooled = plan.pooled.index(i) if i in plan.pooled else None
+        view = None if pooled is None else host.PoolLayer(pool, pooled, plan.fetch_backend, plan.spec.dtype)
+        x, layer_state, pages = _extend_layer(layer, x, lengths, new, state.cache.layers[i], view, policy=policy)
+        states.append(layer_state)
+        if pages is not None:
+            x.block_until_ready()  # it reads the pool that is written now
+            pool, used = host.write_layer(pool, pages[0], pooled, first=lengths.pages), pages[1]
+    logits = _last_logits(model, x, new)
+    lengths = Lengths(lengths.seen + new, jnp.int32(0), lengths.pages + used)
+    seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
+    key, done = jax.random.fold_in(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
+    state = DecodeState(KVCache(tuple(states), lengths), state.last_tokens, done, key, seen)
+    state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
+    return state, Step(jnp.stack([state.last_tokens, jnp.zeros_like(state.last_tokens)]), logits), pool
+
+
+@functools.partial(jax.jit, static_argnames="policy", donate_argnums=(1, 4))
+def _extend_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pool, *, policy: CachePolicy):
+    return layer.extend(x, lengths, new, policy=policy, state=state, pool=pool)
 
 
 @jax.jit

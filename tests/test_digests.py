@@ -157,7 +157,7 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     exact = attend_with_lse(
         *(jnp.asarray(x.reshape(1, -1, 16)) for x in (q, keys[0, 0, chosen], values[0, 0, chosen])), jnp.ones((1, 48), bool)
     )
-    out = merge_by_lse(*exact, found.tail_out[0], found.tail_lse[0])
+    out, _ = merge_by_lse(*exact, found.tail_out[0], found.tail_lse[0])
     scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
     weights = np.exp(scores)
     expected = weights @ values.reshape(-1, 16) / weights.sum(-1, keepdims=True)

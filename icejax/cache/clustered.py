@@ -13,9 +13,12 @@ from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
 from icejax.errors import InputError
 from icejax.ops import tree
+from icejax.ops.attention import attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
+
+STREAMED = 128  # pages that new tokens attend to at once
 
 
 @jax.tree_util.register_dataclass
@@ -24,12 +27,14 @@ class ClusteredState:
     """What the device keeps of a layer.
 
     Attributes:
+        num_sinks: sinks of each row; a prompt may be shorter.
         sinks_k, sinks_v: the first tokens.
         window_k, window_v: the newest tokens, oldest first.
         levels: the digest tree: one digest per page of the pool, and the nodes above.
         selected: pages attended exactly in the newest step, over KV heads.
     """
 
+    num_sinks: jax.Array  # i32[B]
     sinks_k: jax.Array  # dtype[B, K, sinks, H]
     sinks_v: jax.Array
     window_k: jax.Array  # dtype[B, K, window, H]
@@ -106,10 +111,8 @@ class Clustered(CachePolicy):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
         if self.page_size > 128:
             raise InputError(f"page_size must be at most 128, got {self.page_size}")
-        if 0 < self.compact_every < 2 * self.page_size or self.compact_every > self.span:
-            raise InputError(
-                f"compact_every must be 0 or two pages ({2 * self.page_size}) to span ({self.span}), got {self.compact_every}"
-            )
+        if 0 < self.compact_every < 2 * self.page_size:
+            raise InputError(f"compact_every must be 0 or at least two pages ({2 * self.page_size}), got {self.compact_every}")
         if self.span < tree.FAN_OUT * self.page_size:
             raise InputError(f"span must hold {tree.FAN_OUT} pages of {self.page_size}, got {self.span}")
         if self.window is not None and self.window <= self.page_size:
@@ -155,16 +158,17 @@ class Clustered(CachePolicy):
         heads = (spec.batch_size, spec.num_kv_heads)
         sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.num_sinks, self.num_window))
         levels = tree.build(empty((*heads, self.num_pages(spec)), spec.head_dim, self.digest_dtype or spec.dtype))
-        return ClusteredState(sinks, sinks, window, window, levels, jnp.zeros(spec.batch_size, jnp.int32))
+        zeros = jnp.zeros(spec.batch_size, jnp.int32)
+        return ClusteredState(zeros, sinks, sinks, window, window, levels, zeros)
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
         tokens = k.shape[1]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         prompt = lengths.prompt[:, None]
-        sinks = jnp.arange(self.num_sinks)[None, :]
+        sinks, num_sinks = jnp.arange(self.num_sinks)[None, :], jnp.minimum(self.num_sinks, prompt)
         state_sinks = [_take(x, sinks, sinks < prompt) for x in (k, v)]
         recent = self._window_positions(lengths)
-        kept = (recent >= self._sink_lengths(lengths)) & (recent < prompt)
+        kept = (recent >= num_sinks) & (recent < prompt)
         state_window = [_take(x, recent, kept) for x in (k, v)]
         # The middle, in pages. A full window page is left free, so that pages are flushed at the same step in all rows.
         middle = jnp.arange(tokens)[None, :] + self.num_sinks
@@ -172,7 +176,7 @@ class Clustered(CachePolicy):
         k, v = (_take(x, middle, valid) for x in (k, v))
         k, v, digests = self._paged(k, v, valid)
         pages = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digests)
-        state = ClusteredState(*state_sinks, *state_window, tree.build(pages), state.selected)
+        state = ClusteredState(num_sinks[:, 0], *state_sinks, *state_window, tree.build(pages), state.selected)
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
@@ -182,9 +186,7 @@ class Clustered(CachePolicy):
                 jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], slot, axis=2)
                 for old, new in ((state.window_k, k), (state.window_v, v))
             )
-            sinks_mask = jnp.arange(self.num_sinks)[None, :] < self._sink_lengths(lengths)
-            recent = self._window_positions(lengths)
-            window_mask = (recent >= self._sink_lengths(lengths)) & (recent <= lengths.seen[:, None])
+            sinks_mask, window_mask = self._resident_masks(state, lengths, seen=lengths.seen + 1)
         resident = tuple(
             jnp.concatenate([first, last], axis=2)
             for first, last in (
@@ -219,11 +221,60 @@ class Clustered(CachePolicy):
         out = out.reshape(q.shape).astype(q.dtype)
         return out, dataclasses.replace(state, window_k=window_k, window_v=window_v, selected=selected)
 
+    def extend(self, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer):
+        batch, tokens, heads, size = k.shape
+        new_k, new_v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        with jax.named_scope("attend"):
+            found = causal_with_lse(q, k, v, lengths=new, window=None)
+            resident = zip(
+                (state.sinks_k, state.window_k),
+                (state.sinks_v, state.window_v),
+                self._resident_masks(state, lengths, seen=lengths.seen),
+                strict=True,
+            )
+            for keys, values, mask in resident:
+                found = merge_by_lse(*found, *attend_all(q, keys, values, _per_head(mask, new_k[:, :, 0])))
+            counts = state.levels[0].count
+            block = min(STREAMED, counts.shape[2])
+
+            def page_block(i: jax.Array, found):
+                ids = i * block + jnp.arange(block, dtype=jnp.int32)
+                keys, values = pool.fetch(
+                    jnp.broadcast_to(jnp.minimum(ids, counts.shape[2] - 1)[None, None], (batch, heads, block))
+                )
+                held = jnp.where((ids < counts.shape[2])[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
+                mask = (jnp.arange(self.page_size)[None, None, None] < held[..., None]).reshape(batch, heads, -1)
+                keys, values = (x.reshape(batch, heads, -1, size) for x in (keys, values))
+                return merge_by_lse(*found, *attend_all(q, keys, jnp.where(mask[..., None], values, 0), mask))
+
+            out, _ = jax.lax.fori_loop(0, (lengths.pages + block - 1) // block, page_block, found)
+        with jax.named_scope("pack"):
+            # The window and the new tokens behind one another, by position: the newest stay, the others go to pages.
+            start, sinks = self._window_start(lengths), state.num_sinks[:, None]
+            after = Lengths(lengths.seen + new, jnp.zeros_like(lengths.decoded), lengths.pages)
+
+            def at(positions: jax.Array, valid: jax.Array):
+                old, seen = positions < lengths.seen[:, None], lengths.seen[:, None]
+                return (
+                    _take(window, positions - start, valid & old) + _take(x, positions - seen, valid & ~old)
+                    for window, x in ((state.window_k, new_k), (state.window_v, new_v))
+                )
+
+            recent, first = self._window_positions(after), jnp.maximum(start, sinks)
+            window_k, window_v = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
+            leaving = first + jnp.arange(tokens)[None, :]
+            valid = leaving < self._window_start(after)
+            keys, values, digests = self._paged(*at(leaving, valid), valid)
+            leaves = _put(state.levels[0], digests, lengths.pages)
+        state = dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=tree.build(leaves))
+        used = (valid.sum(1).max() + self.page_size - 1) // self.page_size
+        return out, state, (jnp.stack([keys, values], axis=3).transpose(2, 0, 1, 3, 4, 5), used)
+
     def flush(self, state: ClusteredState, lengths: Lengths):
         # Called with the window full: its first page holds the positions just before those that will start the next.
         p = self.page_size
         position = self._window_positions(lengths)[:, :p] - p
-        count = jnp.minimum(p, p + position[:, :1] - self._sink_lengths(lengths))  # the rest are sinks or before the start
+        count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
         slots = jnp.arange(p)[None, :]
         # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
         page_k, page_v = (_take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
@@ -245,10 +296,8 @@ class Clustered(CachePolicy):
         k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
         k, v = (_take(x, forward, valid) for x in (k, v))
         k, v, digests = self._paged(k, v, valid)
-        leaves = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2), state.levels[0], digests
-        )
-        return dataclasses.replace(state, levels=tree.build(leaves)), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+        levels = tree.build(_put(state.levels[0], digests, first))
+        return dataclasses.replace(state, levels=levels), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def _paged(self, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array, Digests]:
         """Packs tokens [B, K, T, H] of which `valid` [B, T] says which there are into pages [B, K, P, p, H]."""
@@ -269,8 +318,10 @@ class Clustered(CachePolicy):
         """Tokens in the window after a prompt and after every flush."""
         return self.num_window - self.page_size
 
-    def _sink_lengths(self, lengths: Lengths) -> jax.Array:
-        return jnp.minimum(self.num_sinks, lengths.prompt)[:, None]
+    def _resident_masks(self, state: ClusteredState, lengths: Lengths, *, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns which slots of the sinks and of the window hold a token, bool[B, S], when `seen` [B] tokens have come."""
+        recent, sinks = self._window_positions(lengths), state.num_sinks[:, None]
+        return jnp.arange(self.num_sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
 
     def _window_start(self, lengths: Lengths) -> jax.Array:
         """Position of the window's first slot, i32[B, 1]; below the sinks' end for short prompts."""
@@ -279,6 +330,11 @@ class Clustered(CachePolicy):
 
     def _window_positions(self, lengths: Lengths) -> jax.Array:
         return self._window_start(lengths) + jnp.arange(self.num_window)[None, :]
+
+
+def _put(pages: Digests, new: Digests, first: jax.Array) -> Digests:
+    """Returns the digests of all pages with new ones from page `first` on."""
+    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), pages, new)
 
 
 def _rows(x: jax.Array) -> jax.Array:

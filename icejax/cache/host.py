@@ -143,10 +143,10 @@ def _write(pool: jax.Array, pages: jax.Array, start: tuple[jax.Array, ...]) -> j
     return lax.dynamic_update_slice(pool, jax.device_put(bits, HOST), start)
 
 
-def write_layer(pool: jax.Array, pages: jax.Array, layer: int) -> jax.Array:
-    """Returns the pool with one layer's first pages dtype[P', B, K, 2, p, H] written; takes `pool` by donation."""
+def write_layer(pool: jax.Array, pages: jax.Array, layer: int, first: jax.Array | int = 0) -> jax.Array:
+    """Returns the pool with one layer's pages dtype[P', B, K, 2, p, H] written from page `first`; donates `pool`."""
     zero = np.int32(0)
-    return _write(pool, pages[:, None], (zero, np.int32(layer), zero, zero, zero, zero, zero))
+    return _write(pool, pages[:, None], (jnp.int32(first), np.int32(layer), zero, zero, zero, zero, zero))
 
 
 def write_pages(pool: jax.Array, pages: jax.Array, first: jax.Array) -> jax.Array:

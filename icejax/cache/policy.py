@@ -83,6 +83,11 @@ class CachePolicy(abc.ABC):
         """Slots of a page in the pool; 0 for a policy that keeps nothing there."""
         return 0
 
+    @property
+    def num_window(self) -> int:
+        """Newest tokens on their way to the pool."""
+        return 0
+
     def num_pages(self, spec: CacheSpec) -> int:
         """Returns how many pages of the pool a layer of `spec` can need; 0 for a policy that keeps nothing there."""
         del spec
@@ -104,6 +109,23 @@ class CachePolicy(abc.ABC):
         """Returns the state after a prompt, and its pages `dtype[P, B, K, 2, p, H]` for the pool, if any.
 
         `lengths.pages` counts them. What stands in padding, NaN included, must not be kept.
+        """
+
+    @abc.abstractmethod
+    def extend(
+        self,
+        state: Any,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Lengths,
+        new: Int[Array, " B"],
+        pool: PoolLayer | None,
+    ) -> tuple[Float[Array, "B T N H"], Any, tuple[jax.Array, jax.Array] | None]:
+        """Appends `new` tokens per row, right-padded, each of which attends exactly to all tokens up to itself.
+
+        Returns what they attend to, the state after them, whose prompt they have become part of, and their pages
+        `dtype[P', B, K, 2, p, H]` for the pool with the number of those that are not empty, if any.
         """
 
     @abc.abstractmethod

@@ -112,6 +112,23 @@ class DecoderLayer(nnx.Module):
         x = x + self.self_attn.output(heads)
         return x + self._mlp_in_chunks(x), state, pages
 
+    def extend(
+        self,
+        x: Float[Array, "B T D"],
+        lengths: Lengths,
+        new: Int[Array, " B"],
+        *,
+        policy: CachePolicy,
+        state: Any,
+        pool: PoolLayer | None,
+    ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array] | None]:
+        """Runs the layer over `new` right-padded tokens that follow what the cache holds; as `CachePolicy.extend`."""
+        positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+        q, k, v = self.self_attn.project(self.input_layernorm(x), positions, lengths.seen + new)
+        heads, state, pages = policy.extend(state, q, k, v, lengths, new, pool)
+        x = x + self.self_attn.output(heads.astype(x.dtype))
+        return x + self._mlp_in_chunks(x), state, pages
+
     def decode(
         self, x: Float[Array, "B 1 D"], lengths: Lengths, *, policy: CachePolicy, state: Any, pool: PoolLayer | None
     ) -> tuple[jax.Array, Any]:

@@ -50,10 +50,18 @@ def causal(
             implementation="cudnn",
         )
     LOG.info("prefill attention: blockwise")
-    return _blockwise(q, k, v, lengths=lengths, window=window)
+    return causal_with_lse(q, k, v, lengths=lengths, window=window)[0].astype(q.dtype)
 
 
-def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths: jax.Array, window: int | None) -> jax.Array:
+def causal_with_lse(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    lengths: Int[Array, " B"],
+    window: int | None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Returns `causal`, blockwise and in fp32, and the log-sum-exp of the scores."""
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -65,7 +73,7 @@ def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths: jax.Array, 
     rows = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, tokens * group, size)
 
-    def query_block(i: jax.Array, out: jax.Array) -> jax.Array:
+    def query_block(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         queries = lax.dynamic_slice_in_dim(rows, i * block * group, block * group, axis=2)
         position = i * block + jnp.arange(block * group) // group
 
@@ -88,13 +96,52 @@ def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths: jax.Array, 
         shape = (batch, kv_heads, block * group)
         empty = jnp.zeros((*shape, size)), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
         first = 0 if window is None else jnp.maximum(0, (i * block - window + 1) // block)
-        total, weight, _ = lax.fori_loop(first, i + 1, key_block, empty)
-        return lax.dynamic_update_slice_in_dim(out, (total / weight[..., None]).astype(q.dtype), i * block * group, axis=2)
+        total, weight, highest = lax.fori_loop(first, i + 1, key_block, empty)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), i * block * group, axis=2)
+            for old, x in zip(found, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
+        )
 
     blocks = (lengths.max() + block - 1) // block
-    out = lax.fori_loop(0, blocks, query_block, jnp.zeros(rows.shape, q.dtype))
-    out = out.reshape(batch, kv_heads, tokens, group, size).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, tokens, heads, size)
+    out, lse = lax.fori_loop(0, blocks, query_block, (jnp.zeros(rows.shape), jnp.zeros(rows.shape[:3])))
+    out, lse = (x.reshape(batch, kv_heads, tokens, group, *x.shape[3:]).swapaxes(1, 2) for x in (out, lse))
+    return out.reshape(batch, tokens, heads, size), lse.reshape(batch, tokens, heads)
+
+
+def attend_all(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B K S"],
+    near: Bool[Array, "B T S"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Returns the attention of many queries over the keys in `mask`, in fp32, and its log-sum-exp: -inf if there is none.
+
+    Queries run in blocks. Values outside `mask` must be finite.
+
+    Args:
+        near: which keys each query may see besides; None: all.
+    """
+    batch, tokens, heads, size = q.shape
+    block = math.gcd(BLOCK, tokens)
+    near = jnp.ones((1, 1, 1), bool) if near is None else near
+    near = jnp.broadcast_to(near, (batch, tokens, k.shape[2]))
+
+    def some(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        queries, close = part  # B T' N H, B T' S
+        queries = queries.reshape(batch, block, k.shape[1], -1, size)
+        seen = (mask[:, None] & close[:, :, None])[:, :, :, None]
+        scores = jnp.where(seen, EINSUM("btkgh,bksh->btkgs", queries, k) * size**-0.5, -jnp.inf)
+        highest = scores.max(-1, keepdims=True)
+        base = jnp.where(jnp.isneginf(highest), 0.0, highest)
+        weights = jnp.exp(scores - base)
+        total = weights.sum(-1, keepdims=True)
+        out = EINSUM("btkgs,bksh->btkgh", (weights / jnp.maximum(total, 1e-30)).astype(v.dtype), v)
+        return out.reshape(batch, block, heads, size), (jnp.log(total) + base).reshape(batch, block, heads)
+
+    parts = (x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (q, near))
+    out, lse = lax.map(some, tuple(parts))
+    return out.swapaxes(0, 1).reshape(q.shape), lse.swapaxes(0, 1).reshape(batch, tokens, heads)
 
 
 def attend(
@@ -124,8 +171,8 @@ def attend_with_lse(
 
 
 def merge_by_lse(
-    out: Float[Array, "R G H"], lse: Float[Array, "R G"], other_out: Float[Array, "R G H"], other_lse: Float[Array, "R G"]
-) -> Float[Array, "R G H"]:
-    """Returns the attention over two disjoint sets from that over each; assumes that the first is not empty."""
+    out: Float[Array, "*R H"], lse: Float[Array, "*R"], other_out: Float[Array, "*R H"], other_lse: Float[Array, "*R"]
+) -> tuple[Float[Array, "*R H"], Float[Array, "*R"]]:
+    """Returns the attention over two disjoint sets from that over each, and its log-sum-exp; the first is not empty."""
     share = jax.nn.sigmoid(other_lse - lse)[..., None]
-    return out * (1 - share) + other_out * share
+    return out * (1 - share) + other_out * share, jnp.logaddexp(lse, other_lse)

@@ -60,4 +60,4 @@ def attend_paged(
     )
     weight += share.sum(-1)
     out = (out + EINSUM("rgm,rmh->rgh", share, means)) / weight[..., None]
-    return merge_by_lse(out, jnp.log(weight) + highest, *rest), chosen
+    return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0], chosen

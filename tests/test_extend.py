@@ -1,0 +1,59 @@
+"""New tokens behind a cache: they see all before them exactly, and the cache is then what a longer prompt had made it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax import inference
+from icejax.cache import Clustered, Full
+from tests import families, tolerances
+from tests.run import all_logits, greedy, plan_for
+
+# Budgets for all tokens, or those decoded between the parts would be what a policy makes of them.
+POLICIES = (
+    Full(),
+    Clustered(budget=2000, sinks=8, window=24, compact_every=32),
+    Clustered(budget=2000, page_size=8, sinks=2, window=9, digest_dtype="int8"),
+)
+PARTS = ([200, 60, 300], [5, 9, 40], [30, 1, 400, 3])
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=("full", "pages-of-16", "pages-of-8"))
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, parts):
+    """Tokens are decoded between the parts, so that the window is in every state; they belong to the text."""
+    model = families.load(families.build(families.row(family)), tmp_path)
+    tokens = families.tokens(sum(parts) + 20 * len(parts))
+    plan = plan_for(model, policy, [tokens], 1500)
+    decoding = inference.Decoding(model, plan)
+    expected = all_logits(model, tokens, Full())
+    state, pool, at = None, None, 0
+    for number, part in enumerate(parts):
+        if state is None:
+            state, step, pool = inference.prefill(model, [tokens[:part]], plan)
+        else:
+            assert plan.room_for(part, pages=int(state.cache.lengths.pages))
+            state, step, pool = inference.extend(model, tokens[at : at + part], plan, state, pool)
+        at += part
+        np.testing.assert_allclose(step.logits[0], expected[at - 1], rtol=0, atol=tolerances.LOGITS)
+        decoding.decoded = 0
+        for token in tokens[at : at + 7 * number + 3]:
+            forced = jnp.asarray([token], jnp.int32)
+            state = inference.dataclasses.replace(state, last_tokens=forced)
+            state, _, pool = decoding.step(state, pool)
+            at += 1
+        assert int(state.cache.lengths.seen[0]) == at
+
+
+def test_what_is_generated_behind_parts_equals_the_whole(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    tokens, exact = families.tokens(500), Clustered(budget=2000)
+    plan = plan_for(model, exact, [tokens], 1000)
+    state, step, pool = inference.prefill(model, [tokens[:300]], plan)
+    state, step, pool = inference.extend(model, tokens[300:], plan, state, pool)
+    decoding, found = inference.Decoding(model, plan), [int(step.tokens_and_pages[0, 0])]
+    for _ in range(40):
+        state, step, pool = decoding.step(state, pool)
+        found.append(int(step.tokens_and_pages[0, 0]))
+    np.testing.assert_array_equal(found, greedy(model, Full(), [tokens], 41)[0][0])
