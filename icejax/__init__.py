@@ -5,6 +5,7 @@ from icejax.errors import InputError
 from icejax.generation import GenerationResponse, generate, load, stream_generate
 from icejax.prompts import chat
 from icejax.sampling import Sampling
+from icejax.session import Session
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "GenerationResponse",
     "InputError",
     "Sampling",
+    "Session",
     "chat",
     "generate",
     "load",

@@ -22,9 +22,12 @@ from rich.table import Table
 from icejax.cache import POLICIES, CachePolicy
 from icejax.errors import InputError
 from icejax.generation import ASSETS, MAX_NEW_TOKENS, GenerationResponse, join, load, stream_generate
+from icejax.models import CausalLM
 from icejax.prompts import chat, encode
 from icejax.sampling import Sampling
+from icejax.session import Session
 
+DEFAULT_CACHE = "clustered"
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 
@@ -60,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     parser.add_argument(
-        "--cache", default="clustered", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: %(default)s)"
+        "--cache", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT_CACHE}, or the session's)"
     )
     parser.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
     parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
@@ -68,6 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--cache-option", action="append", default=[], metavar="KEY=VALUE", help=f"repeatable; {_options_by_cache()}"
     )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
+    parser.add_argument(
+        "--session",
+        type=Path,
+        metavar="DIR",
+        help="put the prompts one after another to the session kept there, or to a new one",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
     parser.add_argument("--compile-cache", metavar="DIR", help="where compiled programs are kept; 'none' keeps none")
@@ -184,7 +193,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     """Answers the prompts of the command line; raises InputError for bad input."""
     sampling = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
     options = cache_options(arguments.cache_option, budget=arguments.budget, page_size=arguments.page_size)
-    policy = make_policy(arguments.cache, options)
+    policy = make_policy(arguments.cache or DEFAULT_CACHE, options)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
     if arguments.batch_size < 1:
@@ -200,6 +209,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         )
     if arguments.chat:
         prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
+    if arguments.session is not None:
+        _run_session(arguments, console, model, tokenizer, policy if _cache_named(arguments) else None, sampling, prompts)
+        return
     encode(
         model, tokenizer, prompts, special_tokens=not arguments.chat, context_length=arguments.context_length
     )  # all, before any
@@ -223,6 +235,43 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             responses += _show(stream, arguments, bars, alone=len(prompts) == 1)
     if console.is_terminal or _is_example(arguments):
         console.print(_table(responses))
+
+
+def _run_session(
+    arguments: argparse.Namespace,
+    console: Console,
+    model: CausalLM,
+    tokenizer: Any,
+    policy: CachePolicy | None,
+    sampling: Sampling,
+    prompts: list[str],
+) -> None:
+    """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
+    if arguments.session.exists():
+        session = Session.load(arguments.session, model, tokenizer, cache=policy)
+    else:
+        session = Session(model, tokenizer, cache=policy, context_length=arguments.context_length)
+    responses = []
+    for prompt in prompts:
+        with _progress(console) as bars:
+            stream = session.stream(
+                prompt,
+                sampling=sampling,
+                max_new_tokens=arguments.max_new_tokens,
+                stop=arguments.stop,
+                seed=arguments.seed,
+                special_tokens=not arguments.chat,
+            )
+            responses += _show(stream, arguments, bars, alone=len(prompts) == 1)
+        session.save(arguments.session)
+    if console.is_terminal:
+        console.print(_table(responses))
+
+
+def _cache_named(arguments: argparse.Namespace) -> bool:
+    """Says whether the command line asks for a cache of its own choice, which a session's must then be."""
+    options = (arguments.budget, arguments.page_size)
+    return arguments.cache is not None or bool(arguments.cache_option) or any(x is not None for x in options)
 
 
 def _show(stream, arguments: argparse.Namespace, bars: Progress, *, alone: bool) -> list[GenerationResponse]:

@@ -130,32 +130,35 @@ def stream_generate(
     limits = [min(max_new_tokens, context_length - len(row)) for row in ids]
     started = time.perf_counter()
     plan = make_plan(model, cache, sampling, batch_size=len(ids), prompt_tokens=longest, new_tokens=max(limits))
-    state, step, pool = prefill(model, ids, plan, seed=seed, progress=progress)
-    decoding = Decoding(model, plan)
-    still = _still(model, cache, plan, state, pool)
+    run = Run(Decoding(model, plan), *prefill(model, ids, plan, seed=seed, progress=progress))
     eos = model.config.eos_token_ids
-    rows = [_Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
-    yield from _stream(rows, still, plan, decoding, state, step, pool, started)
+    rows = [Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
+    yield from stream(rows, still(model, cache, plan, run), plan, run, started)
 
 
-def _stream(
-    rows: Sequence[_Row],
-    still: dict[str, Any],
-    plan: Plan,
-    decoding: Decoding,
-    state: DecodeState,
-    step: Step,
-    pool: jax.Array | None,
-    started: float,
-) -> Iterator[GenerationResponse]:
-    """Decodes until every row has ended."""
-    step.tokens_and_pages.block_until_ready()
+@dataclass
+class Run:
+    """A generation on its way: its programs, and what changes from step to step."""
+
+    decoding: Decoding
+    state: DecodeState
+    step: Step
+    pool: jax.Array | None
+
+    def advance(self) -> None:
+        """Takes a decode step."""
+        self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
+
+
+def stream(rows: Sequence[Row], still: dict[str, Any], plan: Plan, run: Run, started: float) -> Iterator[GenerationResponse]:
+    """Decodes until every row has ended, and yields what comes; `run` is up to date whenever the caller has control."""
+    run.step.tokens_and_pages.block_until_ready()
     read_at, ttft = [], time.perf_counter() - started
     while any(row.finish_reason is None for row in rows):
-        pending = step
+        pending = run.step
         # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
         if read_at and not all(row.ends_with_next() for row in rows):
-            state, step, pool = decoding.step(state, pool)
+            run.advance()
         tokens, pages = np.asarray(pending.tokens_and_pages)
         first = not read_at
         read_at.append(time.perf_counter())
@@ -182,7 +185,7 @@ def _stream(
                 **still["fields"],
             )
         if first and any(row.finish_reason is None for row in rows):
-            state, step, pool = decoding.step(state, pool)
+            run.advance()
 
 
 def generate(model: CausalLM, tokenizer: Any, prompts: str | Sequence[str], **options: Any) -> list[GenerationResponse]:
@@ -200,7 +203,7 @@ def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
     )
 
 
-class _Row:
+class Row:
     """What is known on the host of one row: its tokens, its text, and why it ended."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], eos: tuple[int, ...], prompt_tokens: int, limit: int) -> None:
@@ -227,9 +230,10 @@ class _Row:
         return text + self._text.rest() if self.finish_reason is not None else text
 
 
-def _still(model: CausalLM, cache: CachePolicy, plan: Plan, state: DecodeState, pool: jax.Array | None) -> dict[str, Any]:
+def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str, Any]:
     """What does not change from token to token: the figures of the pytree, per row, and names."""
     config, batch = model.config, plan.spec.batch_size
+    state, pool = run.state, run.pool
     digest_bytes = sum(policy.digest_bytes(s) for policy, s in zip(plan.policies, state.cache.layers, strict=True))
     device_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache.layers))
     item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
+from bench.needle import task
 from icejax import command
 from icejax.generation import ASSETS, GenerationResponse
 from tests import families
@@ -48,7 +50,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["prompt_tokens"] == 3000 and found["new_tokens"] == len(found["token_ids"]) <= 4
     layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
     assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
-    assert found["digest_bytes"] == layers * (kv_heads * pages * (3 * size * item + 4) + 4)
+    assert found["digest_bytes"] == layers * (kv_heads * pages * (3 * size * item + 4) + 8)
     assert found["host_kv_bytes"] == layers * kv_heads * pages * 16 * 2 * size * item
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
     assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps
@@ -262,3 +264,19 @@ def test_device_part_of_a_32k_prompt_is_under_15_percent_of_the_full_cache(capsy
     found = json.loads(out)
     assert status == 0 and found["prompt_tokens"] == 32000
     assert found["device_kv_bytes"] + found["digest_bytes"] < 0.15 * found["full_kv_bytes"]
+
+
+def test_a_session_goes_on_from_the_shell(capsys, tmp_path):
+    context = task.context(np.random.default_rng(4), length=1200, facts=task.Facts(keys=3), split="heldout")
+    (tmp_path / "document.txt").write_bytes(context.text)
+    kept = ("--session", str(tmp_path / "kept"))
+    status, out, _ = run(
+        capsys, "--prompt-file", str(tmp_path / "document.txt"), "--max-new-tokens", "1", *kept, "--budget", "64"
+    )
+    assert status == 0 and len(out) <= 2
+    for question in context.questions[:2]:
+        assert run(capsys, "--prompt", question.text, *kept) == (0, question.answer + "\n", "")
+    both = [part for q in context.questions[1:] for part in ("--prompt", q.text)]
+    assert run(capsys, *both, *kept)[1] == "".join(q.answer + "\n" for q in context.questions[1:])
+    assert run(capsys, "--prompt", "x", *kept, "--budget", "128")[0] == 2
+    assert run(capsys, "--prompt", "x", "--session", str(tmp_path))[0] == 2

@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("checkpoint", "sampling", "inference", "detokenize", "prompts"),
     ("generation",),
+    ("session",),
     ("command",),
     ("generate", "__init__"),
 )

@@ -311,7 +311,7 @@ class Clustered(CachePolicy):
         return state.selected
 
     def digest_bytes(self, state: ClusteredState) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves(state.levels)) + state.selected.nbytes
+        return sum(x.nbytes for x in jax.tree.leaves((state.levels, state.selected, state.num_sinks)))
 
     @property
     def _fill(self) -> int:

@@ -52,14 +52,16 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(target: Path, *, force: bool) -> Iterator[Path]:
+def writing(target: Path, *, force: bool, mark: str = "config.json") -> Iterator[Path]:
     """Yields a folder beside `target` that takes its place by rename when the block ends well, and is removed else.
 
     Raises:
-        InputError: `target` exists and `force` is False, or `target` is there and no checkpoint folder.
+        InputError: `target` exists and `force` is False, or `target` is there and does not hold the file `mark`, by which
+            a folder of this kind is known.
     """
-    if target.exists() and not (target / "config.json").exists():
-        raise InputError(f"{target} exists and is no checkpoint folder: choose another place")
+    if target.exists() and not (target / mark).exists():
+        kind = "checkpoint" if mark == "config.json" else mark.removesuffix(".json")
+        raise InputError(f"{target} exists and is no {kind} folder: choose another place")
     if target.exists() and not force:
         raise InputError(f"{target} exists: choose another place, or give --force to replace it")
     target.parent.mkdir(parents=True, exist_ok=True)

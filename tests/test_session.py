@@ -1,0 +1,142 @@
+"""Sessions: a later question sees all before it, and what is saved goes on as if it had not been."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import icejax
+from bench.needle import task
+from icejax import session as module
+from icejax.cache import Clustered, Full
+from icejax.session import Session
+from tests import families
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return icejax.load()
+
+
+def document(seed: int = 3) -> tuple[str, tuple[task.Question, ...]]:
+    context = task.context(np.random.default_rng(seed), length=1500, facts=task.Facts(keys=4), split="heldout")
+    return context.text.decode(), context.questions
+
+
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
+def test_questions_follow_one_another(bundled, cache):
+    text, questions = document()
+    session = Session(*bundled, cache=cache, context_length=3000)
+    answers = [session.ask(text + questions[0].text)] + [session.ask(q.text) for q in questions[1:]]
+    assert [a.text for a in answers] == [q.answer for q in questions]
+    # All tokens, in order, the end-of-text token after each answer included.
+    parts = [part for q in questions for part in (list(q.text.encode()), list(q.answer.encode()), [task.EOS])]
+    assert session.token_ids == list(text.encode()) + [token for part in parts for token in part]
+    assert [a.prompt_tokens for a in answers] == [len(text) + 12 + i * (12 + 7) for i in range(4)]
+
+
+def test_a_second_question_gives_what_one_long_prompt_gives(tmp_path):
+    """With a budget for all tokens nothing is approximated, so the texts in a row are as one text."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    tokenizer = Letters()
+    session = Session(model, tokenizer, cache=Clustered(budget=2000), context_length=1200)
+    first = session.ask("a" * 300 + "bcd", max_new_tokens=30)
+    second = session.ask("zyx" * 40, max_new_tokens=30)
+    whole = tokenizer.decode(session.token_ids[: 303 + first.new_tokens + 120])
+    (expected,) = icejax.generate(model, tokenizer, whole, cache=Full(), max_new_tokens=30)
+    assert second.token_ids == expected.token_ids and len(second.token_ids) == 30
+
+
+class Letters:
+    """A tokenizer of one token per letter, a to z and on."""
+
+    all_special_ids: tuple[int, ...] = ()
+    is_fast = True
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(c) - 33 for c in text]}
+
+    def decode(self, ids, **_):
+        return "".join(chr(int(i) + 33) for i in ids)
+
+
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64), Clustered(budget=64, digest_dtype="int8")], ids=repr)
+def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, cache):
+    text, questions = document()
+    session = Session(*bundled, cache=cache, context_length=3000)
+    session.ask(text + questions[0].text, max_new_tokens=40)
+    session.save(tmp_path / "kept")
+    loaded = Session.load(tmp_path / "kept", *bundled)
+    for question in questions[1:3]:
+        for each in (session, loaded):
+            each.last = each.ask(question.text, max_new_tokens=20)
+        assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
+        np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
+
+
+def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
+    text, questions = document()
+    session = Session(*bundled, cache=Clustered(budget=64), context_length=3000)
+    for piece in session.stream(text + questions[0].text):
+        if piece.new_tokens == 3:
+            break
+    assert session.token_ids[-3:] == list(questions[0].answer[:3].encode())
+    assert session.ask("\n" + questions[1].text).text == questions[1].answer
+
+
+def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
+    text, questions = document()
+    session = Session(*bundled, cache=Clustered(budget=64), context_length=3000)
+    with pytest.raises(icejax.InputError, match="session is empty: ask something before saving it"):
+        session.save(tmp_path / "kept")
+    session.ask(text, max_new_tokens=2)
+    session.save(tmp_path / "kept")
+    other = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    with pytest.raises(
+        icejax.InputError, match=r"was saved with config\.\w+ = .+, here it is .+: use the same, or another folder"
+    ):
+        Session.load(tmp_path / "kept", other, bundled[1])
+    with pytest.raises(icejax.InputError, match=r"saved with cache\.budget = 64, here it is 128: use the same"):
+        Session.load(tmp_path / "kept", *bundled, cache=Clustered(budget=128))
+    model, tokenizer = icejax.load()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight[...] = weight[...] + 1
+    with pytest.raises(icejax.InputError, match=r"was saved with weights = \d+, here it is \d+"):
+        Session.load(tmp_path / "kept", model, tokenizer)
+    with pytest.raises(icejax.InputError, match="is no session: expected a folder that Session.save or --session wrote"):
+        Session.load(tmp_path, *bundled)
+
+
+def test_an_interrupted_save_leaves_the_old_one_whole(bundled, tmp_path, monkeypatch):
+    text, questions = document()
+    session = Session(*bundled, cache=Clustered(budget=64), context_length=3000)
+    session.ask(text, max_new_tokens=2)
+    session.save(tmp_path / "kept")
+    old = json.loads((tmp_path / "kept" / module.ABOUT).read_text())
+    session.ask(questions[0].text, max_new_tokens=2)
+
+    def interrupted(path, leaves):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.orbax, "save", interrupted)
+        session.save(tmp_path / "kept")
+    assert [x.name for x in tmp_path.iterdir()] == ["kept"]
+    assert Session.load(tmp_path / "kept", *bundled).token_ids == old["token_ids"]
+    session.save(tmp_path / "kept")
+    assert Session.load(tmp_path / "kept", *bundled).token_ids == session.token_ids
+    shutil.rmtree(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(icejax.InputError, match="exists and is no session folder: choose another place"):
+        session.save(tmp_path / "kept")
+
+
+def test_a_full_session_says_so(bundled):
+    session = Session(*bundled, cache=Clustered(budget=64), context_length=300)
+    session.ask("x" * 200, max_new_tokens=20)
+    with pytest.raises(
+        icejax.InputError, match=r"the session holds 220 tokens and the text has 100: its context of 300 is full"
+    ):
+        session.ask("y" * 100)
+    assert session.ask("y" * 20, max_new_tokens=5).new_tokens <= 5
