@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.needle import task
-from icejax.inference import ladder
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import causal
+from icejax.plan import ladder
 
 
 @dataclass(frozen=True)

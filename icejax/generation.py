@@ -17,8 +17,9 @@ from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.detokenize import Detokenizer
 from icejax.errors import InputError
-from icejax.inference import DecodeState, Decoding, Plan, Step, make_plan, prefill
+from icejax.inference import DecodeState, Decoding, Step, prefill
 from icejax.models import CausalLM
+from icejax.plan import Plan, make_plan
 from icejax.prompts import encode
 from icejax.sampling import Sampling
 
@@ -99,6 +100,7 @@ def stream_generate(
     special_tokens: bool = True,
     context_length: int | None = None,
     progress: Callable[[int], None] | None = None,
+    watch: Callable[[DecodeState], None] | None = None,
 ) -> Iterator[GenerationResponse]:
     """Yields each row's text piece by piece; a row's last piece has a `finish_reason`.
 
@@ -110,6 +112,7 @@ def stream_generate(
         special_tokens: whether the tokenizer adds its own (False for text that has them, as from `chat`).
         context_length: tokens of prompt and answer together; None: the model's own.
         progress: called with the number of layers done while the prompt runs.
+        watch: called with the state after every step; it must not keep the arrays, which the next step takes.
 
     Raises:
         InputError: a prompt is empty or too long, or the host has too little memory; before anything runs.
@@ -130,7 +133,7 @@ def stream_generate(
     limits = [min(max_new_tokens, context_length - len(row)) for row in ids]
     started = time.perf_counter()
     plan = make_plan(model, cache, sampling, batch_size=len(ids), prompt_tokens=longest, new_tokens=max(limits))
-    run = Run(Decoding(model, plan), *prefill(model, ids, plan, seed=seed, progress=progress))
+    run = Run(Decoding(model, plan), *prefill(model, ids, plan, seed=seed, progress=progress), watch)
     eos = model.config.eos_token_ids
     rows = [Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
     yield from stream(rows, still(model, cache, plan, run), plan, run, started)
@@ -144,10 +147,13 @@ class Run:
     state: DecodeState
     step: Step
     pool: jax.Array | None
+    watch: Callable[[DecodeState], None] | None = None
 
     def advance(self) -> None:
         """Takes a decode step."""
         self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
+        if self.watch is not None:
+            self.watch(self.state)
 
 
 def stream(rows: Sequence[Row], still: dict[str, Any], plan: Plan, run: Run, started: float) -> Iterator[GenerationResponse]:

@@ -21,8 +21,9 @@ from icejax.checkpoint import orbax
 from icejax.checkpoint.folder import writing
 from icejax.errors import InputError
 from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, join, still, stream
-from icejax.inference import SHORTEST, DecodeState, Decoding, Plan, Step, extend, make_plan, prefill
+from icejax.inference import DecodeState, Decoding, Step, extend, prefill
 from icejax.models import CausalLM
+from icejax.plan import SHORTEST, Plan, make_plan
 from icejax.prompts import encode
 from icejax.sampling import Sampling
 

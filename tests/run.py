@@ -11,8 +11,9 @@ import numpy as np
 
 from icejax.cache import CachePolicy
 from icejax.cache.policy import Lengths
-from icejax.inference import Decoding, Plan, make_plan, prefill
+from icejax.inference import Decoding, prefill
 from icejax.models import CausalLM
+from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
 
 

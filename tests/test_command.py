@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from bench.needle import task
-from icejax import command
+from icejax import command, options
 from icejax.generation import ASSETS, GenerationResponse
+from icejax.options import BUNDLED_PROMPT
 from tests import families
 
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
@@ -34,7 +35,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_without_arguments_the_bundled_example_is_answered(capsys):
     status, out, err = run(capsys)
-    prompt = command.BUNDLED_PROMPT.read_text()
+    prompt = BUNDLED_PROMPT.read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     answer = prompt[prompt.index(question) + len(question) :][:5]
     assert status == 0 and len(prompt) >= 8000
@@ -43,7 +44,7 @@ def test_without_arguments_the_bundled_example_is_answered(capsys):
 
 
 def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
-    prompt = command.BUNDLED_PROMPT.read_text()[-3000:]
+    prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--json", *SHORT)
     found = json.loads(out)
     assert status == 0 and err == "" and set(found) == FIELDS
@@ -106,7 +107,7 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
 
 
 def test_cache_options_reach_the_policy():
-    policy = command.make_policy("clustered", {"budget": 128, "page_size": "8", "sinks": "none", "dense_layers": "1"})
+    policy = options.make_policy("clustered", {"budget": 128, "page_size": "8", "sinks": "none", "dense_layers": "1"})
     assert (policy.budget, policy.page_size, policy.sinks, policy.dense_layers) == (128, 8, None, 1)
 
 
@@ -258,7 +259,7 @@ def test_response_is_documented():
 
 @pytest.mark.slow
 def test_device_part_of_a_32k_prompt_is_under_15_percent_of_the_full_cache(capsys, tmp_path):
-    text = command.BUNDLED_PROMPT.read_text() * 3
+    text = BUNDLED_PROMPT.read_text() * 3
     (tmp_path / "book.txt").write_text(text[:32000])
     status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "book.txt"), "--cache", "clustered", "--json", *SHORT)
     found = json.loads(out)

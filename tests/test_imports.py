@@ -15,10 +15,10 @@ LAYERS = (
     ("ops",),
     ("cache",),
     ("models",),
-    ("checkpoint", "sampling", "inference", "detokenize", "prompts"),
-    ("generation",),
+    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts"),
+    ("generation", "explain"),
     ("session",),
-    ("command",),
+    ("options", "command"),
     ("generate", "__init__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax import inference
 from icejax.cache import Clustered, Full
+from icejax.plan import ladder, make_plan
 from icejax.sampling import Sampling
 from tests import families
 from tests.run import greedy, plan_for
@@ -15,7 +16,7 @@ from tests.run import greedy, plan_for
 
 @given(st.integers(1, 2_000_000))
 def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens):
-    size = inference.ladder(tokens)
+    size = ladder(tokens)
     assert tokens <= size <= max(256, tokens * 3 // 2 + 1)
     assert tokens <= 16384 or size - tokens < 8192
     spans = -(-size // 8192)
@@ -76,7 +77,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(30)
     sampling = Sampling(repetition_penalty=1e6)
-    plan = inference.make_plan(model, Full(), sampling, batch_size=1, prompt_tokens=30, new_tokens=30)
+    plan = make_plan(model, Full(), sampling, batch_size=1, prompt_tokens=30, new_tokens=30)
     state, step, pool = inference.prefill(model, [prompt], plan)
     chosen, decoding = [int(state.last_tokens[0])], inference.Decoding(model, plan)
     for _ in range(29):

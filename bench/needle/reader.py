@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import icejax
-from icejax.inference import Decoding, make_plan, prefill
+from icejax.inference import Decoding, prefill
+from icejax.plan import make_plan
 from icejax.sampling import Sampling
 
 

@@ -50,7 +50,7 @@ STAGES = (
     Stage(length=640, steps=900, batch=10, keys=8, crowd=32),
     Stage(length=640, steps=700, batch=10, keys=4, chains=1, hops=2, crowd=16, rate=0.8, kinds=task.KINDS),
     Stage(length=2048, steps=700, batch=4, keys=12, chains=2, hops=3, crowd=16, rate=0.6, kinds=task.KINDS),
-    Stage(length=8192, steps=350, batch=1, keys=16, chains=3, hops=4, crowd=4, rate=0.4, kinds=task.KINDS),
+    Stage(length=8192, steps=120, batch=1, keys=16, chains=3, hops=4, crowd=4, rate=0.4, kinds=task.KINDS),
 )
 
 

@@ -9,38 +9,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from icejax.cache import growth
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
+from icejax.cache.state import ClusteredState, per_head, rows, take
 from icejax.errors import InputError
 from icejax.ops import tree
-from icejax.ops.attention import attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
-
-STREAMED = 128  # pages that new tokens attend to at once
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ClusteredState:
-    """What the device keeps of a layer.
-
-    Attributes:
-        num_sinks: sinks of each row; a prompt may be shorter.
-        sinks_k, sinks_v: the first tokens.
-        window_k, window_v: the newest tokens, oldest first.
-        levels: the digest tree: one digest per page of the pool, and the nodes above.
-        selected: pages attended exactly in the newest step, over KV heads.
-    """
-
-    num_sinks: jax.Array  # i32[B]
-    sinks_k: jax.Array  # dtype[B, K, sinks, H]
-    sinks_v: jax.Array
-    window_k: jax.Array  # dtype[B, K, window, H]
-    window_v: jax.Array
-    levels: tuple[Digests, ...]
-    selected: jax.Array  # i32[B]
 
 
 @dataclass(frozen=True)
@@ -158,25 +135,27 @@ class Clustered(CachePolicy):
         heads = (spec.batch_size, spec.num_kv_heads)
         sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.num_sinks, self.num_window))
         levels = tree.build(empty((*heads, self.num_pages(spec)), spec.head_dim, self.digest_dtype or spec.dtype))
-        zeros = jnp.zeros(spec.batch_size, jnp.int32)
-        return ClusteredState(zeros, sinks, sinks, window, window, levels, zeros)
+        page_ids = jnp.zeros((*heads, self.num_fetched(levels[0].count.shape[-1])), jnp.int32)
+        weights = jnp.zeros((*page_ids.shape, self.page_size))
+        return ClusteredState(jnp.zeros(spec.batch_size, jnp.int32), sinks, sinks, window, window, levels, page_ids, weights)
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
         tokens = k.shape[1]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         prompt = lengths.prompt[:, None]
         sinks, num_sinks = jnp.arange(self.num_sinks)[None, :], jnp.minimum(self.num_sinks, prompt)
-        state_sinks = [_take(x, sinks, sinks < prompt) for x in (k, v)]
-        recent = self._window_positions(lengths)
-        kept = (recent >= num_sinks) & (recent < prompt)
-        state_window = [_take(x, recent, kept) for x in (k, v)]
+        state_sinks = [take(x, sinks, sinks < prompt) for x in (k, v)]
+        recent = self.window_positions(lengths)
+        held = (recent >= num_sinks) & (recent < prompt)
+        state_window = [take(x, recent, held) for x in (k, v)]
         # The middle, in pages. A full window page is left free, so that pages are flushed at the same step in all rows.
         middle = jnp.arange(tokens)[None, :] + self.num_sinks
-        valid = middle < self._window_start(lengths)
-        k, v = (_take(x, middle, valid) for x in (k, v))
-        k, v, digests = self._paged(k, v, valid)
+        valid = middle < self.window_start(lengths)
+        k, v = (take(x, middle, valid) for x in (k, v))
+        k, v, digests = self.paged(k, v, valid)
         pages = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digests)
-        state = ClusteredState(num_sinks[:, 0], *state_sinks, *state_window, tree.build(pages), state.selected)
+        kept = (num_sinks[:, 0], *state_sinks, *state_window, tree.build(pages))
+        state = ClusteredState(*kept, state.page_ids, state.weights)
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
@@ -186,13 +165,13 @@ class Clustered(CachePolicy):
                 jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], slot, axis=2)
                 for old, new in ((state.window_k, k), (state.window_v, v))
             )
-            sinks_mask, window_mask = self._resident_masks(state, lengths, seen=lengths.seen + 1)
+            sinks_mask, window_mask = self.resident_masks(state, lengths, seen=lengths.seen + 1)
         resident = tuple(
             jnp.concatenate([first, last], axis=2)
             for first, last in (
                 (state.sinks_k, window_k),
                 (state.sinks_v, window_v),
-                (_per_head(sinks_mask, k), _per_head(window_mask, k)),
+                (per_head(sinks_mask, k), per_head(window_mask, k)),
             )
         )
         with jax.named_scope("select"):
@@ -208,76 +187,33 @@ class Clustered(CachePolicy):
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
             room = self.budget - resident[2].sum(-1)
-            out, attended = attend_paged(
-                _rows(queries),
-                tuple(map(_rows, resident)),
-                tuple(map(_rows, (*pages, slots_mask))),
-                (_rows(found.tail_out), _rows(found.tail_lse)),
-                room=_rows(room),
+            out, weights = attend_paged(
+                rows(queries),
+                tuple(map(rows, resident)),
+                tuple(map(rows, (*pages, slots_mask))),
+                (rows(found.tail_out), rows(found.tail_lse)),
+                room=rows(room),
                 most=self._most_paged,
                 tail=self.tail,
             )
-        selected = attended.any(-1).reshape(*slots_mask.shape[:3]).sum((1, 2), dtype=jnp.int32)
-        out = out.reshape(q.shape).astype(q.dtype)
-        return out, dataclasses.replace(state, window_k=window_k, window_v=window_v, selected=selected)
+        weights = weights.reshape(slots_mask.shape)
+        state = dataclasses.replace(state, window_k=window_k, window_v=window_v, page_ids=found.page_ids, weights=weights)
+        return out.reshape(q.shape).astype(q.dtype), state
 
     def extend(self, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer):
-        batch, tokens, heads, size = k.shape
-        new_k, new_v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        with jax.named_scope("attend"):
-            found = causal_with_lse(q, k, v, lengths=new, window=None)
-            resident = zip(
-                (state.sinks_k, state.window_k),
-                (state.sinks_v, state.window_v),
-                self._resident_masks(state, lengths, seen=lengths.seen),
-                strict=True,
-            )
-            for keys, values, mask in resident:
-                found = merge_by_lse(*found, *attend_all(q, keys, values, _per_head(mask, new_k[:, :, 0])))
-            counts = state.levels[0].count
-            block = min(STREAMED, counts.shape[2])
+        return growth.extend(self, state, q, k, v, lengths, new, pool)
 
-            def page_block(i: jax.Array, found):
-                ids = i * block + jnp.arange(block, dtype=jnp.int32)
-                keys, values = pool.fetch(
-                    jnp.broadcast_to(jnp.minimum(ids, counts.shape[2] - 1)[None, None], (batch, heads, block))
-                )
-                held = jnp.where((ids < counts.shape[2])[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
-                mask = (jnp.arange(self.page_size)[None, None, None] < held[..., None]).reshape(batch, heads, -1)
-                keys, values = (x.reshape(batch, heads, -1, size) for x in (keys, values))
-                return merge_by_lse(*found, *attend_all(q, keys, jnp.where(mask[..., None], values, 0), mask))
-
-            out, _ = jax.lax.fori_loop(0, (lengths.pages + block - 1) // block, page_block, found)
-        with jax.named_scope("pack"):
-            # The window and the new tokens behind one another, by position: the newest stay, the others go to pages.
-            start, sinks = self._window_start(lengths), state.num_sinks[:, None]
-            after = Lengths(lengths.seen + new, jnp.zeros_like(lengths.decoded), lengths.pages)
-
-            def at(positions: jax.Array, valid: jax.Array):
-                old, seen = positions < lengths.seen[:, None], lengths.seen[:, None]
-                return (
-                    _take(window, positions - start, valid & old) + _take(x, positions - seen, valid & ~old)
-                    for window, x in ((state.window_k, new_k), (state.window_v, new_v))
-                )
-
-            recent, first = self._window_positions(after), jnp.maximum(start, sinks)
-            window_k, window_v = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
-            leaving = first + jnp.arange(tokens)[None, :]
-            valid = leaving < self._window_start(after)
-            keys, values, digests = self._paged(*at(leaving, valid), valid)
-            leaves = _put(state.levels[0], digests, lengths.pages)
-        state = dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=tree.build(leaves))
-        used = (valid.sum(1).max() + self.page_size - 1) // self.page_size
-        return out, state, (jnp.stack([keys, values], axis=3).transpose(2, 0, 1, 3, 4, 5), used)
+    def compact(self, state: ClusteredState, pages: jax.Array, lengths: Lengths):
+        return growth.compact(self, state, pages, lengths)
 
     def flush(self, state: ClusteredState, lengths: Lengths):
         # Called with the window full: its first page holds the positions just before those that will start the next.
         p = self.page_size
-        position = self._window_positions(lengths)[:, :p] - p
+        position = self.window_positions(lengths)[:, :p] - p
         count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
         slots = jnp.arange(p)[None, :]
         # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
-        page_k, page_v = (_take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
+        page_k, page_v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
         mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
         levels = tree.replace_page(
             state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask, self.digest_dtype), lengths.pages
@@ -286,20 +222,13 @@ class Clustered(CachePolicy):
         page = jnp.stack([page_k, page_v], axis=2)
         return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page
 
-    def compact(self, state: ClusteredState, pages: jax.Array, lengths: Lengths):
-        count, batch, heads, _, p, size = pages.shape
-        first, tokens = lengths.pages - count, count * p
-        counts = jax.lax.dynamic_slice_in_dim(state.levels[0].count, first, count, axis=2)
-        there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)
-        # Tokens first, for a page that was flushed in part.
-        forward, valid = jnp.argsort(~there, axis=1, stable=True), jnp.sort(there, axis=1, descending=True)
-        k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
-        k, v = (_take(x, forward, valid) for x in (k, v))
-        k, v, digests = self._paged(k, v, valid)
-        levels = tree.build(_put(state.levels[0], digests, first))
-        return dataclasses.replace(state, levels=levels), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+    def pages_selected(self, state: ClusteredState) -> jax.Array:
+        return (state.weights > 0).any(-1).sum((1, 2), dtype=jnp.int32)
 
-    def _paged(self, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array, Digests]:
+    def digest_bytes(self, state: ClusteredState) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves((state.levels, state.num_sinks, state.page_ids, state.weights)))
+
+    def paged(self, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array, Digests]:
         """Packs tokens [B, K, T, H] of which `valid` [B, T] says which there are into pages [B, K, P, p, H]."""
         order = pack(k, valid, page_size=self.page_size, span=self.span)
         shape = (*k.shape[:2], -1, self.page_size)
@@ -307,48 +236,20 @@ class Clustered(CachePolicy):
         k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, k.shape[-1]) for x in (k, v))
         return k, v, digest(k, v, mask, self.digest_dtype)
 
-    def pages_selected(self, state: ClusteredState) -> jax.Array:
-        return state.selected
-
-    def digest_bytes(self, state: ClusteredState) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves((state.levels, state.selected, state.num_sinks)))
-
     @property
     def _fill(self) -> int:
         """Tokens in the window after a prompt and after every flush."""
         return self.num_window - self.page_size
 
-    def _resident_masks(self, state: ClusteredState, lengths: Lengths, *, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def resident_masks(self, state: ClusteredState, lengths: Lengths, *, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns which slots of the sinks and of the window hold a token, bool[B, S], when `seen` [B] tokens have come."""
-        recent, sinks = self._window_positions(lengths), state.num_sinks[:, None]
+        recent, sinks = self.window_positions(lengths), state.num_sinks[:, None]
         return jnp.arange(self.num_sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
 
-    def _window_start(self, lengths: Lengths) -> jax.Array:
+    def window_start(self, lengths: Lengths) -> jax.Array:
         """Position of the window's first slot, i32[B, 1]; below the sinks' end for short prompts."""
         flushed = lengths.decoded // self.page_size * self.page_size
         return lengths.prompt[:, None] - self._fill + flushed
 
-    def _window_positions(self, lengths: Lengths) -> jax.Array:
-        return self._window_start(lengths) + jnp.arange(self.num_window)[None, :]
-
-
-def _put(pages: Digests, new: Digests, first: jax.Array) -> Digests:
-    """Returns the digests of all pages with new ones from page `first` on."""
-    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), pages, new)
-
-
-def _rows(x: jax.Array) -> jax.Array:
-    """Returns [B, K, ...] as [B K, ...]."""
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _per_head(mask: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns a mask of rows [B, S] for every KV head of `k` [B, K, H]."""
-    return jnp.broadcast_to(mask[:, None, :], (*k.shape[:2], mask.shape[1]))
-
-
-def _take(x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the tokens of `x` [B, K, T, H] at `positions` [B or 1, S], zero where `mask` is False."""
-    positions, mask = jnp.broadcast_arrays(positions, mask)
-    index = jnp.clip(positions, 0, x.shape[2] - 1)[:, None, :, None]
-    return jnp.where(mask[:, None, :, None], jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds"), 0)
+    def window_positions(self, lengths: Lengths) -> jax.Array:
+        return self.window_start(lengths) + jnp.arange(self.num_window)[None, :]

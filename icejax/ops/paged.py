@@ -18,8 +18,8 @@ def attend_paged(
     room: Int[Array, " R"],
     most: int,
     tail: bool,
-) -> tuple[Float[Array, "R G H"], Bool[Array, "R M p"]]:
-    """Returns the attention in fp32, and which page tokens it attended to exactly.
+) -> tuple[Float[Array, "R G H"], Float[Array, "R M p"]]:
+    """Returns the attention in fp32, and what the page tokens attended exactly weigh, summed over heads; 0 for the others.
 
     Exact are all resident tokens and the `room` page tokens of largest attention weight, summed over the query heads. Every
     other token of a page counts with its exact weight and the mean value of its page's others; `rest` is the output and the
@@ -49,10 +49,10 @@ def attend_paged(
     weight = own.sum(-1) + exact.sum(-1)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
     out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, size))
-    chosen = chosen.reshape(slots.shape)
+    weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
     if not tail:
-        return out / jnp.maximum(weight, 1e-30)[..., None], chosen
-    others = slots & ~chosen
+        return out / jnp.maximum(weight, 1e-30)[..., None], weights
+    others = slots & (weights == 0)
     share = (found - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
     means = (
         EINSUM("rmp,rmph->rmh", others.astype(values.dtype), values_paged)
@@ -60,4 +60,4 @@ def attend_paged(
     )
     weight += share.sum(-1)
     out = (out + EINSUM("rgm,rmh->rgh", share, means)) / weight[..., None]
-    return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0], chosen
+    return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0], weights

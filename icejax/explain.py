@@ -1,0 +1,134 @@
+"""Which positions of a prompt an answer looked at: a picture and a table of what each layer attended to exactly."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache import Clustered
+from icejax.cache.clustered import ClusteredState
+from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
+from icejax.errors import InputError
+from icejax.inference import DecodeState
+from icejax.models import CausalLM
+from icejax.models.decoder import DecoderLayer
+from icejax.ops.attention import causal
+from icejax.plan import Plan, make_plan
+from icejax.sampling import Sampling
+
+BINS = 480  # columns of the picture
+
+
+class Explanation:
+    """Adds up, step by step, the attention that each position of one prompt had, where it was attended to exactly.
+
+    Attributes:
+        weights: layer -> f64[S], summed over decode steps and query heads; sinks and window are left out.
+        steps: decode steps so far.
+    """
+
+    def __init__(self, model: CausalLM, prompt: Sequence[int], cache: CachePolicy, *, new_tokens: int) -> None:
+        """Runs the prompt to learn which positions stand in which page.
+
+        Args:
+            prompt: token ids.
+            new_tokens: at most; as in the generation that is explained.
+
+        Raises:
+            InputError: the cache keeps all tokens on the device, so that there is nothing to explain.
+        """
+        plan = make_plan(model, cache, Sampling(), batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
+        if not isinstance(cache, Clustered) or not plan.pooled:
+            raise InputError("--explain shows what is fetched from the host: it needs --cache clustered")
+        self._positions = _positions(model, prompt, plan)
+        self.weights = {layer: np.zeros(len(prompt)) for layer in plan.pooled}
+        self.steps = 0
+
+    def watch(self, state: DecodeState) -> None:
+        """Adds one step; to be given to `stream_generate`."""
+        self.steps += 1
+        for layer, total in self.weights.items():
+            newest: ClusteredState = state.cache.layers[layer]
+            pages, weights = np.asarray(newest.page_ids)[0], np.asarray(newest.weights)[0]
+            of = self._positions[layer]  # K P p
+            for head in range(len(pages)):
+                inside = (pages[head] < of.shape[1]) & (weights[head] > 0).any(-1)  # the others hold generated tokens
+                kept = weights[head][inside]
+                np.add.at(total, of[head, pages[head][inside]][kept > 0], kept[kept > 0])
+
+    def save(self, picture: Path) -> None:
+        """Writes the picture, and the same figures beside it as JSON; both appear whole or not at all."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+        from matplotlib.colors import LogNorm
+
+        layers, tokens = sorted(self.weights), len(next(iter(self.weights.values())))
+        edges = np.linspace(0, tokens, min(BINS, tokens) + 1).astype(int)
+        heat = np.stack([np.add.reduceat(self.weights[layer], edges[:-1]) for layer in layers]) / max(1, self.steps)
+        figure, axes = plt.subplots(figsize=(11, 1.6 + 0.28 * len(layers)), layout="constrained")
+        extent = (0, tokens, len(layers) - 0.5, -0.5)
+        norm = LogNorm(vmin=1e-3 * heat.max() or 1.0, vmax=heat.max() or 2.0, clip=True)
+        shown = axes.imshow(heat, aspect="auto", interpolation="nearest", cmap="magma", extent=extent, norm=norm)
+        axes.set(xlabel="position in the prompt", ylabel="layer", yticks=range(len(layers)), yticklabels=layers)
+        axes.set_title(f"attention to tokens from the host, summed over query heads, mean of {self.steps} steps")
+        figure.colorbar(shown, ax=axes)
+        part = picture.with_name(f".{picture.name}.part")
+        figure.savefig(part, dpi=110, format=picture.suffix[1:])
+        plt.close(figure)
+        found = {
+            str(layer): {str(i): float(f"{weights[i]:.4g}") for i in np.flatnonzero(weights)}
+            for layer, weights in self.weights.items()
+        }
+        table = picture.with_suffix(".json")
+        table.with_name(f".{table.name}.part").write_text(
+            json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=found))
+        )
+        os.replace(part, picture)
+        os.replace(table.with_name(f".{table.name}.part"), table)
+
+
+def check(picture: Path) -> None:
+    """Raises InputError if a picture cannot be written to `picture`, before anything runs."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError("--explain draws with matplotlib, which is not installed: pip install matplotlib") from None
+    if picture.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--explain needs a file that ends in .png, .svg or .pdf, got {picture}")
+    if not picture.absolute().parent.is_dir():
+        raise InputError(f"--explain: there is no folder {picture.absolute().parent}")
+
+
+def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, np.ndarray]:
+    """Returns, for every layer with pages, the positions i32[K, P, p] of their tokens."""
+    padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
+    padded[0, : len(prompt)] = prompt
+    lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
+    x, found = model.model.embed_tokens(jnp.asarray(padded)), {}
+    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
+        window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
+        x, pages = _layer(layer, x, lengths, policy=policy, spec=plan.spec, window=window)
+        if pages is not None:
+            found[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames="x")
+def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None):
+    """Runs a layer, and packs its keys with their positions in the place of their values."""
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    q, k, v = layer.self_attn.project(layer.input_layernorm(x), positions, lengths.prompt)
+    heads = causal(q, k, v, lengths=lengths.prompt, window=window)
+    where = jnp.broadcast_to(positions[..., None, None].astype(jnp.float32), v.shape)
+    pages = policy.prefill(policy.init(spec), q, k, where, lengths)[1]
+    x = x + layer.self_attn.output(heads)
+    return x + layer.mlp(layer.post_attention_layernorm(x)), pages

@@ -1,0 +1,92 @@
+"""What is fixed before a generation begins: how each layer caches, and the sizes that are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from icejax.cache import host, layer_policies
+from icejax.cache.policy import CachePolicy, CacheSpec
+from icejax.models import CausalLM
+from icejax.sampling import Sampling
+
+SHORTEST, STEP = 256, 8192  # tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is static about a generation: how each layer caches, how large, how tokens are chosen and what ends a text."""
+
+    policies: tuple[CachePolicy, ...]
+    spec: CacheSpec
+    sampling: Sampling
+    eos_token_ids: tuple[int, ...]
+    fetch_backend: str
+
+    @property
+    def pooled(self) -> tuple[int, ...]:
+        """The layers that keep pages in the pool, in the pool's order."""
+        return tuple(i for i, policy in enumerate(self.policies) if policy.num_pages(self.spec))
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a pool page; 0 without a pool."""
+        return self.policies[self.pooled[0]].page_size if self.pooled else 0
+
+    @property
+    def compact_every(self) -> int:
+        """Decoded tokens after which their pages are sorted anew; 0: never."""
+        return self.policies[self.pooled[0]].compact_every if self.pooled else 0
+
+    @property
+    def pages_fetched(self) -> int:
+        """Pages a row fetches in a step, over layers and KV heads."""
+        return sum(
+            self.spec.num_kv_heads * self.policies[i].num_fetched(self.policies[i].num_pages(self.spec)) for i in self.pooled
+        )
+
+    def padded(self, tokens: int) -> int:
+        """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
+        return ladder(tokens + max(policy.num_window for policy in self.policies))
+
+    def room_for(self, tokens: int, *, pages: int) -> bool:
+        """Says whether the pool can take new tokens behind `pages` pages."""
+        return not self.pooled or pages + self.padded(tokens) // self.page_size <= self.pool_shape[0]
+
+    @property
+    def pool_shape(self) -> tuple[int, ...] | None:
+        """Shape [P, L, B, K, 2, p, H] of the pool, None without one."""
+        if not self.pooled:
+            return None
+        spec, pages = self.spec, self.policies[self.pooled[0]].num_pages(self.spec)
+        return (pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, 2, self.page_size, spec.head_dim)
+
+
+def ladder(tokens: int) -> int:
+    """Returns the size a prompt of `tokens` is padded to, so that few sizes are compiled.
+
+    256, 384, 512, 768, ... to 16,384, and multiples of 8,192 above, where padding would cost memory.
+    """
+    if tokens > 2 * STEP:
+        return -(-tokens // STEP) * STEP
+    size = SHORTEST
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def make_plan(
+    model: CausalLM, policy: CachePolicy, sampling: Sampling, *, batch_size: int, prompt_tokens: int, new_tokens: int
+) -> Plan:
+    """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`."""
+    config = model.config
+    spec = CacheSpec(
+        batch_size=batch_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        prompt_capacity=ladder(prompt_tokens),
+        new_capacity=ladder(new_tokens),
+        dtype=model.dtype,
+    )
+    policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
+    pooled = any(p.num_pages(spec) for p in policies)
+    return Plan(policies, spec, sampling, config.eos_token_ids, host.fetch_backend() if pooled else "")
