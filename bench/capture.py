@@ -54,6 +54,18 @@ def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captu
     return found
 
 
+def tiled(layer: Captured, tokens: int, rng: np.random.Generator) -> Captured:
+    """Returns the layer with its keys and values repeated up to `tokens`, each copy with noise of half their deviation."""
+    copies = []
+    for x in (layer.k, layer.v):
+        times = -(-tokens // x.shape[1])
+        whole = np.tile(np.asarray(x), (1, times, 1))[:, :tokens]
+        noise = rng.standard_normal(whole.shape, np.float32) * (0.5 * np.asarray(x).std(1, keepdims=True))
+        noise[:, : x.shape[1]] = 0.0  # the first copy is the text itself
+        copies.append(jnp.asarray(whole + noise))
+    return Captured(layer.q, *copies, layer.layer)
+
+
 @jax.jit(static_argnames="window")
 def _layer(layer: DecoderLayer, x: jax.Array, lengths: jax.Array, *, window: int | None):
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 import icejax
-from bench.capture import Captured, capture, needle_prompt
+from bench.capture import Captured, capture, needle_prompt, tiled
 from icejax.generation import ASSETS
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, digest, score
@@ -40,6 +40,7 @@ FORMATIONS = {
     "tree-2048-greedy-runs-2": dict(block=2048, run=2),
     "tree-2048-greedy-runs-4": dict(block=2048, run=4),
 }
+METHOD_SETS = ("all", "default", "ours")
 PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
 
 
@@ -244,13 +245,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
     parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")
+    parser.add_argument(
+        "--tile", type=int, default=0, help="repeat each prompt's keys and values with noise up to so many tokens"
+    )
     parser.add_argument("--facts", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=3, help="prompts per length")
     parser.add_argument("--budgets", default="64,128,256")
     parser.add_argument("--page-sizes", default="16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formations", help=f"comma-separated, of {', '.join(FORMATIONS)} (default: all)")
-    parser.add_argument("--methods", choices=("all", "default", "ours"), default="all", help="ours: without the peers' scores")
+    parser.add_argument("--methods", choices=METHOD_SETS, default="all", help="default: tree and flat; ours: no peers' scores")
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
     model, _ = icejax.load(arguments.model, dtype="float32")
@@ -265,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     peers = [Method(score=name, tail=False, walk=False) for name in PEERS]
     methods = [*METHODS, *peers] if arguments.methods == "all" and not arguments.quick else METHODS
-    methods = [Method(), RERANKED] if arguments.methods == "default" else methods
+    methods = [RERANKED, replace(RERANKED, walk=False)] if arguments.methods == "default" else methods
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(jax.devices()[0].device_kind), jax=jax.__version__)
@@ -275,9 +279,10 @@ def main(argv: list[str] | None = None) -> int:
         for _ in track(
             range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
         ):
-            layers += capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
+            found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
+            layers += [tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found
         for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
-            print(json.dumps(dict(length=length) | row | where), flush=True)
+            print(json.dumps(dict(length=arguments.tile or length) | row | where), flush=True)
     return 0
 
 

@@ -44,6 +44,7 @@ class GenerationResponse:
         host_kv_bytes: the pool.
         full_kv_bytes: what the keys and values of all tokens so far take.
         pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads.
+        hit_rate: share of the pages needed that were on the device already (`Clustered.resident`); None without pages.
     """
 
     row: int
@@ -64,6 +65,7 @@ class GenerationResponse:
     full_kv_bytes: int
     pages_selected: int
     pages_fetched: int
+    hit_rate: float | None
     fetch_backend: str | None
     device: str
     dtype: str
@@ -165,13 +167,13 @@ def stream(rows: Sequence[Row], still: dict[str, Any], plan: Plan, run: Run, sta
         # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
         if read_at and not all(row.ends_with_next() for row in rows):
             run.advance()
-        tokens, pages = np.asarray(pending.tokens_and_pages)
+        tokens, selected, fetched = np.asarray(pending.tokens_and_pages)
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in enumerate(rows):
             if row.finish_reason is not None:
                 continue
-            text = row.take(int(tokens[i]), int(pages[i]))
+            text = row.take(int(tokens[i]), int(selected[i]), int(fetched[i]))
             count, ended = len(row.tokens), row.finish_reason is not None
             tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
             yield GenerationResponse(
@@ -186,8 +188,9 @@ def stream(rows: Sequence[Row], still: dict[str, Any], plan: Plan, run: Run, sta
                 prefill_tps=row.prompt_tokens / ttft,
                 decode_tps=1 / tpot if tpot is not None else None,
                 full_kv_bytes=still["token_bytes"] * (row.prompt_tokens + count),
-                pages_selected=row.pages,
-                pages_fetched=plan.pages_fetched * (count - 1),
+                pages_selected=row.selected,
+                pages_fetched=row.fetched,
+                hit_rate=1 - row.fetched / (plan.pages_needed * (count - 1)) if plan.pages_needed and count > 1 else None,
                 **still["fields"],
             )
         if first and any(row.finish_reason is None for row in rows):
@@ -214,7 +217,7 @@ class Row:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], eos: tuple[int, ...], prompt_tokens: int, limit: int) -> None:
         self.tokens: list[int] = []
-        self.pages = 0
+        self.selected = self.fetched = 0
         self.finish_reason: str | None = None
         self.prompt_tokens = prompt_tokens
         self._text = Detokenizer(tokenizer, stop)
@@ -224,10 +227,11 @@ class Row:
         """Whether the row has ended, or does with its next token at the latest."""
         return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
 
-    def take(self, token: int, pages: int) -> str:
+    def take(self, token: int, selected: int, fetched: int) -> str:
         """Adds a token and returns the text that it completes."""
         self.tokens.append(token)
-        self.pages += pages
+        self.selected += selected
+        self.fetched += fetched
         text = self._text.add(token)
         if token in self._eos or self._text.stopped:
             self.finish_reason = "stop"

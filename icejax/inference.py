@@ -48,12 +48,12 @@ class Step:
     """What a decode step brought.
 
     Attributes:
-        tokens_and_pages: the chosen tokens, and the pages attended to exactly over layers and KV heads: one array,
-            for one transfer.
+        tokens_and_pages: the chosen tokens, the pages attended to exactly, and those brought from the host, over layers
+            and KV heads: one array, for one transfer.
         logits: of the chosen tokens.
     """
 
-    tokens_and_pages: jax.Array  # i32[2, B]
+    tokens_and_pages: jax.Array  # i32[3, B]
     logits: jax.Array  # f32[B, V]
 
 
@@ -107,7 +107,7 @@ def prefill(
     state = DecodeState(cache, jnp.zeros(len(prompts), jnp.int32), jnp.zeros(len(prompts), bool), jax.random.key(seed), seen)
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
-    return state, Step(jnp.stack([state.last_tokens, jnp.zeros_like(state.last_tokens)]), logits), pool
+    return state, _first_step(state, logits), pool
 
 
 def extend(
@@ -124,7 +124,7 @@ def extend(
     x, states, used = _embed(model, jnp.asarray(padded)), [], jnp.int32(0)
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
         pooled = plan.pooled.index(i) if i in plan.pooled else None
-        view = None if pooled is None else host.PoolLayer(pool, pooled, plan.fetch_backend, plan.spec.dtype)
+        view = None if pooled is None else host.PoolLayer(pool, None, pooled, plan.fetch_backend, plan.spec.dtype)
         x, layer_state, pages = _extend_layer(layer, x, lengths, new, state.cache.layers[i], view, policy=policy)
         states.append(layer_state)
         if pages is not None:
@@ -136,7 +136,7 @@ def extend(
     key, done = jax.random.fold_in(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
     state = DecodeState(KVCache(tuple(states), lengths), state.last_tokens, done, key, seen)
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
-    return state, Step(jnp.stack([state.last_tokens, jnp.zeros_like(state.last_tokens)]), logits), pool
+    return state, _first_step(state, logits), pool
 
 
 @functools.partial(jax.jit, static_argnames="policy", donate_argnums=(1, 4))
@@ -154,6 +154,12 @@ def _prefill_layer(
     layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None
 ):
     return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)
+
+
+def _first_step(state: DecodeState, logits: jax.Array) -> Step:
+    """What a prompt brought: a token, and no pages."""
+    none = jnp.zeros_like(state.last_tokens)
+    return Step(jnp.stack([state.last_tokens, none, none]), logits)
 
 
 @jax.jit
@@ -223,15 +229,16 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
             view = None
             if i in plan.pooled:
-                view = host.PoolLayer(pool, plan.pooled.index(i), plan.fetch_backend, plan.spec.dtype)
+                view = host.PoolLayer(pool, state.done, plan.pooled.index(i), plan.fetch_backend, plan.spec.dtype)
             x, layer_state = layer.decode(x, lengths, policy=policy, state=state.cache.layers[i], pool=view)
             states.append(layer_state)
         logits = model.logits(x)[:, 0]
         cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))
         state = _choose(logits, dataclasses.replace(state, cache=cache), plan)
-        selected = [policy.pages_selected(s) for policy, s in zip(plan.policies, states, strict=True)]
-        selected = sum((s for s in selected if s is not None), jnp.zeros_like(state.last_tokens))
-        return state, Step(jnp.stack([state.last_tokens, selected]), logits)
+        pages = [(policy.pages_selected(s), policy.pages_fetched(s)) for policy, s in zip(plan.policies, states, strict=True)]
+        none = jnp.zeros_like(state.last_tokens)
+        selected, fetched = (sum((p[i] for p in pages if p[i] is not None), none) for i in (0, 1))
+        return state, Step(jnp.stack([state.last_tokens, selected, fetched]), logits)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def flush(cache: KVCache) -> tuple[KVCache, jax.Array, jax.Array]:

@@ -38,8 +38,8 @@ class Plan:
         return self.policies[self.pooled[0]].compact_every if self.pooled else 0
 
     @property
-    def pages_fetched(self) -> int:
-        """Pages a row fetches in a step, over layers and KV heads."""
+    def pages_needed(self) -> int:
+        """Pages a row needs in a step, over layers and KV heads."""
         return sum(
             self.spec.num_kv_heads * self.policies[i].num_fetched(self.policies[i].num_pages(self.spec)) for i in self.pooled
         )

@@ -179,7 +179,10 @@ class Session:
         session._plan = plan = session._plan_for(session._first, None)
         empty = jax.eval_shape(lambda: KVCache(tuple(p.init(plan.spec) for p in plan.policies), _no_tokens()))
         found = orbax.read(path / STATE, {name: x.shape for name, x in _leaves(empty).items()})
-        kept = jax.tree.unflatten(jax.tree.structure(empty), [found[name] for name in _leaves(empty)])
+        kept = jax.tree.unflatten(
+            jax.tree.structure(empty),
+            [found[name] if x.size else jnp.zeros(x.shape, x.dtype) for name, x in _leaves(empty, of_size=False).items()],
+        )
         pool = None
         if plan.pool_shape is not None:
             pool = host.allocate(plan.pool_shape, plan.spec.dtype)
@@ -189,7 +192,7 @@ class Session:
                 pool = host.write_pages(pool, np.asarray(pages[first : first + BLOCK]), jnp.int32(first))
         none = jnp.zeros(1, jnp.int32)
         state = DecodeState(kept, none, none > 0, jax.random.key(0), None)
-        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none, none]), jnp.zeros((1, 1))), pool)
+        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 3), jnp.zeros((1, 1))), pool)
         return session
 
 
@@ -197,9 +200,10 @@ def _no_tokens() -> Lengths:
     return Lengths(jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.int32(0))
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree under the names of their paths."""
-    return {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _leaves(tree: Any, *, of_size: bool = True) -> dict[str, Any]:
+    """Returns the leaves of a pytree under the names of their paths, by default only those that are not empty."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in named if leaf.size or not of_size}
 
 
 def _identity(model: CausalLM, cache: CachePolicy) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def decode_program(policy: CachePolicy):
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
-        view = host.PoolLayer(pool, 0, backend, "float32") if pool is not None else None
+        view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
         return policy.decode(state, q, k, v, lengths, view)
 
     return decode, traces

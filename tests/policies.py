@@ -32,6 +32,11 @@ POLICIES = (
     Row("clustered-no-tail", Clustered(budget=64, tail=False), lambda budget: Clustered(budget=budget, tail=False)),
     Row("clustered-int8", Clustered(budget=64, digest_dtype="int8"), lambda n: Clustered(budget=n, digest_dtype="int8")),
     Row(
+        "clustered-resident",
+        Clustered(budget=64, resident=True, compact_every=32),
+        lambda n: Clustered(budget=n, resident=True, compact_every=32),
+    ),
+    Row(
         "clustered-as-icecache",
         Clustered(budget=64, candidates=1, score="mean", group="interleave", tail=False),
         lambda n: Clustered(budget=n, candidates=1, score="mean", group="interleave", tail=False),

@@ -20,7 +20,7 @@ from tests import families
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(
     """text token_ids prompt_tokens new_tokens finish_reason ttft_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
-    digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched fetch_backend device dtype""".split()
+    digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched hit_rate fetch_backend device dtype""".split()
 )
 
 
@@ -51,7 +51,8 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["prompt_tokens"] == 3000 and found["new_tokens"] == len(found["token_ids"]) <= 4
     layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
     assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
-    assert found["digest_bytes"] == layers * (kv_heads * pages * (3 * size * item + 4) + 8)
+    fetched = kv_heads * 4 * 14  # in a step of a layer: an id, and a weight per slot
+    assert found["digest_bytes"] == layers * (kv_heads * pages * (3 * size * item + 4) + fetched * (1 + 16) * 4 + 8)
     assert found["host_kv_bytes"] == layers * kv_heads * pages * 16 * 2 * size * item
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
     assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps

@@ -26,7 +26,7 @@ def test_fetch_brings_exact_bits(backend, dtype):
 
     @jax.jit
     def fetch(pool, ids):
-        k, v = host.PoolLayer(pool, 1, backend, dtype).fetch(ids)
+        k, v = jnp.moveaxis(host.PoolLayer(pool, None, 1, backend, dtype).fetch(ids), 3, 0)
         return jax.lax.bitcast_convert_type(k, stored.dtype), jax.lax.bitcast_convert_type(v, stored.dtype)
 
     k, v = fetch(pool, jnp.asarray(ids))
@@ -34,6 +34,27 @@ def test_fetch_brings_exact_bits(backend, dtype):
         expected = stored[ids[at], 1, at[0], at[1]]
         np.testing.assert_array_equal(np.asarray(k)[at], expected[0])
         np.testing.assert_array_equal(np.asarray(v)[at], expected[1])
+
+
+def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
+    pool = host.allocate(SHAPE, "float32")
+    stored = bits(SHAPE, "float32")
+    pool = host.write_pages(pool, jax.lax.bitcast_convert_type(jnp.asarray(stored), "float32"), jnp.int32(0))
+    rng = np.random.default_rng(1)
+    batch, heads = SHAPE[2], SHAPE[3]
+    before, after = (rng.integers(0, SHAPE[0], (batch, heads, 7)).astype(np.int32) for _ in range(2))
+    ended = np.arange(batch) == batch - 1
+
+    @jax.jit
+    def fetch(pool, before, after, ended):
+        layer = host.PoolLayer(pool, ended, 1, "gather", "float32")
+        return layer.fetch(after), *layer.fetch_missing(after, layer.fetch(before), before)
+
+    whole, found, missing = map(np.asarray, fetch(pool, before, after, ended))
+    expected = [[len([p for p in after[b, k] if p not in before[b, k]]) for k in range(heads)] for b in range(batch)]
+    np.testing.assert_array_equal(missing, np.where(ended, 0, np.sum(expected, axis=1)))
+    assert 0 < missing[0] < 7 * heads
+    np.testing.assert_array_equal(found[~ended].view(np.uint32), whole[~ended].view(np.uint32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,5 +1,7 @@
 """Plans, sizes, programs and repeatability."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,3 +86,34 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
         state, step, pool = decoding.step(state, pool)
         chosen.append(int(step.tokens_and_pages[0, 0]))
     assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
+
+
+def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompts = [families.tokens(300), families.tokens(120)]
+    base = Clustered(budget=64, compact_every=32)
+    (tokens, logits, _), held = (greedy(model, policy, prompts, 80) for policy in (base, replace(base, resident=True)))
+    np.testing.assert_array_equal(tokens, held[0])
+    np.testing.assert_array_equal(logits, held[1])
+
+
+def test_rows_that_have_ended_cost_no_fetches():
+    """The bundled model answers a short question and stops; the other row writes on."""
+    model, tokenizer = icejax.load()
+    prompt = (icejax.generation.ASSETS / "prompt.txt").read_text()
+    question = prompt[prompt.rindex("Pass key ") :]
+    near = prompt[prompt.index(question) - 10 :][:1200]
+    options = dict(cache=Clustered(budget=64, resident=True), max_new_tokens=48)
+    stopped, going = icejax.generate(model, tokenizer, [near + question, near], **options)
+    assert stopped.finish_reason == "stop" and going.finish_reason == "length"
+    assert 0 < stopped.hit_rate < 1 and 0 < going.hit_rate < 1
+
+    plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
+    state, _, pool = inference.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
+    decoding, fetched = inference.Decoding(model, plan), []
+    for _ in range(47):
+        state, step, pool = decoding.step(state, pool)
+        fetched.append(np.asarray(step.tokens_and_pages[2]))
+    fetched = np.stack(fetched)
+    assert (fetched[stopped.new_tokens :, 0] == 0).all() and (fetched[: stopped.new_tokens - 1, 0] > 0).all()
+    assert fetched[20:, 1].sum() > 0

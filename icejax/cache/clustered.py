@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from icejax.cache import growth
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
-from icejax.cache.state import ClusteredState, per_head, rows, take
+from icejax.cache.state import NO_PAGE, ClusteredState, per_head, rows, take
 from icejax.errors import InputError
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty
@@ -37,6 +37,8 @@ class Clustered(CachePolicy):
         score: how a page is scored by its digest; `mean` is without the variance.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
+        resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
+            is `candidates` times that of the budget.
         opened: nodes of the digest tree opened per level.
         span: largest number of prompt tokens packed together.
         compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
@@ -56,6 +58,7 @@ class Clustered(CachePolicy):
     score: Score = "second-order"
     group: tree.Group = "sum"
     digest_dtype: str | None = None
+    resident: bool = False
     opened: int = 32
     span: int = 8192
     compact_every: int = 1024
@@ -135,9 +138,15 @@ class Clustered(CachePolicy):
         heads = (spec.batch_size, spec.num_kv_heads)
         sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.num_sinks, self.num_window))
         levels = tree.build(empty((*heads, self.num_pages(spec)), spec.head_dim, self.digest_dtype or spec.dtype))
-        page_ids = jnp.zeros((*heads, self.num_fetched(levels[0].count.shape[-1])), jnp.int32)
+        page_ids = jnp.full((*heads, self.num_fetched(levels[0].count.shape[-1])), NO_PAGE)
         weights = jnp.zeros((*page_ids.shape, self.page_size))
-        return ClusteredState(jnp.zeros(spec.batch_size, jnp.int32), sinks, sinks, window, window, levels, page_ids, weights)
+        slots = (*page_ids.shape[:2], page_ids.shape[2] if self.resident else 0, 2, self.page_size, spec.head_dim)
+        held, fetched = (
+            jnp.zeros(slots, spec.dtype),
+            jnp.full(spec.batch_size, page_ids.shape[1] * page_ids.shape[2], jnp.int32),
+        )
+        none = jnp.zeros(spec.batch_size, jnp.int32)
+        return ClusteredState(none, sinks, sinks, window, window, levels, page_ids, weights, held, fetched)
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
         tokens = k.shape[1]
@@ -155,7 +164,7 @@ class Clustered(CachePolicy):
         k, v, digests = self.paged(k, v, valid)
         pages = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digests)
         kept = (num_sinks[:, 0], *state_sinks, *state_window, tree.build(pages))
-        state = ClusteredState(*kept, state.page_ids, state.weights)
+        state = ClusteredState(*kept, state.page_ids, state.weights, state.held, state.fetched)
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
@@ -183,21 +192,32 @@ class Clustered(CachePolicy):
                 queries, state.levels, opened=opened, selected=fetched, tail=self.tail, rule=self.score, group=self.group
             )
         with jax.named_scope("fetch"):
-            pages = pool.fetch(found.page_ids)
+            if self.resident:
+                held, fetched = pool.fetch_missing(found.page_ids, state.held, state.page_ids)
+            else:
+                held, fetched = pool.fetch(found.page_ids), state.fetched
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
             room = self.budget - resident[2].sum(-1)
             out, weights = attend_paged(
                 rows(queries),
                 tuple(map(rows, resident)),
-                tuple(map(rows, (*pages, slots_mask))),
+                tuple(map(rows, (held[:, :, :, 0], held[:, :, :, 1], slots_mask))),
                 (rows(found.tail_out), rows(found.tail_lse)),
                 room=rows(room),
                 most=self._most_paged,
                 tail=self.tail,
             )
         weights = weights.reshape(slots_mask.shape)
-        state = dataclasses.replace(state, window_k=window_k, window_v=window_v, page_ids=found.page_ids, weights=weights)
+        state = dataclasses.replace(
+            state,
+            window_k=window_k,
+            window_v=window_v,
+            page_ids=found.page_ids,
+            weights=weights,
+            held=held if self.resident else state.held,
+            fetched=fetched,
+        )
         return out.reshape(q.shape).astype(q.dtype), state
 
     def extend(self, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer):
@@ -225,8 +245,13 @@ class Clustered(CachePolicy):
     def pages_selected(self, state: ClusteredState) -> jax.Array:
         return (state.weights > 0).any(-1).sum((1, 2), dtype=jnp.int32)
 
+    def pages_fetched(self, state: ClusteredState) -> jax.Array:
+        return state.fetched
+
     def digest_bytes(self, state: ClusteredState) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves((state.levels, state.num_sinks, state.page_ids, state.weights)))
+        return sum(
+            x.nbytes for x in jax.tree.leaves((state.levels, state.num_sinks, state.page_ids, state.weights, state.fetched))
+        )
 
     def paged(self, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array, Digests]:
         """Packs tokens [B, K, T, H] of which `valid` [B, T] says which there are into pages [B, K, P, p, H]."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import Lengths
-from icejax.cache.state import ClusteredState, per_head, put, take
+from icejax.cache.state import NO_PAGE, ClusteredState, per_head, put, take
 from icejax.ops import tree
 from icejax.ops.attention import attend_all, causal_with_lse, merge_by_lse
 
@@ -39,12 +39,10 @@ def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, 
 
         def page_block(i: jax.Array, found):
             ids = i * block + jnp.arange(block, dtype=jnp.int32)
-            keys, values = pool.fetch(
-                jnp.broadcast_to(jnp.minimum(ids, counts.shape[2] - 1)[None, None], (batch, heads, block))
-            )
+            streamed = pool.fetch(jnp.broadcast_to(jnp.minimum(ids, counts.shape[2] - 1)[None, None], (batch, heads, block)))
             held = jnp.where((ids < counts.shape[2])[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
             mask = (jnp.arange(policy.page_size)[None, None, None] < held[..., None]).reshape(batch, heads, -1)
-            keys, values = (x.reshape(batch, heads, -1, size) for x in (keys, values))
+            keys, values = (streamed[:, :, :, i].reshape(batch, heads, -1, size) for i in (0, 1))
             return merge_by_lse(*found, *attend_all(q, keys, jnp.where(mask[..., None], values, 0), mask))
 
         out, _ = jax.lax.fori_loop(0, (lengths.pages + block - 1) // block, page_block, found)
@@ -83,4 +81,6 @@ def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths:
     k, v = (take(x, forward, valid) for x in (k, v))
     k, v, digests = policy.paged(k, v, valid)
     levels = tree.build(put(state.levels[0], digests, first))
-    return dataclasses.replace(state, levels=levels), jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+    # What stays on the device of these pages is no longer what they are.
+    state = dataclasses.replace(state, levels=levels, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
+    return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from jaxtyping import Array, Int
 from icejax.errors import InputError
 
 LOG = logging.getLogger(__name__)
+MISSING = 32  # pages that are fetched at once where others are at hand
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 # Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
@@ -37,19 +39,48 @@ class PoolLayer:
     """One layer's view of the pool, for reading inside a program."""
 
     pages: jax.Array  # uint[P, L, B, K, 2, p, H], pinned_host
+    ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
     layer: int = field(metadata=dict(static=True))
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
 
-    def fetch(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values of pages, each dtype[B, K, M, p, H], on the device."""
+    def fetch(self, page_ids: Int[Array, "B K M"]) -> jax.Array:
+        """Returns pages, dtype[B, K, M, 2, p, H], on the device; keys come first."""
+        fetched = BACKENDS[self.backend](*self._table(page_ids))
+        fetched = fetched.reshape(*page_ids.shape, 2, *self.pages.shape[-2:])
+        return lax.bitcast_convert_type(fetched, self.dtype)
+
+    def fetch_missing(
+        self, page_ids: Int[Array, "B K M"], held: jax.Array, held_ids: Int[Array, "B K M"]
+    ) -> tuple[jax.Array, Int[Array, " B"]]:
+        """Returns `fetch`, taking what it can from pages `held`, and how many pages came from the host per row.
+
+        Rows that have ended get what is at hand, and cost nothing.
+        """
+        same = page_ids[..., :, None] == held_ids[..., None, :]
+        missing = ~same.any(-1)
+        if self.ended is not None:
+            missing &= ~self.ended[:, None, None]
+        start = jnp.take_along_axis(held, same.argmax(-1)[..., None, None, None], axis=2, mode="promise_in_bounds")
+        pages = lax.bitcast_convert_type(start, self.pages.dtype).reshape(-1, math.prod(start.shape[3:]))
+        order = jnp.argsort(~missing.reshape(-1), stable=True)
+        block = min(MISSING, len(order))
+        table, rows = self._table(page_ids)
+
+        def some(i: jax.Array, pages: jax.Array) -> jax.Array:
+            # The last block is filled up with pages that are not missing: they come once more, as they are.
+            at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, len(order) - block), block)
+            return pages.at[at].set(BACKENDS[self.backend](table, rows[at]))
+
+        pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
+        return lax.bitcast_convert_type(pages.reshape(start.shape), self.dtype), missing.sum((1, 2), dtype=jnp.int32)
+
+    def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+        """Returns the pool as a table, and the row of every page."""
         _, layers, batch, heads, _, page_size, size = self.pages.shape
         owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
         rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        table = self.pages.reshape(-1, 2 * page_size * size)
-        fetched = BACKENDS[self.backend](table, rows).reshape(*page_ids.shape, 2, page_size, size)
-        fetched = lax.bitcast_convert_type(fetched, self.dtype)
-        return fetched[:, :, :, 0], fetched[:, :, :, 1]
+        return self.pages.reshape(-1, 2 * page_size * size), rows
 
 
 def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:

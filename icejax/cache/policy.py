@@ -159,8 +159,13 @@ class CachePolicy(abc.ABC):
         del state
         return None
 
+    def pages_fetched(self, state: Any) -> jax.Array | None:
+        """Returns how many pages the newest step brought from the host, i32[B], over KV heads; None without pages."""
+        del state
+        return None
+
     def num_fetched(self, pages: int) -> int:
-        """Returns how many of `pages` pages a step fetches per KV head."""
+        """Returns how many of `pages` pages a step needs per KV head."""
         del pages
         return 0
 

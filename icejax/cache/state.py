@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from icejax.ops.digests import Digests
+
+NO_PAGE = np.int32(-1)
 
 
 @jax.tree_util.register_dataclass
@@ -20,7 +23,9 @@ class ClusteredState:
         sinks_k, sinks_v: the first tokens.
         window_k, window_v: the newest tokens, oldest first.
         levels: the digest tree: one digest per page of the pool, and the nodes above.
-        page_ids: the pages fetched in the newest step.
+        page_ids: the pages found in the newest step; NO_PAGE before the first.
+        held: these pages, if they stay on the device.
+        fetched: how many of them came from the host, over KV heads.
         weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.
     """
 
@@ -32,6 +37,8 @@ class ClusteredState:
     levels: tuple[Digests, ...]
     page_ids: jax.Array  # i32[B, K, M]
     weights: jax.Array  # f32[B, K, M, p]
+    held: jax.Array  # dtype[B, K, M or 0, 2, p, H]
+    fetched: jax.Array  # i32[B]
 
 
 def put(pages: Digests, new: Digests, first: jax.Array) -> Digests:

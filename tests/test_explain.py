@@ -1,0 +1,79 @@
+"""What --explain says: positions are those of the pages, and weights those of attention."""
+
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import icejax
+from bench.needle import task
+from icejax import explain
+from icejax.cache import Clustered, Full
+from icejax.explain import Explanation
+from icejax.inference import prefill
+from icejax.plan import make_plan
+from icejax.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return icejax.load()
+
+
+def text_and_fact() -> tuple[str, range, task.Question]:
+    context = task.context(np.random.default_rng(7), length=1500, facts=task.Facts(keys=1), split="heldout")
+    (question,) = context.questions
+    start = context.text.index(context.facts[0]) + len(question.text)
+    return context.text.decode() + question.text, range(start, start + task.DIGITS), question
+
+
+def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
+    model, tokenizer = bundled
+    prompt = tokenizer(text_and_fact()[0])["input_ids"]
+    policy = Clustered(budget=64)
+    plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=len(prompt), new_tokens=10)
+    found = explain._positions(model, prompt, plan)
+    state, _, pool = prefill(model, [prompt], plan)
+    keys = np.asarray(pool).view(np.float32)[:, :, 0, :, 0]  # P L K p H
+    wanted = set(range(policy.num_sinks, len(prompt) - policy.num_window + policy.page_size))
+    for layer, positions in found.items():
+        counts = np.asarray(state.cache.layers[layer].levels[0].count)[0]
+        for head in range(len(positions)):
+            held = np.arange(policy.page_size)[None, :] < counts[head, : positions.shape[1], None]
+            assert sorted(positions[head][held]) == sorted(wanted)
+            # Keys of a position are the same in every page order: the mean of the page's keys is its digest.
+            page = int(np.flatnonzero(held.all(1))[0])
+            digest = np.asarray(state.cache.layers[layer].levels[0].mean.read())[0, head, page]
+            np.testing.assert_allclose(keys[page, plan.pooled.index(layer), head].mean(0), digest, atol=1e-4)
+
+
+def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
+    model, tokenizer = bundled
+    text, digits, question = text_and_fact()
+    explanation = Explanation(model, tokenizer(text)["input_ids"], Clustered(budget=64), new_tokens=6)
+    pieces = icejax.stream_generate(
+        model, tokenizer, text, cache=Clustered(budget=64), max_new_tokens=6, watch=explanation.watch
+    )
+    assert "".join(p.text for p in pieces) == question.answer and explanation.steps == 5
+    heaviest = {layer: int(np.argmax(weights[: len(text) - 40])) for layer, weights in explanation.weights.items()}
+    assert any(position in digits for position in heaviest.values())
+    assert all(0 <= weights.sum() <= 5 * 4 + 1e-3 for weights in explanation.weights.values())  # four query heads, five steps
+    explanation.save(tmp_path / "seen.png")
+    image = matplotlib.image.imread(tmp_path / "seen.png")
+    assert image.shape[0] > 200 and image.std() > 0.1
+    table = json.loads((tmp_path / "seen.json").read_text())
+    assert table["steps"] == 5 and table["prompt_tokens"] == len(text)
+    for layer, weights in explanation.weights.items():
+        kept = table["layers"][str(layer)]
+        assert sorted(map(int, kept)) == np.flatnonzero(weights).tolist()
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["seen.json", "seen.png"]
+
+
+def test_bad_input(bundled, tmp_path):
+    with pytest.raises(icejax.InputError, match="needs --cache clustered"):
+        Explanation(bundled[0], [1] * 300, Full(), new_tokens=3)
+    with pytest.raises(icejax.InputError, match=r"needs a file that ends in \.png"):
+        explain.check(tmp_path / "seen.txt")
+    with pytest.raises(icejax.InputError, match="there is no folder"):
+        explain.check(tmp_path / "nowhere" / "seen.png")

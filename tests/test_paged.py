@@ -1,0 +1,76 @@
+"""Attention over pages, against float64: exact tokens, the rest of their pages, and the tail."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.ops.paged import attend_paged
+from tests import tolerances
+
+SIZE, GROUP, PAGES, SLOTS = 16, 2, 5, 8
+
+
+def draw(seed: int, scale: float = 1.0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((1, GROUP, SIZE)) * scale
+    resident = [rng.standard_normal((1, 6, SIZE)) for _ in range(2)]
+    pages = [rng.standard_normal((1, PAGES, SLOTS, SIZE)) for _ in range(2)]
+    counts = rng.integers(0, SLOTS + 1, (1, PAGES))
+    slots = np.arange(SLOTS)[None, None, :] < counts[..., None]
+    rest = rng.standard_normal((1, GROUP, SIZE)), rng.standard_normal((1, GROUP))
+    return q, resident, np.asarray([[True] * 4 + [False] * 2]), pages, slots, rest
+
+
+def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
+    """The same by lists: (logit, value) of all that counts."""
+    logit = lambda k: q[0] @ k / SIZE**0.5  # noqa: E731
+    own = [(logit(k), v) for k, v, m in zip(resident[0][0], resident[1][0], mask[0], strict=True) if m]
+    tokens = [(logit(pages[0][0, m, s]), pages[1][0, m, s], m) for m in range(PAGES) for s in range(SLOTS) if slots[0, m, s]]
+    everything = np.stack([x for x, *_ in own + tokens] + ([rest[1][0]] if tail else []))
+    total = np.exp(everything - everything.max(0)).sum(0)
+    worth = [(np.exp(x - everything.max(0)) / total).sum() for x, _, _ in tokens]
+    order = np.argsort(-np.asarray(worth))
+    kept = set(order[:room].tolist())
+    parts = own + [tokens[i][:2] for i in kept]
+    if tail:
+        parts.append((rest[1][0], rest[0][0]))
+        for m in range(PAGES):
+            others = [tokens[i] for i in range(len(tokens)) if i not in kept and tokens[i][2] == m]
+            if others:
+                parts.append((np.logaddexp.reduce([x for x, *_ in others]), np.mean([v for _, v, _ in others], axis=0)))
+    logits = np.stack([x for x, _ in parts])  # parts, heads
+    weights = np.exp(logits - logits.max(0))
+    values = np.stack([np.broadcast_to(v, (GROUP, SIZE)) for _, v in parts])
+    return (weights[..., None] * values).sum(0) / weights.sum(0)[:, None], {i: worth[i] for i in kept}
+
+
+def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, dtype="float32"):
+    cast = lambda x: jnp.asarray(x, dtype)  # noqa: E731
+    return attend_paged(
+        cast(q), (*map(cast, resident), jnp.asarray(mask)), (*map(cast, pages), jnp.asarray(slots)),
+        tuple(jnp.asarray(x, "float32") for x in rest), room=jnp.asarray([room]), most=12, tail=tail,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [0, 5, 12])
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_float64(seed, tail, room):
+    drawn = draw(seed)
+    expected, kept = float64(*drawn, room, tail)
+    drawn[3][1][~drawn[4]] = np.nan  # what stands in empty slots does not leak
+    found, weights = run(*drawn, room, tail)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=tolerances.EXACT)
+    assert (np.asarray(weights) > 0).sum() == min(room, drawn[4].sum())
+    np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(kept.values()), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_half_precision_is_finite_and_near(dtype, scale):
+    drawn = draw(5, scale)
+    expected, _ = float64(*drawn, 12, True)
+    found, _ = run(*drawn, 12, True, dtype)
+    assert np.isfinite(np.asarray(found)).all()
+    if scale == 1.0:
+        np.testing.assert_allclose(found[0], expected, atol=0.03)

@@ -1,0 +1,111 @@
+"""What holds of the clustered cache whatever happens to it."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from icejax.cache import Clustered
+from icejax.ops import tree
+from tests import tolerances
+from tests.layer import KV_HEADS, SIZE, Layer, draw
+
+FEW = settings(max_examples=6, deadline=None)
+POLICY = Clustered(budget=64, compact_every=32)
+DEEP = Clustered(budget=64, compact_every=32, opened=31)  # its programs are its own: three levels where two would do
+lengths = st.lists(st.integers(1, 250), min_size=2, max_size=2)
+
+
+def grown(policy: Clustered, prompt_lengths: list[int], steps: int, seed: int):
+    """Returns a layer after a prompt and `steps` tokens, and the keys [S, K, H] of every row's tokens."""
+    prompt, new = draw(prompt_lengths, max(1, steps), seed=seed)
+    layer = Layer(policy, prompt_lengths, *prompt)
+    for step in range(steps):
+        layer.step(*(x[step] for x in new))
+    keys = [np.concatenate([prompt[1][row, :length], new[1][:steps, row]]) for row, length in enumerate(prompt_lengths)]
+    return layer, keys
+
+
+def held(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the keys of every page and those of sinks and window, read as a decode step reads them."""
+    state, pool = layer.state, np.asarray(layer.pool).view(np.float32)
+    counts = np.asarray(state.levels[0].count)[row, head]
+    pages = [pool[page, 0, row, head, 0, : counts[page]] for page in range(len(pool))]
+    masks = layer.policy.resident_masks(state, layer.lengths, seen=layer.lengths.seen)
+    resident = [
+        np.asarray(x)[row, head][np.asarray(mask)[row]] for x, mask in zip((state.sinks_k, state.window_k), masks, strict=True)
+    ]
+    return pages, np.concatenate(resident)
+
+
+@FEW
+@given(lengths=lengths, steps=st.integers(0, 120), seed=st.integers(0, 9))
+def test_every_token_is_in_exactly_one_place(lengths, steps, seed):
+    layer, keys = grown(POLICY, lengths, steps, seed)
+    for row in range(2):
+        for head in range(KV_HEADS):
+            pages, resident = held(layer, row, head)
+            found = np.concatenate([*pages, resident])
+            expected = keys[row][:, head]
+            assert found.shape == expected.shape
+            np.testing.assert_array_equal(np.sort(found, axis=0), np.sort(expected, axis=0))
+
+
+@FEW
+@given(lengths=lengths, steps=st.integers(0, 120), seed=st.integers(0, 9))
+def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "TOP", 1)
+        layer, _ = grown(DEEP, lengths, steps, seed)
+    assert len(layer.state.levels) == 3
+    for row in range(2):
+        for head in range(KV_HEADS):
+            nodes = held(layer, row, head)[0]
+            for level in layer.state.levels:
+                for i, tokens in enumerate(nodes):
+                    assert int(level.count[row, head, i]) == len(tokens)
+                    if len(tokens):
+                        of = tokens.astype(np.float64)
+                        for vectors, expected in ((level.mean, of.mean(0)), (level.variance, of.var(0))):
+                            found = np.asarray(vectors.data)[row, head, i]
+                            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.DIGEST)
+                nodes = [np.concatenate(nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]
+
+
+@FEW
+@given(seed=st.integers(0, 99))
+def test_the_order_of_pages_changes_nothing(seed):
+    prompt, new = draw((200, 250), 1, seed=seed)
+    layer, shuffled = (Layer(POLICY, (200, 250), *prompt) for _ in range(2))
+    used = layer.pool.shape[0]
+    order = np.random.default_rng(seed).permutation(used)
+    shuffled.pool = jax.device_put(np.asarray(shuffled.pool)[order], shuffled.pool.sharding)
+    padded = np.concatenate([order, np.arange(used, shuffled.state.levels[0].count.shape[2])])
+    levels = (jax.tree.map(lambda x: x[:, :, padded], shuffled.state.levels[0]), *shuffled.state.levels[1:])
+    shuffled.state = type(shuffled.state)(**{**vars(shuffled.state), "levels": levels})
+    expected, found = (each.step(*(x[0] for x in new)) for each in (layer, shuffled))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
+
+
+@FEW
+@given(seed=st.integers(0, 99))
+def test_more_budget_attends_to_more_of_the_mass(seed):
+    """With one query per KV head, so that nothing is traded between heads; sinks and window stay the same."""
+    prompt, new = draw((250,), 1, seed=seed, sharp=2.0)
+    new[0][0, :, 1::2] = new[0][0, :, ::2]
+    masses = []
+    for budget in (32, 64, 128, 200):
+        policy = Clustered(budget=budget, sinks=4, window=20, compact_every=0)
+        layer = Layer(policy, (250,), *prompt)
+        layer.step(*(x[0] for x in new))
+        ids, weights = np.asarray(layer.state.page_ids), np.asarray(layer.state.weights)
+        assert (weights > 0).sum((2, 3)).max() + 4 + 5 <= budget  # the window holds four tokens and the new one
+        pool, mass = np.asarray(layer.pool).view(np.float32), []
+        for head in range(KV_HEADS):
+            keys = np.concatenate([prompt[1][0, :250, head], new[1][0, 0, head][None]]).astype(np.float64)
+            q = new[0][0, 0, 2 * head].astype(np.float64) / SIZE**0.5
+            found = pool[ids[0, head], 0, 0, head, 0][weights[0, head] > 0]
+            mass.append(np.exp(found @ q).sum() / np.exp(keys @ q).sum())
+        masses.append(mass)
+    assert (np.diff(masses, axis=0) >= -1e-9).all()
