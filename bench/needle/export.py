@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from bench.needle import stages, task
 from bench.needle.train import CONFIG
 
-EXAMPLE_LENGTH, EXAMPLE_FACTS, EXAMPLE_SEED = 16_384, 4, 1
+EXAMPLE_LENGTH, EXAMPLE_FACTS, EXAMPLE_SEED = 16_372, 4, 1
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
