@@ -95,7 +95,7 @@ def test_more_budget_attends_to_more_of_the_mass(seed):
     prompt, new = draw((250,), 1, seed=seed, sharp=2.0)
     new[0][0, :, 1::2] = new[0][0, :, ::2]
     masses = []
-    for budget in (32, 64, 128, 200):
+    for budget in (40, 64, 128, 200):
         policy = Clustered(budget=budget, sinks=4, window=20, compact_every=0)
         layer = Layer(policy, (250,), *prompt)
         layer.step(*(x[0] for x in new))

@@ -32,12 +32,13 @@ def main(argv: list[str] | None = None) -> None:
         losses.plot(seen, [row[name] for row in steps], label=label)
     losses.set(yscale="log", xlabel="million tokens", ylabel="loss in training, nats per byte")
     losses.legend()
+    shares.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     tasks = [row for row in rows if "task" in row]
     for name, length in sorted({(row["task"], row["length"]) for row in tasks}):
         of = [row for row in tasks if (row["task"], row["length"]) == (name, length)]
         shares.plot([ends[row["stage"]] for row in of], [row["exact"] for row in of], "o-", label=f"{name}, {length}")
     shares.set(xlabel="million tokens", ylabel="held-out answers right, teacher-forced", ylim=(-0.02, 1.02))
-    shares.legend(fontsize="small")
+    shares.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (losses, shares):
         for end in ends:
             axes.axvline(end, color="0.85", zorder=0)
