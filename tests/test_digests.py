@@ -54,7 +54,12 @@ def test_merging_is_exact():
         check(found, (0, 0, node), float64(keys[part], values[part], mask[part]))
 
 
-def test_every_level_stays_exact_when_pages_are_put_in():
+@pytest.fixture
+def small_top(monkeypatch):
+    monkeypatch.setattr(tree, "TOP", 512)
+
+
+def test_every_level_stays_exact_when_pages_are_put_in(small_top):
     keys, values, mask = pages_of(np.random.default_rng(4), 600)
     mask[:, :, 570:] = False
     levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
@@ -121,7 +126,7 @@ def test_a_flat_walk_equals_float64():
     np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
 
 
-def test_a_tree_with_all_nodes_open_equals_the_flat_walk():
+def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     rng = np.random.default_rng(7)
     keys, values, mask = pages_of(rng, 900, heads=2)
     q = jnp.asarray(rng.standard_normal((1, 2, 3, 16)).astype(np.float32) * 2)
@@ -135,7 +140,7 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk():
     np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
 
 
-def test_every_token_counts_once_however_few_nodes_are_open():
+def test_every_token_counts_once_however_few_nodes_are_open(small_top):
     """A zero query scores every node by its count alone."""
     keys, values, mask = pages_of(np.random.default_rng(7), 900)
     levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
@@ -166,7 +171,7 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_tail_is_finite_at_any_scale_and_width(dtype, scale):
+def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     rng = np.random.default_rng(9)
     keys, values, mask = pages_of(rng, 600)
     mask[:, :, 100:500] = False
@@ -213,7 +218,7 @@ def test_group_rules_choose_as_written(group):
     np.testing.assert_array_equal(found.page_ids[0, 0], expected[:7])
 
 
-def test_an_empty_tree_has_no_tail():
+def test_an_empty_tree_has_no_tail(small_top):
     nothing = digest(jnp.ones((1, 1, 600, 16, 8)), jnp.ones((1, 1, 600, 16, 8)), jnp.zeros((1, 1, 600, 16), bool))
     found = tree.walk(jnp.ones((1, 1, 1, 8)), tree.build(nothing), opened=16, selected=4, tail=True)
     assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()

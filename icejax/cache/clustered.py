@@ -59,7 +59,7 @@ class Clustered(CachePolicy):
     group: tree.Group = "sum"
     digest_dtype: str | None = None
     resident: bool = False
-    opened: int = 32
+    opened: int = 48
     span: int = 8192
     compact_every: int = 1024
     dense_layers: int | None = None
