@@ -192,6 +192,8 @@ def rows(
         for name in formations:
             for page_size in page_sizes:
                 sinks, window = residents(budget)
+                if page_size > budget - sinks - window:
+                    continue  # no page fits
                 jax.block_until_ready(form(layers[0], name, page_size, sinks, window))
                 started = time.perf_counter()
                 paged = [jax.block_until_ready(form(x, name, page_size, sinks, window)) for x in layers]
