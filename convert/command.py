@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from icejax.command import INTERRUPTED, Parser
+from icejax.command import INTERRUPTED
 from icejax.errors import InputError
+from icejax.options import Parser
 
 
 def main(name: str, convert: Callable[..., None], description: str, argv: list[str] | None) -> int:
