@@ -82,6 +82,8 @@ class Session:
             InputError: the text is empty, or there is no room for it.
         """
         first = self._run is None
+        if not first and self._tokenizer.bos_token:
+            text = text.removeprefix(self._tokenizer.bos_token)  # a chat template begins every turn as if it were the first
         (new,) = encode(
             self._model, self._tokenizer, [text], special_tokens=special_tokens and first, context_length=self._context_length
         )
