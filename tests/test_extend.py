@@ -18,9 +18,10 @@ POLICIES = (
 PARTS = ([200, 60, 300], [5, 9, 40], [30, 1, 400, 3])
 
 
-@pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES, ids=("full", "pages-of-16", "pages-of-8"))
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+@pytest.mark.parametrize(
+    "family, parts", [("llama-gqa", PARTS[0]), ("llama-gqa", PARTS[1]), ("mistral-window", PARTS[2])], ids=str
+)
 def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, parts):
     """Tokens are decoded between the parts, so that the window is in every state; they belong to the text."""
     model = families.load(families.build(families.row(family)), tmp_path)
