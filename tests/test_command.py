@@ -241,7 +241,12 @@ def start_endless(folder) -> subprocess.Popen:
     (folder / "generation_config.json").unlink()
     families.edit_config(folder, eos_token_id=None)
     line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", "--model", str(folder), "--prompt", "import"]
-    process = subprocess.Popen([*line, "--max-new-tokens", "20000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*line, "--max-new-tokens", "20000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
+    )
     assert process.stdout.read(1)
     return process
 
