@@ -128,6 +128,8 @@ def _run_session(
 ) -> None:
     """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
     if arguments.session.exists():
+        if arguments.context_length is not None:
+            raise InputError("a session's context length is set when it begins: leave --context-length out")
         session = Session.load(arguments.session, model, tokenizer, cache=policy)
     else:
         session = Session(model, tokenizer, cache=policy, context_length=arguments.context_length)

@@ -19,7 +19,6 @@ from icejax.errors import InputError
 from icejax.inference import DecodeState
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.attention import causal
 from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
 
@@ -127,8 +126,6 @@ def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: Cache
     """Runs a layer, and packs its keys with their positions in the place of their values."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     q, k, v = layer.self_attn.project(layer.input_layernorm(x), positions, lengths.prompt)
-    heads = causal(q, k, v, lengths=lengths.prompt, window=window)
     where = jnp.broadcast_to(positions[..., None, None].astype(jnp.float32), v.shape)
     pages = policy.prefill(policy.init(spec), q, k, where, lengths)[1]
-    x = x + layer.self_attn.output(heads)
-    return x + layer.mlp(layer.post_attention_layernorm(x)), pages
+    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)[0], pages

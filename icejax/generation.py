@@ -122,12 +122,7 @@ def stream_generate(
     cache, sampling = Clustered() if cache is None else cache, sampling or Sampling()
     if not isinstance(cache, CachePolicy):
         raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
-    if any(not text for text in stop):
-        raise InputError("a stop string is empty: expected some text")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not 0 <= seed < 2**32:
-        raise InputError(f"seed must be at least 0 and below 2^32, got {seed}")
+    check(stop, max_new_tokens, seed)
     context_length = model.config.context_length if context_length is None else context_length
     prompts = [prompts] if isinstance(prompts, str) else prompts
     ids = encode(model, tokenizer, prompts, special_tokens=special_tokens, context_length=context_length)
@@ -139,6 +134,16 @@ def stream_generate(
     eos = model.config.eos_token_ids
     rows = [Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
     yield from stream(rows, still(model, cache, plan, run), plan, run, started)
+
+
+def check(stop: Sequence[str], max_new_tokens: int, seed: int) -> None:
+    """Raises InputError for options of an answer that are out of range."""
+    if any(not text for text in stop):
+        raise InputError("a stop string is empty: expected some text")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed must be at least 0 and below 2^32, got {seed}")
 
 
 @dataclass

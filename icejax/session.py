@@ -20,7 +20,7 @@ from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.checkpoint import orbax
 from icejax.checkpoint.folder import writing
 from icejax.errors import InputError
-from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, join, still, stream
+from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, check, join, still, stream
 from icejax.inference import DecodeState, Decoding, Step, extend, prefill
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
@@ -81,6 +81,7 @@ class Session:
         Raises:
             InputError: the text is empty, or there is no room for it.
         """
+        check(stop, max_new_tokens, seed)
         first = self._run is None
         if not first and self._tokenizer.bos_token:
             text = text.removeprefix(self._tokenizer.bos_token)  # a chat template begins every turn as if it were the first

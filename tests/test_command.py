@@ -296,4 +296,6 @@ def test_a_session_goes_on_from_the_shell(capsys, tmp_path):
     both = [part for q in context.questions[1:] for part in ("--prompt", q.text)]
     assert run(capsys, *both, *kept)[1] == "".join(q.answer + "\n" for q in context.questions[1:])
     assert run(capsys, "--prompt", "x", *kept, "--budget", "128")[0] == 2
+    status, _, err = run(capsys, "--prompt", "x", *kept, "--context-length", "5000")
+    assert status == 2 and "a session's context length is set when it begins: leave --context-length out" in err
     assert run(capsys, "--prompt", "x", "--session", str(tmp_path))[0] == 2

@@ -130,6 +130,20 @@ def test_questions_leave_the_text_as_it_was():
     assert bytes(answers[0][:6]).decode() == whole.text == text.questions[0].answer
 
 
+def test_questions_that_cross_a_compaction_leave_the_pages_as_they_were():
+    model, _ = icejax.load()
+    context = task.context(np.random.default_rng(1), length=800, facts=task.Facts(keys=1), split="heldout")
+    reader = Reader(model, icejax.Clustered(budget=64, compact_every=32), prompt_tokens=800, new_tokens=64)
+    reader.read(list(context.text))
+    reader.continue_with(list(b"one and two and three and four"))  # 30 tokens: the page of the first 16 is in the pool
+    used = int(reader._state.cache.lengths.pages)
+    before = np.array(reader._pool)[:used]
+    (question,) = context.questions
+    first, second = (reader.ask(list(question.text.encode()), 6) for _ in range(2))
+    np.testing.assert_array_equal(np.asarray(reader._pool)[:used], before)
+    assert first == second
+
+
 def test_trigram_knows_what_it_was_shown():
     """By hand: of 'abab', a is always followed by b; P(b | b a) = (1 + P(b | a)) / 2, and so on down."""
     model = language.Trigram(b"abab")

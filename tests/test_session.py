@@ -135,6 +135,9 @@ def test_an_interrupted_save_leaves_the_old_one_whole(bundled, tmp_path, monkeyp
 
 def test_a_full_session_says_so(bundled):
     session = Session(*bundled, cache=Clustered(budget=64), context_length=300)
+    for bad in (dict(max_new_tokens=0), dict(stop=[""]), dict(seed=-1)):
+        with pytest.raises(icejax.InputError, match="max_new_tokens must be|stop string is empty|seed must be"):
+            session.ask("x", **bad)
     session.ask("x" * 200, max_new_tokens=20)
     with pytest.raises(
         icejax.InputError, match=r"the session holds 220 tokens and the text has 100: its context of 300 is full"

@@ -47,8 +47,12 @@ class Reader:
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
         """Returns the `count` tokens the model chooses after a question; the text is then as it was before."""
-        # A fork may flush into the pool: its page lies past those of the text, and the next fork writes it anew.
         kept, decoded = jax.tree.map(jnp.copy, self._state), self._decoding.decoded
+        # A fork may flush into the pool: its page lies past those of the text, and the next fork writes it anew. Only what
+        # sorts the text's own pages must not reach them.
+        pool, every = None, self._plan.compact_every
+        if every and (decoded + len(question) - 1 + count) // every > decoded // every:
+            pool = np.array(self._pool)
         for token in question[:-1]:
             self._force(token)
         answer = [question[-1]]
@@ -57,6 +61,8 @@ class Reader:
             answer.append(self._force(answer[-1]))
             self.seconds.append(time.perf_counter() - started)
         self._state, self._decoding.decoded = kept, decoded
+        if pool is not None:
+            self._pool = jax.device_put(pool, self._pool.sharding)
         return answer[1:]
 
     def _force(self, token: int) -> int:

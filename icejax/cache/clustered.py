@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from icejax.cache import growth
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
-from icejax.cache.state import NO_PAGE, ClusteredState, per_head, rows, take
+from icejax.cache.state import NO_PAGE, ClusteredState, per_head, put, rows, take
 from icejax.errors import InputError
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty
@@ -24,8 +24,8 @@ from icejax.ops.pages import pack
 class Clustered(CachePolicy):
     """IceCache's budgeted cache, with a second-order page score, a digest tree and a tail.
 
-    A step attends exactly to the sinks, to the pages of highest score while they fit the budget, and to the window;
-    never to more than `budget` tokens per KV head and layer. All other pages contribute by their digests.
+    A step attends exactly to the sinks, to the best tokens of the pages of highest score, and to the window; never to more
+    than `budget` tokens per KV head and layer. All others contribute by their means.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
@@ -33,7 +33,7 @@ class Clustered(CachePolicy):
         sinks: first tokens kept on the device; None: an eighth of the budget, at most 32 (the paper's two pages).
         window: newest tokens kept on the device; None: an eighth of the budget and a page, at most two pages.
         candidates: pages fetched for every page of tokens attended exactly; the best tokens of all of them are.
-        tail: whether pages that are not selected contribute their mean value, weighted by their score; IceCache's do not.
+        tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
         score: how a page is scored by its digest; `mean` is without the variance.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
@@ -153,18 +153,24 @@ class Clustered(CachePolicy):
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         prompt = lengths.prompt[:, None]
         sinks, num_sinks = jnp.arange(self.num_sinks)[None, :], jnp.minimum(self.num_sinks, prompt)
-        state_sinks = [take(x, sinks, sinks < prompt) for x in (k, v)]
+        sinks_k, sinks_v = (take(x, sinks, sinks < prompt) for x in (k, v))
         recent = self.window_positions(lengths)
         held = (recent >= num_sinks) & (recent < prompt)
-        state_window = [take(x, recent, held) for x in (k, v)]
+        window_k, window_v = (take(x, recent, held) for x in (k, v))
         # The middle, in pages. A full window page is left free, so that pages are flushed at the same step in all rows.
         middle = jnp.arange(tokens)[None, :] + self.num_sinks
         valid = middle < self.window_start(lengths)
         k, v = (take(x, middle, valid) for x in (k, v))
         k, v, digests = self.paged(k, v, valid)
-        pages = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim), state.levels[0], digests)
-        kept = (num_sinks[:, 0], *state_sinks, *state_window, tree.build(pages))
-        state = ClusteredState(*kept, state.page_ids, state.weights, state.held, state.fetched)
+        state = dataclasses.replace(
+            state,
+            num_sinks=num_sinks[:, 0],
+            sinks_k=sinks_k,
+            sinks_v=sinks_v,
+            window_k=window_k,
+            window_v=window_v,
+            levels=tree.build(put(state.levels[0], digests, jnp.int32(0))),
+        )
         return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):

@@ -76,7 +76,8 @@ def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths:
     counts = jax.lax.dynamic_slice_in_dim(state.levels[0].count, first, count, axis=2)
     there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)
     # Tokens first, for a page that was flushed in part.
-    forward, valid = jnp.argsort(~there, axis=1, stable=True), jnp.sort(there, axis=1, descending=True)
+    forward = jnp.argsort(~there, axis=1, stable=True)
+    valid = jnp.arange(tokens)[None, :] < there.sum(1, keepdims=True)
     k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
     k, v = (take(x, forward, valid) for x in (k, v))
     k, v, digests = policy.paged(k, v, valid)

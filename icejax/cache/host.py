@@ -63,13 +63,13 @@ class PoolLayer:
             missing &= ~self.ended[:, None, None]
         start = jnp.take_along_axis(held, same.argmax(-1)[..., None, None, None], axis=2, mode="promise_in_bounds")
         pages = lax.bitcast_convert_type(start, self.pages.dtype).reshape(-1, math.prod(start.shape[3:]))
-        order = jnp.argsort(~missing.reshape(-1), stable=True)
-        block = min(MISSING, len(order))
+        # What is missing, in front; behind it page 0 over and over, which may come once more.
+        order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
+        block = min(MISSING, missing.size)
         table, rows = self._table(page_ids)
 
         def some(i: jax.Array, pages: jax.Array) -> jax.Array:
-            # The last block is filled up with pages that are not missing: they come once more, as they are.
-            at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, len(order) - block), block)
+            at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
             return pages.at[at].set(BACKENDS[self.backend](table, rows[at]))
 
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)

@@ -124,13 +124,11 @@ def attend_all(
     """
     batch, tokens, heads, size = q.shape
     block = math.gcd(BLOCK, tokens)
-    near = jnp.ones((1, 1, 1), bool) if near is None else near
-    near = jnp.broadcast_to(near, (batch, tokens, k.shape[2]))
 
-    def some(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def some(part: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         queries, close = part  # B T' N H, B T' S
         queries = queries.reshape(batch, block, k.shape[1], -1, size)
-        seen = (mask[:, None] & close[:, :, None])[:, :, :, None]
+        seen = mask[:, None, :, None] if close is None else (mask[:, None] & close[:, :, None])[:, :, :, None]
         scores = jnp.where(seen, EINSUM("btkgh,bksh->btkgs", queries, k) * size**-0.5, -jnp.inf)
         highest = scores.max(-1, keepdims=True)
         base = jnp.where(jnp.isneginf(highest), 0.0, highest)
@@ -139,8 +137,8 @@ def attend_all(
         out = EINSUM("btkgs,bksh->btkgh", (weights / jnp.maximum(total, 1e-30)).astype(v.dtype), v)
         return out.reshape(batch, block, heads, size), (jnp.log(total) + base).reshape(batch, block, heads)
 
-    parts = (x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (q, near))
-    out, lse = lax.map(some, tuple(parts))
+    parts = jax.tree.map(lambda x: x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1), (q, near))
+    out, lse = lax.map(some, parts)
     return out.swapaxes(0, 1).reshape(q.shape), lse.swapaxes(0, 1).reshape(batch, tokens, heads)
 
 

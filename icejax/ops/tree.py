@@ -95,10 +95,11 @@ def walk(
     rest: list[tuple[jax.Array, Vectors]] = []
     for below in (*levels[-2::-1], None):
         estimates, scores = score(q, candidates, rule)
-        worth = jnp.where(candidates.count > 0, _worth(estimates, group), -jnp.inf)
+        wanted = min(selected if below is None else opened, estimates.shape[-1])
+        worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
         if below is None:
             break
-        chosen = top_k(worth, min(opened, worth.shape[-1]))[1]
+        chosen = top_k(worth, wanted)[1]
         rest.append((without(scores, chosen), candidates.value))
         nodes = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
         filled = jnp.take_along_axis(candidates.count, chosen, axis=-1) > 0
@@ -109,7 +110,7 @@ def walk(
         ids = (nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]).reshape(
             *nodes.shape[:2], -1
         )
-    chosen = top_k(worth, min(selected, worth.shape[-1]))[1]
+    chosen = top_k(worth, wanted)[1]
     counts = jnp.take_along_axis(candidates.count, chosen, axis=-1)
     page_ids = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
     page_ids = jnp.where(counts > 0, page_ids, 0)  # an empty one may lie past the last page
@@ -130,12 +131,14 @@ def tail_of(rest: list[tuple[jax.Array, Vectors]]) -> tuple[jax.Array, jax.Array
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 
-def _worth(scores: Float[Array, "B K G P"], group: Group) -> Float[Array, "B K P"]:
-    """Returns what nodes are worth to a KV head; safe where all are empty."""
+def _worth(scores: Float[Array, "B K G P"], group: Group, wanted: int) -> Float[Array, "B K P"]:
+    """Returns what nodes are worth to a KV head, of which `wanted` are to be chosen; safe where all are empty."""
     if group == "interleave":
-        ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1).astype(jnp.float32)
-        turn = jnp.arange(scores.shape[2], dtype=jnp.float32)[None, None, :, None]
-        return -(ranks * scores.shape[2] + turn).min(2)
+        batch, heads, size, nodes = scores.shape
+        best = top_k(scores, wanted)[1].reshape(batch * heads, -1)
+        turns = (jnp.arange(wanted)[None, :] * size + jnp.arange(size)[:, None]).reshape(1, -1)
+        worth = jnp.full((batch * heads, nodes), -jnp.inf, jnp.float32).at[jnp.arange(batch * heads)[:, None], best]
+        return worth.max(-turns.astype(jnp.float32)).reshape(batch, heads, nodes)
     shares = jax.nn.softmax(jnp.maximum(scores, -1e30), axis=-1)
     return shares.sum(2) if group == "sum" else shares.max(2)
 
