@@ -144,7 +144,7 @@ def select(q, pages, levels, *, fetched: int, method: Method) -> tree.Selection:
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
         tail_out, tail_lse = tree.tail_of([(tree.without(score(q, digests)[1], chosen), digests.value)])
-    return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse)
+    return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 
 
 @jax.jit(static_argnames=("budget", "tail"))

@@ -112,20 +112,23 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
     lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
-    x, found = model.model.embed_tokens(jnp.asarray(padded)), {}
+    x, found, guide = model.model.embed_tokens(jnp.asarray(padded)), {}, None
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
         window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
-        x, pages = _layer(layer, x, lengths, policy=policy, spec=plan.spec, window=window)
+        own = dict(policy=policy, spec=plan.spec, window=window)
+        x, pages, guide = _layer(layer, x, lengths, plan.guided(i, guide), **own)
         if pages is not None:
             found[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
     return found
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames="x")
-def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None):
+def _layer(
+    layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec, window: int | None
+):
     """Runs a layer, and packs its keys with their positions in the place of their values."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     q, k, v = layer.self_attn.project(layer.input_layernorm(x), positions, lengths.prompt)
     where = jnp.broadcast_to(positions[..., None, None].astype(jnp.float32), v.shape)
-    pages = policy.prefill(policy.init(spec), q, k, where, lengths)[1]
-    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)[0], pages
+    pages, found = policy.prefill(policy.init(spec), q, k, where, lengths, guide)[1:]
+    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)[0], pages, found

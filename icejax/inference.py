@@ -85,10 +85,12 @@ def prefill(
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
     lengths = Lengths(prompt_lengths, jnp.int32(0), jnp.int32(0))
     x = _embed(model, jnp.asarray(tokens))
-    states, written = [], 0
+    states, written, guide = [], 0, None
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
         window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
-        x, state, pages = _prefill_layer(layer, x, lengths, policy=policy, spec=plan.spec, window=window)
+        x, state, pages, guide = _prefill_layer(
+            layer, x, lengths, plan.guided(i, guide), policy=policy, spec=plan.spec, window=window
+        )
         states.append(state)
         if pages is not None:
             pool = host.write_layer(pool, pages, plan.pooled.index(i))
@@ -121,11 +123,13 @@ def extend(
     padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths, new = state.cache.lengths, jnp.asarray([len(tokens)], jnp.int32)
-    x, states, used = _embed(model, jnp.asarray(padded)), [], jnp.int32(0)
+    x, states, used, guide = _embed(model, jnp.asarray(padded)), [], jnp.int32(0), None
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
         pooled = plan.pooled.index(i) if i in plan.pooled else None
         view = None if pooled is None else host.PoolLayer(pool, None, pooled, plan.fetch_backend, plan.spec.dtype)
-        x, layer_state, pages = _extend_layer(layer, x, lengths, new, state.cache.layers[i], view, policy=policy)
+        x, layer_state, pages, guide = _extend_layer(
+            layer, x, lengths, new, state.cache.layers[i], view, plan.guided(i, guide), policy=policy
+        )
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
@@ -140,8 +144,10 @@ def extend(
 
 
 @functools.partial(jax.jit, static_argnames="policy", donate_argnums=(1, 4))
-def _extend_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pool, *, policy: CachePolicy):
-    return layer.extend(x, lengths, new, policy=policy, state=state, pool=pool)
+def _extend_layer(
+    layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pool, guide, *, policy: CachePolicy
+):
+    return layer.extend(x, lengths, new, policy=policy, state=state, pool=pool, guide=guide)
 
 
 @jax.jit
@@ -151,9 +157,9 @@ def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames=("x",))
 def _prefill_layer(
-    layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, policy: CachePolicy, spec: CacheSpec, window: int | None
+    layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec, window: int | None
 ):
-    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)
+    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window, guide=guide)
 
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
@@ -225,12 +231,14 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         lengths = state.cache.lengths
         x = model.model.embed_tokens(state.last_tokens[:, None])
-        states = []
+        states, guide, before = [], None, None
         for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-            view = None
+            view = guess = None
             if i in plan.pooled:
                 view = host.PoolLayer(pool, state.done, plan.pooled.index(i), plan.fetch_backend, plan.spec.dtype)
-            x, layer_state = layer.decode(x, lengths, policy=policy, state=state.cache.layers[i], pool=view)
+                guess = layer.guess(before, lengths) if policy.prefetch and before is not None else None
+            own, before = dict(policy=policy, state=state.cache.layers[i], pool=view), x
+            x, layer_state, guide = layer.decode(x, lengths, **own, guide=plan.guided(i, guide), guess=guess)
             states.append(layer_state)
         logits = model.logits(x)[:, 0]
         cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))
@@ -251,9 +259,10 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def compact(cache: KVCache, pages: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
-        states, sorted_pages = list(cache.layers), []
+        states, sorted_pages, guide = list(cache.layers), [], None
         for layer, i in enumerate(plan.pooled):
-            states[i], found = plan.policies[i].compact(states[i], pages[:, layer], cache.lengths)
+            policy, follows = plan.policies[i], plan.guided(i, guide)
+            states[i], found, guide = policy.compact(states[i], pages[:, layer], cache.lengths, follows)
             sorted_pages.append(found)
         return KVCache(tuple(states), cache.lengths), jnp.stack(sorted_pages, axis=1), cache.lengths.pages - pages.shape[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from icejax.cache import host, layer_policies
 from icejax.cache.policy import CachePolicy, CacheSpec
@@ -36,6 +37,11 @@ class Plan:
     def compact_every(self) -> int:
         """Decoded tokens after which their pages are sorted anew; 0: never."""
         return self.policies[self.pooled[0]].compact_every if self.pooled else 0
+
+    def guided(self, layer: int, guide: Any) -> Any:
+        """Returns what `layer` is to follow of what the layers before it found; None: nothing."""
+        leads = layer in self.pooled and self.pooled.index(layer) % self.policies[layer].reuse == 0
+        return None if leads else guide
 
     @property
     def pages_needed(self) -> int:

@@ -25,14 +25,14 @@ def decode_program(policy: CachePolicy):
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
         view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
-        return policy.decode(state, q, k, v, lengths, view)
+        return policy.decode(state, q, k, v, lengths, view)[:2]
 
     return decode, traces
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
-    return policy.prefill(policy.init(spec), q, k, v, lengths)
+    return policy.prefill(policy.init(spec), q, k, v, lengths)[:2]
 
 
 class Layer:
@@ -69,7 +69,7 @@ class Layer:
         if self.pool is not None and self.policy.compact_every and int(decoded) % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             pages = host.read_pages(self.pool, self.lengths.pages - count, count=count, dtype="float32")
-            self.state, pages = self.policy.compact(self.state, pages[:, 0], self.lengths)
+            self.state, pages, _ = self.policy.compact(self.state, pages[:, 0], self.lengths)
             self.pool = host.write_pages(self.pool, pages[:, None], self.lengths.pages - count)
         return np.asarray(out)
 

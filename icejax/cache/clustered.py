@@ -44,6 +44,10 @@ class Clustered(CachePolicy):
         compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
+        reuse: clustered layers that share pages: the first of so many packs and selects by its own keys and queries, the
+            others follow it. IceCache(reuse) has 3.
+        prefetch: whether pages are selected by a guess of the queries, made of the input of the layer before (IceCache's),
+            so that they can be on their way while that layer runs.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -63,6 +67,8 @@ class Clustered(CachePolicy):
     span: int = 8192
     compact_every: int = 1024
     dense_layers: int | None = None
+    reuse: int = 1
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -75,6 +81,7 @@ class Clustered(CachePolicy):
             ("span", 256),
             ("compact_every", 0),
             ("dense_layers", 0),
+            ("reuse", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -148,7 +155,7 @@ class Clustered(CachePolicy):
         none = jnp.zeros(spec.batch_size, jnp.int32)
         return ClusteredState(none, sinks, sinks, window, window, levels, page_ids, weights, held, fetched)
 
-    def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths):
+    def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths, guide=None):
         tokens = k.shape[1]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         prompt = lengths.prompt[:, None]
@@ -161,7 +168,7 @@ class Clustered(CachePolicy):
         middle = jnp.arange(tokens)[None, :] + self.num_sinks
         valid = middle < self.window_start(lengths)
         k, v = (take(x, middle, valid) for x in (k, v))
-        k, v, digests = self.paged(k, v, valid)
+        k, v, digests, guide = self.paged(k, v, valid, guide)
         state = dataclasses.replace(
             state,
             num_sinks=num_sinks[:, 0],
@@ -171,9 +178,9 @@ class Clustered(CachePolicy):
             window_v=window_v,
             levels=tree.build(put(state.levels[0], digests, jnp.int32(0))),
         )
-        return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+        return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5), guide
 
-    def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer):
+    def decode(self, state: ClusteredState, q, k, v, lengths: Lengths, pool: PoolLayer, guide=None, guess=None):
         with jax.named_scope("append"):
             slot = self._fill + lengths.decoded % self.page_size
             window_k, window_v = (
@@ -195,7 +202,15 @@ class Clustered(CachePolicy):
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
             opened = max(self.opened, 2 * -(-fetched // tree.FAN_OUT))
             found = tree.walk(
-                queries, state.levels, opened=opened, selected=fetched, tail=self.tail, rule=self.score, group=self.group
+                queries,
+                state.levels,
+                opened=opened,
+                selected=fetched,
+                tail=self.tail,
+                rule=self.score,
+                group=self.group,
+                guess=None if guess is None else guess.reshape(queries.shape),
+                path=guide,
             )
         with jax.named_scope("fetch"):
             if self.resident:
@@ -224,29 +239,16 @@ class Clustered(CachePolicy):
             held=held if self.resident else state.held,
             fetched=fetched,
         )
-        return out.reshape(q.shape).astype(q.dtype), state
+        return out.reshape(q.shape).astype(q.dtype), state, found.path
 
-    def extend(self, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer):
-        return growth.extend(self, state, q, k, v, lengths, new, pool)
+    def extend(self, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer, guide=None):
+        return growth.extend(self, state, q, k, v, lengths, new, pool, guide)
 
-    def compact(self, state: ClusteredState, pages: jax.Array, lengths: Lengths):
-        return growth.compact(self, state, pages, lengths)
+    def compact(self, state: ClusteredState, pages: jax.Array, lengths: Lengths, guide=None):
+        return growth.compact(self, state, pages, lengths, guide)
 
     def flush(self, state: ClusteredState, lengths: Lengths):
-        # Called with the window full: its first page holds the positions just before those that will start the next.
-        p = self.page_size
-        position = self.window_positions(lengths)[:, :p] - p
-        count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
-        slots = jnp.arange(p)[None, :]
-        # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
-        page_k, page_v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
-        mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
-        levels = tree.replace_page(
-            state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask, self.digest_dtype), lengths.pages
-        )
-        window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
-        page = jnp.stack([page_k, page_v], axis=2)
-        return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page
+        return growth.flush(self, state, lengths)
 
     def pages_selected(self, state: ClusteredState) -> jax.Array:
         return (state.weights > 0).any(-1).sum((1, 2), dtype=jnp.int32)
@@ -259,13 +261,18 @@ class Clustered(CachePolicy):
             x.nbytes for x in jax.tree.leaves((state.levels, state.num_sinks, state.page_ids, state.weights, state.fetched))
         )
 
-    def paged(self, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array, Digests]:
-        """Packs tokens [B, K, T, H] of which `valid` [B, T] says which there are into pages [B, K, P, p, H]."""
-        order = pack(k, valid, page_size=self.page_size, span=self.span)
+    def paged(
+        self, k: jax.Array, v: jax.Array, valid: jax.Array, order: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Digests, jax.Array | None]:
+        """Packs tokens [B, K, T, H] of which `valid` [B, T] says which there are into pages [B, K, P, p, H].
+
+        In the given order or a new one, which comes back if other layers are to have it.
+        """
+        order = pack(k, valid, page_size=self.page_size, span=self.span) if order is None else order
         shape = (*k.shape[:2], -1, self.page_size)
         mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
         k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, k.shape[-1]) for x in (k, v))
-        return k, v, digest(k, v, mask, self.digest_dtype)
+        return k, v, digest(k, v, mask, self.digest_dtype), order if self.reuse > 1 else None
 
     @property
     def _fill(self) -> int:

@@ -80,22 +80,21 @@ class Full(CachePolicy):
     def init(self, spec: CacheSpec) -> TokenState:
         return _empty(spec, spec.capacity)
 
-    def prefill(self, state, q, k, v, lengths: Lengths):
+    def prefill(self, state, q, k, v, lengths: Lengths, guide=None):
         valid = (jnp.arange(k.shape[1])[None, :] < lengths.prompt[:, None])[:, :, None, None]
         k, v = (_by_head(jnp.where(valid, x, 0)) for x in (k, v))
         start = (0, 0, 0)
-        return TokenState(
-            jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start)
-        ), None
+        state = TokenState(jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start))
+        return state, None, guide
 
-    def extend(self, state, q, k, v, lengths: Lengths, new: jax.Array, pool):
+    def extend(self, state, q, k, v, lengths: Lengths, new: jax.Array, pool, guide=None):
         slots = jnp.arange(state.k.shape[1])[None, :]
         out = _extend(state, q, k, v, lengths, new, position=slots, window=None)
         at = slots - lengths.seen[:, None]
-        return out, TokenState(*(_replaced(old, x, at, new) for old, x in ((state.k, k), (state.v, v)))), None
+        return out, TokenState(*(_replaced(old, x, at, new) for old, x in ((state.k, k), (state.v, v)))), None, guide
 
-    def decode(self, state, q, k, v, lengths: Lengths, pool):
-        return _decode(state, q, k, v, slot=lengths.seen, last=lengths.seen)
+    def decode(self, state, q, k, v, lengths: Lengths, pool, guide=None, guess=None):
+        return *_decode(state, q, k, v, slot=lengths.seen, last=lengths.seen), guide
 
 
 @dataclass(frozen=True)
@@ -107,18 +106,18 @@ class Ring(CachePolicy):
     def init(self, spec: CacheSpec) -> TokenState:
         return _empty(spec, min(self.window, spec.capacity))
 
-    def prefill(self, state, q, k, v, lengths: Lengths):
+    def prefill(self, state, q, k, v, lengths: Lengths, guide=None):
         position = _newest_of(lengths.prompt, state.k.shape[1])
         index = jnp.maximum(position, 0)[:, :, None, None]
         kept = [jnp.where(position[:, :, None, None] >= 0, jnp.take_along_axis(x, index, axis=1), 0) for x in (k, v)]
-        return TokenState(*map(_by_head, kept)), None
+        return TokenState(*map(_by_head, kept)), None, guide
 
-    def extend(self, state, q, k, v, lengths: Lengths, new: jax.Array, pool):
+    def extend(self, state, q, k, v, lengths: Lengths, new: jax.Array, pool, guide=None):
         slots = state.k.shape[1]
         before, after = (_newest_of(n, slots) for n in (lengths.seen, lengths.seen + new))
         out = _extend(state, q, k, v, lengths, new, position=before, window=self.window)
         at = after - lengths.seen[:, None]
-        return out, TokenState(*(_replaced(old, x, at, new) for old, x in ((state.k, k), (state.v, v)))), None
+        return out, TokenState(*(_replaced(old, x, at, new) for old, x in ((state.k, k), (state.v, v)))), None, guide
 
-    def decode(self, state, q, k, v, lengths: Lengths, pool):
-        return _decode(state, q, k, v, slot=lengths.seen % state.k.shape[1], last=lengths.seen)
+    def decode(self, state, q, k, v, lengths: Lengths, pool, guide=None, guess=None):
+        return *_decode(state, q, k, v, slot=lengths.seen % state.k.shape[1], last=lengths.seen), guide

@@ -1,4 +1,4 @@
-"""How a clustered cache grows by more than a token: new tokens behind it, and its newest pages sorted by meaning."""
+"""How a clustered cache grows: new tokens behind it, window pages that go to the pool, newest pages sorted by meaning."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from icejax.cache.policy import Lengths
 from icejax.cache.state import NO_PAGE, ClusteredState, per_head, put, take
 from icejax.ops import tree
 from icejax.ops.attention import attend_all, causal_with_lse, merge_by_lse
+from icejax.ops.digests import digest
 
 if TYPE_CHECKING:
     from icejax.cache.clustered import Clustered
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 STREAMED = 128  # pages that new tokens attend to at once
 
 
-def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer):
+def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, new: jax.Array, pool: PoolLayer, guide):
     """Appends new tokens; see `CachePolicy.extend`."""
     batch, tokens, heads, size = k.shape
     new_k, new_v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -62,14 +63,32 @@ def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, 
         window_k, window_v = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
         leaving = first + jnp.arange(tokens)[None, :]
         valid = leaving < policy.window_start(after)
-        keys, values, digests = policy.paged(*at(leaving, valid), valid)
+        keys, values, digests, guide = policy.paged(*at(leaving, valid), valid, guide)
         leaves = put(state.levels[0], digests, lengths.pages)
     state = dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=tree.build(leaves))
     used = (valid.sum(1).max() + policy.page_size - 1) // policy.page_size
-    return out, state, (jnp.stack([keys, values], axis=3).transpose(2, 0, 1, 3, 4, 5), used)
+    return out, state, (jnp.stack([keys, values], axis=3).transpose(2, 0, 1, 3, 4, 5), used), guide
 
 
-def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths: Lengths):
+def flush(policy: Clustered, state: ClusteredState, lengths: Lengths):
+    """Moves the oldest window page out; see `CachePolicy.flush`."""
+    # Called with the window full: its first page holds the positions just before those that will start the next.
+    p = policy.page_size
+    position = policy.window_positions(lengths)[:, :p] - p
+    count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
+    slots = jnp.arange(p)[None, :]
+    # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
+    page_k, page_v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
+    mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
+    levels = tree.replace_page(
+        state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask, policy.digest_dtype), lengths.pages
+    )
+    window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
+    page = jnp.stack([page_k, page_v], axis=2)
+    return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page
+
+
+def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths: Lengths, guide):
     """Sorts the newest pages anew; see `CachePolicy.compact`."""
     count, batch, heads, _, p, size = pages.shape
     first, tokens = lengths.pages - count, count * p
@@ -80,8 +99,8 @@ def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths:
     valid = jnp.arange(tokens)[None, :] < there.sum(1, keepdims=True)
     k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
     k, v = (take(x, forward, valid) for x in (k, v))
-    k, v, digests = policy.paged(k, v, valid)
+    k, v, digests, guide = policy.paged(k, v, valid, guide)
     levels = tree.build(put(state.levels[0], digests, first))
     # What stays on the device of these pages is no longer what they are.
     state = dataclasses.replace(state, levels=levels, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
-    return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+    return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5), guide

@@ -71,12 +71,15 @@ class CachePolicy(abc.ABC):
 
     A policy is a frozen dataclass, its fields are its options, and jit takes it as a static argument. It sees one
     layer at a time and never the model. A policy that keeps pages in host memory returns them from `prefill` and
-    `flush` for the caller to write, and reads them in `decode`.
+    `flush` for the caller to write, and reads them in `decode`. A `guide` is what one layer found and others may follow,
+    of a form that only the policy knows: None for a layer that is to find for itself.
     """
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
     compact_every: int = 0  # decoded tokens after which their pages are sorted anew; 0: never
     dense_layers: int | None = None  # first layers that keep the full cache; None: 2 from 16 layers on, as in the paper
+    reuse: int = 1  # layers with pages that share the partition and the choice of the first of them
+    prefetch: bool = False  # whether `decode` is given a guess of its queries
 
     @property
     def page_size(self) -> int:
@@ -105,8 +108,9 @@ class CachePolicy(abc.ABC):
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         lengths: Lengths,
-    ) -> tuple[Any, jax.Array | None]:
-        """Returns the state after a prompt, and its pages `dtype[P, B, K, 2, p, H]` for the pool, if any.
+        guide: Any = None,
+    ) -> tuple[Any, jax.Array | None, Any]:
+        """Returns the state after a prompt, its pages `dtype[P, B, K, 2, p, H]` for the pool, if any, and the guide.
 
         `lengths.pages` counts them. What stands in padding, NaN included, must not be kept.
         """
@@ -121,11 +125,12 @@ class CachePolicy(abc.ABC):
         lengths: Lengths,
         new: Int[Array, " B"],
         pool: PoolLayer | None,
-    ) -> tuple[Float[Array, "B T N H"], Any, tuple[jax.Array, jax.Array] | None]:
+        guide: Any = None,
+    ) -> tuple[Float[Array, "B T N H"], Any, tuple[jax.Array, jax.Array] | None, Any]:
         """Appends `new` tokens per row, right-padded, each of which attends exactly to all tokens up to itself.
 
-        Returns what they attend to, the state after them, whose prompt they have become part of, and their pages
-        `dtype[P', B, K, 2, p, H]` for the pool with the number of those that are not empty, if any.
+        Returns what they attend to, the state after them, whose prompt they have become part of, their pages
+        `dtype[P', B, K, 2, p, H]` for the pool with the number of those that are not empty, if any, and the guide.
         """
 
     @abc.abstractmethod
@@ -137,8 +142,13 @@ class CachePolicy(abc.ABC):
         v: Float[Array, "B K H"],
         lengths: Lengths,
         pool: PoolLayer | None,
-    ) -> tuple[Float[Array, "B N H"], Any]:
-        """Appends the token at position `lengths.seen` and returns what its queries attend to, and the new state."""
+        guide: Any = None,
+        guess: Float[Array, "B N H"] | None = None,
+    ) -> tuple[Float[Array, "B N H"], Any, Any]:
+        """Appends the token at position `lengths.seen`; returns what its queries attend to, the new state, and the guide.
+
+        `guess` is known before `q` and may choose what is fetched in its place.
+        """
 
     def flush(self, state: Any, lengths: Lengths) -> tuple[Any, jax.Array]:
         """Returns the state after its oldest window page has left it, and that page `dtype[B, K, 2, p, H]`.
@@ -147,8 +157,8 @@ class CachePolicy(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 
-    def compact(self, state: Any, pages: jax.Array, lengths: Lengths) -> tuple[Any, jax.Array]:
-        """Returns the state and the newest pages `dtype[P', B, K, 2, p, H]` of the pool, sorted anew.
+    def compact(self, state: Any, pages: jax.Array, lengths: Lengths, guide: Any = None) -> tuple[Any, jax.Array, Any]:
+        """Returns the state, the newest pages `dtype[P', B, K, 2, p, H]` of the pool, sorted anew, and the guide.
 
         Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
         """

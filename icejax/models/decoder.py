@@ -100,17 +100,24 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
     def prefill(
-        self, x: Float[Array, "B T D"], lengths: Lengths, *, policy: CachePolicy, state: Any, window: int | None
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
-        """Runs the layer over a right-padded prompt; returns its output, its cache state and its pages for the pool."""
+        self,
+        x: Float[Array, "B T D"],
+        lengths: Lengths,
+        *,
+        policy: CachePolicy,
+        state: Any,
+        window: int | None,
+        guide: Any = None,
+    ) -> tuple[jax.Array, Any, jax.Array | None, Any]:
+        """Runs the layer over a right-padded prompt; returns its output and what `CachePolicy.prefill` does."""
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
         q, k, v = self.self_attn.project(self.input_layernorm(x), positions, lengths.prompt)
         with jax.named_scope("attend"):
             heads = causal(q, k, v, lengths=lengths.prompt, window=window)
         with jax.named_scope("pack"):
-            state, pages = policy.prefill(state, q, k, v, lengths)
+            state, pages, guide = policy.prefill(state, q, k, v, lengths, guide)
         x = x + self.self_attn.output(heads)
-        return x + self._mlp_in_chunks(x), state, pages
+        return x + self._mlp_in_chunks(x), state, pages, guide
 
     def extend(
         self,
@@ -121,23 +128,36 @@ class DecoderLayer(nnx.Module):
         policy: CachePolicy,
         state: Any,
         pool: PoolLayer | None,
-    ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array] | None]:
+        guide: Any = None,
+    ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array] | None, Any]:
         """Runs the layer over `new` right-padded tokens that follow what the cache holds; as `CachePolicy.extend`."""
         positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
         q, k, v = self.self_attn.project(self.input_layernorm(x), positions, lengths.seen + new)
-        heads, state, pages = policy.extend(state, q, k, v, lengths, new, pool)
+        heads, state, pages, guide = policy.extend(state, q, k, v, lengths, new, pool, guide)
         x = x + self.self_attn.output(heads.astype(x.dtype))
-        return x + self._mlp_in_chunks(x), state, pages
+        return x + self._mlp_in_chunks(x), state, pages, guide
+
+    def guess(self, x: Float[Array, "B 1 D"], lengths: Lengths) -> Float[Array, "B N H"]:
+        """Returns the queries of one new token per row as they would be if `x` were the layer's input."""
+        return self.self_attn.project(self.input_layernorm(x), lengths.seen[:, None], lengths.seen + 1)[0][:, 0]
 
     def decode(
-        self, x: Float[Array, "B 1 D"], lengths: Lengths, *, policy: CachePolicy, state: Any, pool: PoolLayer | None
-    ) -> tuple[jax.Array, Any]:
-        """Runs the layer over one new token per row; returns its output and its new cache state."""
+        self,
+        x: Float[Array, "B 1 D"],
+        lengths: Lengths,
+        *,
+        policy: CachePolicy,
+        state: Any,
+        pool: PoolLayer | None,
+        guide: Any = None,
+        guess: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Runs the layer over one new token per row; returns its output, its new cache state and the guide."""
         q, k, v = self.self_attn.project(self.input_layernorm(x), lengths.seen[:, None], lengths.seen + 1)
-        heads, state = policy.decode(state, q[:, 0], k[:, 0], v[:, 0], lengths, pool)
+        heads, state, guide = policy.decode(state, q[:, 0], k[:, 0], v[:, 0], lengths, pool, guide, guess)
         x = x + self.self_attn.output(heads[:, None])
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x)), state
+            return x + self.mlp(self.post_attention_layernorm(x)), state, guide
 
     def _mlp_in_chunks(self, x: jax.Array) -> jax.Array:
         batch, tokens, hidden = x.shape

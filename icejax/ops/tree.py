@@ -28,12 +28,14 @@ class Selection:
         counts: tokens of each.
         tail_out: attention output of everything else, by its digests.
         tail_lse: estimated log-sum-exp of everything else; -inf if there is nothing.
+        path: the nodes opened at every level, highest first, and the pages chosen, as indices of what had come to light.
     """
 
     page_ids: jax.Array  # i32[B, K, M]
     counts: jax.Array  # i32[B, K, M]
     tail_out: jax.Array  # f32[B, K, G, H]
     tail_lse: jax.Array  # f32[B, K, G]
+    path: tuple[jax.Array, ...]  # i32[B, K, n]
 
 
 def num_levels(pages: int) -> int:
@@ -77,6 +79,8 @@ def walk(
     tail: bool,
     rule: Score = "second-order",
     group: Group = "sum",
+    guess: Float[Array, "B K G H"] | None = None,
+    path: tuple[jax.Array, ...] | None = None,
 ) -> Selection:
     """Returns the pages of highest score, and what the rest contributes.
 
@@ -90,16 +94,22 @@ def walk(
         rule: how a node is scored.
         group: how the query heads of a KV head agree: by the `sum` or the `max` of the softmax over candidates of each,
             or by `interleave`, each head's best first in turn (IceCache's).
+        guess: queries to choose by in the place of `q`; the tail is always of `q`.
+        path: that of another walk, over a tree of the same tokens, to be followed without any choice.
     """
-    candidates, ids = levels[-1], None
+    candidates, ids, found = levels[-1], None, []
     rest: list[tuple[jax.Array, Vectors]] = []
     for below in (*levels[-2::-1], None):
         estimates, scores = score(q, candidates, rule)
-        wanted = min(selected if below is None else opened, estimates.shape[-1])
-        worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
+        if path is None:
+            estimates = estimates if guess is None else score(guess, candidates, rule)[0]
+            wanted = min(selected if below is None else opened, estimates.shape[-1])
+            found.append(top_k(jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf), wanted)[1])
+        else:
+            found.append(path[len(found)])
+        chosen = found[-1]
         if below is None:
             break
-        chosen = top_k(worth, wanted)[1]
         rest.append((without(scores, chosen), candidates.value))
         nodes = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
         filled = jnp.take_along_axis(candidates.count, chosen, axis=-1) > 0
@@ -110,15 +120,14 @@ def walk(
         ids = (nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]).reshape(
             *nodes.shape[:2], -1
         )
-    chosen = top_k(worth, wanted)[1]
     counts = jnp.take_along_axis(candidates.count, chosen, axis=-1)
     page_ids = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
     page_ids = jnp.where(counts > 0, page_ids, 0)  # an empty one may lie past the last page
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
-        return Selection(page_ids, counts, jnp.zeros(q.shape), empty)
+        return Selection(page_ids, counts, jnp.zeros(q.shape), empty, tuple(found))
     rest.append((without(scores, jnp.where(counts > 0, chosen, scores.shape[-1])), candidates.value))
-    return Selection(page_ids, counts, *tail_of(rest))
+    return Selection(page_ids, counts, *tail_of(rest), tuple(found))
 
 
 def tail_of(rest: list[tuple[jax.Array, Vectors]]) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,107 @@
+"""What clustered layers take from one another: partition and pages (`reuse`), and a guess of their queries (`prefetch`)."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax import inference
+from icejax.cache import Clustered, Full
+from icejax.cache.policy import CacheSpec, Lengths
+from icejax.ops import tree
+from icejax.ops.digests import digest
+from tests import families, tolerances
+from tests.run import greedy, plan_for
+
+LAYERS = 5  # with reuse=3 the last group is not whole
+SMALL = Clustered(budget=64, compact_every=32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    built = families.build(families.row("llama-gqa"), num_hidden_layers=LAYERS)
+    return families.load(built, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("options", [dict(reuse=3), dict(prefetch=True), dict(reuse=2, prefetch=True, resident=True)], ids=str)
+def test_room_for_all_tokens_is_still_the_full_cache(model, options):
+    prompts = [families.tokens(300), families.tokens(90)]
+    expected = greedy(model, Full(), prompts, 80)
+    found = greedy(model, Clustered(budget=512, compact_every=32, **options), prompts, 80)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+
+
+def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
+    plan = plan_for(model, replace(SMALL, reuse=3), [families.tokens(300)], 80)
+    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
+    decoding = inference.Decoding(model, plan)
+    for _ in range(70):  # past flushes and compactions
+        state, _, pool = decoding.step(state, pool)
+        ids = [np.asarray(layer.page_ids) for layer in state.cache.layers]
+        for follower, leader in ((1, 0), (2, 0), (4, 3)):
+            np.testing.assert_array_equal(ids[follower], ids[leader])
+        assert (ids[3] != ids[0]).any() or (ids[0] < 0).all()  # none are known after a compaction
+
+
+def test_a_follower_is_packed_in_the_order_of_its_leader():
+    """The follower's values are positions, and its keys noise: pages of equal positions are pages of the leader's keys."""
+    policy, tokens = replace(SMALL, reuse=2), 256
+    spec = CacheSpec(batch_size=1, num_kv_heads=2, head_dim=16, prompt_capacity=tokens, new_capacity=tokens, dtype="float32")
+    rng = np.random.default_rng(0)
+    q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))
+    where = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
+    lengths = Lengths(jnp.asarray([200]), jnp.int32(0), jnp.int32(0))
+    _, leader, order = policy.prefill(policy.init(spec), q, k, where, lengths)
+    _, alone, _ = policy.prefill(policy.init(spec), q, noise, where, lengths)
+    state, follower, _ = policy.prefill(policy.init(spec), q, noise, where, lengths, order)
+    positions = np.asarray(follower)[:, :, :, 1, :, 0].astype(int)
+    np.testing.assert_array_equal(positions, np.asarray(leader)[:, :, :, 1, :, 0])
+    assert (positions != np.asarray(alone)[:, :, :, 1, :, 0]).any()
+    keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(state.levels[0].count)[0, 0]
+    for page, count in enumerate(counts[: len(keys)]):
+        np.testing.assert_array_equal(keys[page, :count], np.asarray(noise)[0, positions[page, 0, 0, :count], 0])
+        if count:
+            mean = np.asarray(state.levels[0].mean.data)[0, 0, page]
+            np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
+
+
+def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkeypatch):
+    monkeypatch.setattr(tree, "TOP", 16)
+    rng = np.random.default_rng(0)
+    k, v, q, guess = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((1, 1, 128, 4, 8), (1, 1, 128, 4, 8), (1, 1, 2, 8), (1, 1, 2, 8))
+    )
+    levels = tree.build(digest(k, v, jnp.ones((1, 1, 128, 4), bool)))
+    assert len(levels) == 2
+    options = dict(opened=4, selected=6, tail=True)
+    own, other = tree.walk(q, levels, **options), tree.walk(guess, levels, **options)
+    found = tree.walk(q, levels, guess=guess, **options)
+    followed = tree.walk(q, levels, path=other.path, **options)
+    for each in (found, followed):
+        np.testing.assert_array_equal(each.page_ids, other.page_ids)
+        assert set(np.asarray(each.page_ids).ravel()) != set(np.asarray(own.page_ids).ravel())
+    for name in ("tail_out", "tail_lse"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(followed, name))
+        assert not np.allclose(getattr(found, name), getattr(other, name))
+    exact = tree.walk(q, levels, guess=q, **options)
+    for name in ("page_ids", "tail_out", "tail_lse"):
+        np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
+
+
+def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
+    """By hand: norm, projection and rotation of the layer's own weights, on another layer's input."""
+    layer, rng = model.model.layers[1], np.random.default_rng(0)
+    x = rng.standard_normal((1, 1, 64)).astype(np.float32)
+    lengths = Lengths(jnp.asarray([7]), jnp.int32(2), jnp.int32(0))
+    normal = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + layer.input_layernorm.eps)
+    normal = normal * np.asarray(layer.input_layernorm.weight[...])
+    q = (normal @ np.asarray(layer.self_attn.q_proj.weight[...]).T).reshape(4, 16)
+    angles = 9 * 10000.0 ** (-np.arange(8) / 8)
+    first, second = q[:, :8], q[:, 8:]
+    expected = np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
+    )
+    np.testing.assert_allclose(layer.guess(jnp.asarray(x), lengths)[0], expected, rtol=0, atol=tolerances.EXACT)
