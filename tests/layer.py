@@ -11,6 +11,9 @@ import numpy as np
 
 from icejax.cache import CachePolicy, host
 from icejax.cache.policy import CacheSpec, Lengths
+from icejax.ops import tree
+from icejax.ops.digests import Digests
+from tests import tolerances
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 PROMPT, NEW = 256, 256
@@ -102,3 +105,17 @@ def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
             weights = np.exp(scores - scores.max())
             out[row, head] = weights @ v[:, kv] / weights.sum()
     return out
+
+
+def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[np.ndarray]) -> None:
+    """Asserts that every level's digests of a row and head are those of the keys of `pages`, in float64."""
+    nodes = pages
+    for level in levels:
+        for i, tokens in enumerate(nodes):
+            assert int(level.count[row, head, i]) == len(tokens)
+            if len(tokens):
+                of = tokens.astype(np.float64)
+                for vectors, expected in ((level.mean, of.mean(0)), (level.variance, of.var(0))):
+                    found = np.asarray(vectors.data[row, head, i])
+                    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.DIGEST)
+        nodes = [np.concatenate(nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]

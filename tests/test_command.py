@@ -235,6 +235,15 @@ def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
 
 
+def test_two_processes_draw_the_same_text(capsys):
+    prompt = BUNDLED_PROMPT.read_text()[-1500:]
+    line = ["--prompt", prompt, "--json", "--temperature", "1", "--seed", "7", "--max-new-tokens", "60", "--budget", "64"]
+    command_line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", *line]
+    found = [json.loads(run(capsys, *line, "--compile-cache", "none")[1])]
+    found += [json.loads(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout) for _ in range(2)]
+    assert len({(tuple(each["token_ids"]), each["pages_selected"]) for each in found}) == 1
+
+
 def start_endless(folder) -> subprocess.Popen:
     """Starts the real command in a process of its own, on a text that no token ends, and waits for its first letter."""
     shutil.copytree(ASSETS, folder)

@@ -47,9 +47,10 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
         assert int(state.cache.lengths.seen[0]) == at
 
 
-def test_what_is_generated_behind_parts_equals_the_whole(tmp_path):
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
-    tokens, exact = families.tokens(500), Clustered(budget=2000)
+    tokens, exact = families.tokens(500), Clustered(budget=2000, reuse=reuse)
     plan = plan_for(model, exact, [tokens], 1000)
     state, step, pool = inference.prefill(model, [tokens[:300]], plan)
     state, step, pool = inference.extend(model, tokens[300:], plan, state, pool)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from icejax.cache import Clustered
 from icejax.ops import tree
 from tests import tolerances
-from tests.layer import KV_HEADS, SIZE, Layer, draw
+from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw
 
 FEW = settings(max_examples=6, deadline=None)
 POLICY = Clustered(budget=64, compact_every=32)
@@ -61,16 +61,7 @@ def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
     assert len(layer.state.levels) == 3
     for row in range(2):
         for head in range(KV_HEADS):
-            nodes = held(layer, row, head)[0]
-            for level in layer.state.levels:
-                for i, tokens in enumerate(nodes):
-                    assert int(level.count[row, head, i]) == len(tokens)
-                    if len(tokens):
-                        of = tokens.astype(np.float64)
-                        for vectors, expected in ((level.mean, of.mean(0)), (level.variance, of.var(0))):
-                            found = np.asarray(vectors.data)[row, head, i]
-                            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.DIGEST)
-                nodes = [np.concatenate(nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]
+            assert_digests(layer.state.levels, row, head, held(layer, row, head)[0])
 
 
 @FEW

@@ -12,6 +12,7 @@ from icejax import session as module
 from icejax.cache import Clustered, Full
 from icejax.session import Session
 from tests import families
+from tests.layer import assert_digests
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,23 @@ def test_an_interrupted_save_leaves_the_old_one_whole(bundled, tmp_path, monkeyp
     (tmp_path / "kept").mkdir()
     with pytest.raises(icejax.InputError, match="exists and is no session folder: choose another place"):
         session.save(tmp_path / "kept")
+
+
+def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_path):
+    """A prompt, answers with flushes and compactions, a second text, and a save and load; pages are read from the pool."""
+    session = Session(*bundled, cache=Clustered(budget=64, compact_every=32), context_length=3000)
+    for text in (document()[0], "\n\nand so on " * 30):
+        assert session.ask(text, max_new_tokens=75).new_tokens == 75
+    session.save(tmp_path / "kept")
+    session = Session.load(tmp_path / "kept", *bundled)
+    session.ask("once more", max_new_tokens=40)
+    run = session._run
+    pool = np.asarray(run.pool).view(np.float32)
+    for layer, state in enumerate(run.state.cache.layers):
+        counts = np.asarray(state.levels[0].count)[0]
+        assert counts.sum() > 2 * 1800  # two heads
+        for head, held in enumerate(counts):
+            assert_digests(state.levels, 0, head, [pool[i, layer, 0, head, 0, :n] for i, n in enumerate(held[: len(pool)])])
 
 
 def test_a_full_session_says_so(bundled):
