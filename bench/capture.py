@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,14 @@ class Captured:
         q: queries f32[Q, N, H] at the answer's positions.
         k, v: keys (after RoPE) and values f32[K, S, H] of all tokens before the answer's first.
         layer: the layer's number.
+        guess: the queries by the input of the layer before, as `prefetch` has them; None for the first layer.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     layer: int
+    guess: jax.Array | None
 
 
 def needle_prompt(rng: np.random.Generator, *, length: int, facts: int) -> tuple[list[int], list[int]]:
@@ -45,12 +47,16 @@ def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captu
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     x, found = model.model.embed_tokens(jnp.asarray(padded)), []
+    asking, before = slice(length - 1, len(tokens)), None
     for i, layer in enumerate(model.model.layers):
         sliding = model.config.layer_types[i] == "sliding_attention"
-        x, q, k, v = _layer(layer, x, jnp.asarray([len(tokens)]), window=model.config.sliding_window if sliding else None)
+        lengths = jnp.asarray([len(tokens)])
+        guess = None if before is None else _queries(layer, before, lengths)[0, asking]
+        before = x
+        x, q, k, v = _layer(layer, x, lengths, window=model.config.sliding_window if sliding else None)
         if not sliding:
             k, v = (y[0, :length].transpose(1, 0, 2).astype(jnp.float32) for y in (k, v))
-            found.append(Captured(q[0, length - 1 : len(tokens)].astype(jnp.float32), k, v, i))
+            found.append(Captured(q[0, asking].astype(jnp.float32), k, v, i, guess))
     return found
 
 
@@ -63,7 +69,13 @@ def tiled(layer: Captured, tokens: int, rng: np.random.Generator) -> Captured:
         noise = rng.standard_normal(whole.shape, np.float32) * (0.5 * np.asarray(x).std(1, keepdims=True))
         noise[:, : x.shape[1]] = 0.0  # the first copy is the text itself
         copies.append(jnp.asarray(whole + noise))
-    return Captured(layer.q, *copies, layer.layer)
+    return replace(layer, k=copies[0], v=copies[1])
+
+
+@jax.jit
+def _queries(layer: DecoderLayer, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    return layer.self_attn.project(layer.input_layernorm(x), positions, lengths)[0].astype(jnp.float32)
 
 
 @jax.jit(static_argnames="window")

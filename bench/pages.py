@@ -50,20 +50,26 @@ def residents(budget: int) -> tuple[int, int]:
     return policy.num_sinks, policy.num_window
 
 
-def form(layer: Captured, name: str, page_size: int, sinks: int, window: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the paged middle: keys, values [1, K, P, p, H] and the mask of slots [1, K, P, p]."""
+def form(
+    layer: Captured, name: str, page_size: int, sinks: int, window: int, leader: Captured | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the paged middle: keys, values [1, K, P, p, H] and the mask of slots [1, K, P, p].
+
+    By the layer's own keys, or by those of a `leader`.
+    """
     heads, tokens, size = layer.k.shape
     middle = tokens - sinks - window
     padded = -(-middle // 1024) * 1024
     padded = padded if padded <= SPAN else -(-padded // SPAN) * SPAN
-    k, v = (
-        jnp.pad(x[None, :, sinks : tokens - window], [(0, 0), (0, 0), (0, padded - middle), (0, 0)]) for x in (layer.k, layer.v)
+    k, v, by = (
+        jnp.pad(x[None, :, sinks : tokens - window], [(0, 0), (0, 0), (0, padded - middle), (0, 0)])
+        for x in (layer.k, layer.v, (leader or layer).k)
     )
     valid = jnp.broadcast_to(jnp.arange(padded)[None, :] < middle, (1, padded))
     if FORMATIONS[name] is None:
         order = jnp.broadcast_to(jnp.arange(padded)[None, None, :], (1, heads, padded))
     else:
-        order = _pack(k, valid, page_size=page_size, span=SPAN, **FORMATIONS[name])
+        order = _pack(by, valid, page_size=page_size, span=SPAN, **FORMATIONS[name])
     shape = (1, heads, padded // page_size, page_size)
     k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
     return k, v, jnp.take_along_axis(jnp.broadcast_to(valid[:, None], order.shape), order, axis=2).reshape(shape)
@@ -132,11 +138,12 @@ def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
 
 
 @jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, levels, *, fetched: int, method: Method) -> tree.Selection:
-    """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]."""
+def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
+    """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     if method.walk:
         opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
-        return tree.walk(q, levels, opened=opened, selected=fetched, tail=method.tail, rule=method.score, group=method.group)
+        rules = dict(tail=method.tail, rule=method.score, group=method.group)
+        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path)
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
@@ -187,7 +194,7 @@ def rows(
     """Yields one row per budget, formation, page size and method, over all captured layers."""
     for budget in budgets:
         truth = [[exact(q.reshape(x.k.shape[0], -1, q.shape[-1]), x.k, x.v, budget=budget) for q in x.q] for x in layers]
-        errors = [(np.asarray(_error(t[3], t[0])), np.asarray(t[4])) for each in truth for t in each]
+        errors = [(np.asarray(error(t[3], t[0])), np.asarray(t[4])) for each in truth for t in each]
         yield dict(pages="exact top tokens", score="oracle", tail=False, budget=budget) | _errors(errors)
         for name in formations:
             for page_size in page_sizes:
@@ -220,7 +227,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
                 chosen = jax.block_until_ready(run())
                 micros.append((time.perf_counter() - started) * 1e6)
             found, inside = attention(grouped, layer.k, layer.v, pages, chosen, budget=budget, tail=method.tail)
-            errors.append((np.asarray(_error(found, out)), np.asarray(sharp)))
+            errors.append((np.asarray(error(found, out)), np.asarray(sharp)))
             masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
             recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))
             exact_tokens.append(sinks + window + int((inside[:, 0] > -jnp.inf).sum(-1).max()))
@@ -234,7 +241,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
     )
 
 
-def _error(found: jax.Array, expected: jax.Array) -> jax.Array:
+def error(found: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.linalg.norm(found - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
 
 

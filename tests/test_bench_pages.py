@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import pages
+from bench import pages, sharing
 
 
 @pytest.mark.slow
@@ -28,3 +28,13 @@ def test_quick_run_shows_what_the_tail_and_the_choice_of_tokens_are_worth(capsys
         assert error(budget, candidates=4, digest_dtype="int8") < 1.05 * error(budget, candidates=4)
     assert error(64) < error(256, **plain)
     assert error(64, candidates=4) < oracle[64]
+
+
+@pytest.mark.slow
+def test_a_layer_that_looks_facts_up_cannot_take_the_pages_of_another(capsys):
+    assert sharing.main(["--length", "2048", "--prompts", "1", "--budgets", "64"]) == 0
+    rows = {(r["layer"], r["pages"]): r for r in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert len(rows) == 4 + 3 + 2 * 6 and rows[1, "own"]["agreement"] == 1.0
+    for name in ("of layer 0", "of layer 0, own partition", "guess"):
+        assert rows[1, name]["error"] > 2 * rows[1, "own"]["error"]
+    assert 0 < rows[3, "guess"]["agreement"] < 1
