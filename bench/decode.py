@@ -1,0 +1,171 @@
+"""Time per output token against context length: ``python -m bench.decode --shape attention --contexts 4096,131072``.
+
+Caches are filled with keys and values of a short real prefill, tiled with noise (`--prefill` runs the whole prompt instead).
+All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
+its warm-up. One JSON line per subject and context: seconds per token (median, and the 10th and 90th percentiles), bytes by part
+over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one (compilation), and the
+largest resident memory of the process so far. A table goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench import shapes
+from bench.scopes import by_scope
+from bench.subjects import DotProduct, Icejax, Transformers
+from icejax.errors import InputError
+from icejax.options import cache_options, make_policy
+
+TURN, WARM_UP = 16, 3  # steps
+SUBJECTS = ("full", "clustered", "dot-product", "transformers-dynamic", "transformers-static")
+
+
+def makers(names: list[str], options: dict, model, config: dict | None) -> dict[str, Callable]:
+    """Returns what makes each subject, given context, batch, steps and whether it is filled."""
+    found: dict[str, Callable] = {}
+    for name in names:
+        if name.startswith("transformers-"):
+            if config is None:
+                raise InputError(f"{name} has random weights: it needs a --shape other than bundled")
+            kind = name.removeprefix("transformers-")
+            found[name] = lambda kind=kind, *, filled, **sizes: Transformers(config, kind, **sizes)
+            continue
+        policy = DotProduct() if name == "dot-product" else make_policy(name, options if name == "clustered" else {})
+        found[name] = lambda policy=policy, **sizes: Icejax(model, policy, **sizes)
+    return found
+
+
+def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int, filled: bool) -> Iterator[dict]:
+    """Yields a row per subject; those that do not fit are told on stderr and left out."""
+    made, first = {}, {}
+    for name, make in subjects.items():
+        try:
+            made[name] = make(context=context, batch=batch, steps=steps + WARM_UP, filled=filled)
+        except (InputError, MemoryError, jax.errors.JaxRuntimeError) as error:
+            print(f"{name}, {context}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
+            continue
+        started = time.perf_counter()
+        made[name].step()
+        first[name] = time.perf_counter() - started
+        for _ in range(WARM_UP - 1):
+            made[name].step()
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(-(-steps // TURN)):
+        for name, subject in made.items():
+            for _ in range(TURN):
+                started = time.perf_counter()
+                subject.step()
+                seconds[name].append(time.perf_counter() - started)
+    for name, subject in made.items():
+        low, tpot, high = np.quantile(seconds[name], (0.1, 0.5, 0.9))
+        times = dict(tpot_s=tpot, tpot_low_s=low, tpot_high_s=high, compile_s=first[name] - tpot)
+        times = {key: round(float(value), 6) for key, value in times.items()} | dict(tokens_per_s=round(batch / tpot, 2))
+        yield dict(policy=name, context=context, batch=batch, filled=filled) | times | subject.row()
+
+
+def profile(make: Callable, folder: Path, sizes: dict) -> dict:
+    """Traces 16 steps of a subject into `folder`; returns the milliseconds of a step by named scope."""
+    subject = make(**sizes | dict(steps=WARM_UP + TURN))
+    scopes = subject.scopes()
+    for _ in range(WARM_UP):
+        subject.step()
+    with jax.profiler.trace(str(folder)):
+        for _ in range(TURN):
+            subject.step()
+    return dict(scope_ms=by_scope(folder, scopes, module="jit_step", steps=TURN))
+
+
+def _table(found: list[dict]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2))
+    for name in ("policy", "context", "ms/token", "10%", "90%", "KV device", "digests", "KV host", "moved/token"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in found:
+        times = (f"{1e3 * row[key]:.2f}" for key in ("tpot_s", "tpot_low_s", "tpot_high_s"))
+        sizes = ("device_kv_bytes", "digest_bytes", "host_kv_bytes", "moved_bytes_per_token")
+        table.add_row(row["policy"], str(row["context"]), *times, *(f"{row[key] / 2**20:.1f} MiB" for key in sizes))
+    return table
+
+
+def plot(found: list[dict], picture: Path) -> None:
+    """Draws milliseconds per token and device memory against the context, a line per policy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for name in dict.fromkeys(row["policy"] for row in found):
+        of = [row for row in found if row["policy"] == name]
+        contexts = [row["context"] for row in of]
+        left.plot(contexts, [1e3 * row["tpot_s"] for row in of], marker="o", label=name)
+        right.plot(contexts, [(row["device_kv_bytes"] + row["digest_bytes"]) / 2**20 for row in of], marker="o", label=name)
+    left.set(title="time per token, ms", xlabel="context, tokens", xscale="log", yscale="log")
+    right.set(title="cache on the device, MiB", xlabel="context, tokens", xscale="log", yscale="log")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(picture, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=shapes.NAMES, default="attention", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, help="of the shape, where all do not fit the host's memory")
+    parser.add_argument("--contexts", default="4096,131072", help="tokens, comma-separated (default: %(default)s)")
+    parser.add_argument("--policies", default="full,clustered", help=f"comma-separated, of {', '.join(SUBJECTS)}")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="of clustered; repeatable")
+    parser.add_argument("--steps", type=int, default=64, help="timed, per subject and context (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prefill", action="store_true", help="run the whole prompt instead of filling the cache")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time and memory against context")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
+    arguments = parser.parse_args(argv)
+    try:
+        options = cache_options(arguments.cache_option, budget=arguments.budget)
+        names = arguments.policies.split(",")
+        if unknown := [name for name in names if name not in SUBJECTS]:
+            raise InputError(f"--policies must be of {', '.join(SUBJECTS)}, got {', '.join(unknown)!r}")
+        model = None
+        if any(not name.startswith("transformers-") for name in names):
+            model = shapes.model(arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
+        config = None if arguments.shape == "bundled" else shapes.raw_config(arguments.shape, layers=arguments.layers)
+        subjects = makers(names, options, model, config)
+        contexts = [int(text) for text in arguments.contexts.split(",")]
+    except (InputError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    device = jax.devices()[0]
+    where = dict(shape=arguments.shape, layers=arguments.layers, device=f"{device.platform}: {device.device_kind}")
+    found = []
+    for context in contexts:
+        sizes = dict(context=context, batch=arguments.batch, steps=arguments.steps, filled=not arguments.prefill)
+        for row in rows(subjects, **sizes):
+            row |= where | dict(peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    if arguments.profile is not None:
+        for name in (name for name in names if not name.startswith("transformers-")):
+            row = dict(policy=name, context=context) | where | profile(subjects[name], arguments.profile / name, sizes)
+            print(json.dumps(row), flush=True)
+    Console(stderr=True, width=140).print(_table(found))
+    if arguments.plot is not None:
+        plot(found, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

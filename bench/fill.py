@@ -1,0 +1,87 @@
+"""Caches of long contexts without their prefill: keys and values of a short real one, tiled with noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache import Full, host
+from icejax.cache.clustered import Clustered
+from icejax.cache.full import TokenState
+from icejax.cache.state import ClusteredState, put
+from icejax.inference import DecodeState, prefill
+from icejax.models import CausalLM
+from icejax.ops import tree
+from icejax.ops.digests import digest
+from icejax.plan import Plan, make_plan
+
+BASE = 4096  # tokens of the short prefill, about
+NOISE = 0.1  # of the standard deviation of all keys, or values, of a layer
+
+
+def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) -> tuple[DecodeState, jax.Array | None]:
+    """Returns state and pool of a cache of about `context` tokens, as prefill would leave it but for what the keys are.
+
+    A page is filled whole, so that the context is shorter by up to a page.
+    """
+    base = BASE
+    if isinstance(policy, Clustered):  # whole pages behind sinks and the window that a prompt fills
+        beside = policy.num_sinks + policy.num_window - policy.page_size
+        base = (BASE - beside) // policy.page_size * policy.page_size + beside
+        context = (context - beside) // policy.page_size * policy.page_size + beside
+    rows = plan.spec.batch_size
+    prompts = np.random.default_rng(seed).integers(0, model.config.vocab_size, (rows, base)).tolist()
+    short = make_plan(model, policy, plan.sampling, batch_size=rows, prompt_tokens=base, new_tokens=16)
+    state, _, pool = prefill(model, prompts, short)
+    big = host.allocate(plan.pool_shape, plan.spec.dtype) if plan.pooled else None
+    layers, key = list(state.cache.layers), jax.random.key(seed)
+    for i, kept in enumerate(plan.policies):
+        if isinstance(kept, Full):
+            layers[i] = TokenState(*(_tiled(x, kept.init(plan.spec).k, base, context) for x in (layers[i].k, layers[i].v)))
+    pages = 0
+    if plan.pooled:
+        per_copy, pages = (base - beside) // policy.page_size, (context - beside) // policy.page_size
+        real = host.read_pages(pool, jnp.int32(0), count=per_copy, dtype=plan.spec.dtype)
+        layers = [policy.init(plan.spec) if i in plan.pooled else x for i, x in enumerate(layers)]
+        # An empty state holds one buffer many times over, which could not be given away.
+        leaves = {i: jax.tree.map(jnp.copy, layers[i].levels[0]) for i in plan.pooled}
+        for first in range(0, pages, per_copy):
+            count = min(per_copy, pages - first)
+            copy = _noisy(real[:count], jax.random.fold_in(key, first), scale=NOISE if first else 0.0)
+            big = host.write_pages(big, copy, jnp.int32(first))
+            for at, i in enumerate(plan.pooled):
+                leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
+        for i in plan.pooled:
+            old: ClusteredState = state.cache.layers[i]
+            resident = {name: getattr(old, name) for name in ("num_sinks", "sinks_k", "sinks_v", "window_k", "window_v")}
+            layers[i] = dataclasses.replace(layers[i], **resident, levels=tree.build(leaves[i]))
+    lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
+    cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
+    return jax.device_put(dataclasses.replace(state, cache=cache), jax.devices()[0]), big
+
+
+def _tiled(x: jax.Array, empty: jax.Array, base: int, context: int) -> jax.Array:
+    """Returns `empty` [R, S, H] with `x` repeated up to `context`, each copy with noise, made in numpy's memory once."""
+    whole, rng = np.zeros(empty.shape, np.float32), np.random.default_rng(0)
+    real = np.asarray(x[:, :base], np.float32)
+    for first in range(0, context, base):
+        copy = real[:, : context - first]
+        noise = rng.standard_normal(copy.shape, np.float32) * (NOISE * real.std() * (first > 0))
+        whole[:, first : first + copy.shape[1]] = copy + noise
+    return jnp.asarray(whole, empty.dtype)
+
+
+@jax.jit
+def _noisy(pages: jax.Array, key: jax.Array, scale: float) -> jax.Array:
+    return (pages + scale * pages.std() * jax.random.normal(key, pages.shape)).astype(pages.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)
+def _put(leaves, pages: jax.Array, first: jax.Array, *, dtype: str | None):
+    """Puts the digests of whole pages dtype[P', B, K, 2, p, H] behind others."""
+    k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4) for i in (0, 1))
+    return put(leaves, digest(k, v, jnp.ones(k.shape[:4], bool), dtype), first)

@@ -1,0 +1,57 @@
+"""Models to time, by name: their shapes are those of published models, their weights random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import icejax
+from icejax.models import CausalLM, family
+
+_LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
+_PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)
+# `attention` is the cache's own cost: little else is in it.
+SHAPES = {
+    "llama-3.2-1b": _LLAMA | _PUBLISHED | dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": _LLAMA | _PUBLISHED | dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "attention": _LLAMA | _PUBLISHED | dict(
+        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+NAMES = ("bundled", *SHAPES)
+
+
+def raw_config(name: str, *, layers: int | None = None) -> dict:
+    """Returns the config.json of a shape, with another number of layers if given."""
+    raw = dict(SHAPES[name])
+    return raw | dict(num_hidden_layers=layers) if layers else raw
+
+
+def model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
+    """Returns the model of a shape; random weights have a standard deviation of fan_in^-1/2."""
+    if name == "bundled":
+        loaded = icejax.load(dtype=dtype)[0]
+        loaded.config = replace(loaded.config, max_position_embeddings=2**21)
+        return loaded
+    raw = raw_config(name, layers=layers)
+    config = replace(family(raw).read_config(raw), eos_token_ids=())
+    graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
+    noise = np.random.default_rng(0).standard_normal(2**20).astype(np.float32)
+
+    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(x.shape) == 1:
+            return jnp.ones(x.shape, x.dtype)
+        return jnp.asarray(np.resize(noise, x.shape) * x.shape[1] ** -0.5, x.dtype)
+
+    return nnx.merge(graph, jax.tree.map(draw, state))

@@ -1,0 +1,126 @@
+"""What `bench.decode` times: a cache of a given length, and one more token after another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import icejax
+from bench.fill import fill
+from bench.scopes import scope_of
+from icejax.cache import Full
+from icejax.cache.full import TokenState
+from icejax.cache.policy import append
+from icejax.inference import Decoding, prefill
+from icejax.models import CausalLM
+from icejax.plan import make_plan
+from icejax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class DotProduct(Full):
+    """A plain JAX cache, to compare: every token in one buffer, attended by `jax.nn.dot_product_attention`."""
+
+    def decode(self, state, q, k, v, lengths, pool, guide=None, guess=None):
+        heads = k.shape[1]
+        k, v = (append(old, new, lengths.seen) for old, new in ((state.k, k), (state.v, v)))
+        keys, values = (x.reshape(len(q), heads, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))
+        out = jax.nn.dot_product_attention(q[:, None], keys, values, key_value_seq_lengths=lengths.seen + 1)
+        return out[:, 0], TokenState(k, v), guide
+
+
+class Icejax:
+    """One of our policies on a model."""
+
+    def __init__(
+        self, model: CausalLM, policy: icejax.CachePolicy, *, context: int, batch: int, steps: int, filled: bool
+    ) -> None:
+        self._plan = make_plan(
+            model, policy, Sampling(), batch_size=batch, prompt_tokens=context, new_tokens=steps + policy.page_size + 1
+        )
+        started, self.ttft_s = time.perf_counter(), None
+        if filled:
+            self._state, self._pool = fill(model, self._plan, policy, context=context)
+        else:
+            prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context)).tolist()
+            self._state, step, self._pool = prefill(model, prompts, self._plan)
+            step.logits.block_until_ready()
+            self.ttft_s = round(time.perf_counter() - started, 3)
+        self._decoding = Decoding(model, self._plan)
+        self._policy, self._model = policy, model
+        self._fetched = []
+
+    def step(self) -> None:
+        """Decodes a token and waits for it."""
+        self._state, step, self._pool = self._decoding.step(self._state, self._pool)
+        self._fetched.append(int(np.asarray(step.tokens_and_pages)[2].sum()))
+
+    def scopes(self) -> dict[str, str]:
+        """Returns the scope of every instruction of a step."""
+        step, weights = self._decoding._programs[0], nnx.split(self._model)[1]
+        hlo = step.lower(self._decoding._leaves, self._state, self._pool).compile().as_text()
+        return scope_of(
+            hlo, [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights)]
+        )
+
+    def row(self) -> dict:
+        """Returns sizes in bytes, over the batch."""
+        plan, layers = self._plan, self._state.cache.layers
+        digests = sum(p.digest_bytes(s) for p, s in zip(plan.policies, layers, strict=True))
+        page = 2 * plan.page_size * plan.spec.head_dim * jnp.dtype(plan.spec.dtype).itemsize
+        return dict(
+            budget=self._policy.budget,
+            ttft_s=self.ttft_s,
+            weight_bytes=sum(x.nbytes for x in self._decoding._leaves),
+            device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
+            digest_bytes=digests,
+            host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
+            moved_bytes_per_token=int(np.median(self._fetched) * page),
+            dtype=self._model.dtype,
+            version=f"jax {jax.__version__}",
+        )
+
+
+class Transformers:
+    """Hugging Face's own caches on PyTorch, with random weights of the same shape and random keys and values."""
+
+    def __init__(self, config: dict, cache: str, *, context: int, batch: int, steps: int) -> None:
+        import torch
+        from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+        self._torch = torch
+        raw = {name: value for name, value in config.items() if name != "model_type"}
+        made = LlamaConfig(**raw, attn_implementation="sdpa", eos_token_id=None, bos_token_id=None, pad_token_id=None)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            self._model = LlamaForCausalLM(made).eval()
+            size = getattr(made, "head_dim", made.hidden_size // made.num_attention_heads)
+            shape = (batch, made.num_key_value_heads, context, size)
+            self._cache = DynamicCache(config=made) if cache == "dynamic" else StaticCache(made, max_cache_len=context + steps)
+            for layer in range(made.num_hidden_layers):
+                self._cache.update(torch.randn(shape), torch.randn(shape), layer)
+        self._run = torch.compile(self._model) if cache == "static" else self._model
+        self._token, self._at = torch.zeros((batch, 1), dtype=torch.long), context
+
+    def step(self) -> None:
+        """Decodes a token."""
+        torch = self._torch
+        with torch.no_grad():
+            out = self._run(self._token, past_key_values=self._cache, use_cache=True, position_ids=torch.tensor([[self._at]]))
+            self._token, self._at = out.logits[:, -1:].argmax(-1), self._at + 1
+
+    def row(self) -> dict:
+        """Returns sizes in bytes, over the batch."""
+        import transformers
+
+        kept = sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values))
+        return dict(
+            budget=None, ttft_s=None, weight_bytes=sum(x.nbytes for x in self._model.parameters()), device_kv_bytes=kept,
+            digest_bytes=0, host_kv_bytes=0, moved_bytes_per_token=0, dtype="float32",
+            version=f"transformers {transformers.__version__}, torch {self._torch.__version__}",
+        )  # fmt: skip
