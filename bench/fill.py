@@ -38,7 +38,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     short = make_plan(model, policy, plan.sampling, batch_size=rows, prompt_tokens=base, new_tokens=16)
     state, _, pool = prefill(model, prompts, short)
     big = host.allocate(plan.pool_shape, plan.spec.dtype) if plan.pooled else None
-    layers, key = list(state.cache.layers), jax.random.key(seed)
+    layers = list(state.cache.layers)
     for i, kept in enumerate(plan.policies):
         if isinstance(kept, Full):
             layers[i] = TokenState(*(_tiled(x, kept.init(plan.spec).k, base, context) for x in (layers[i].k, layers[i].v)))
@@ -46,12 +46,14 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     if plan.pooled:
         per_copy, pages = (base - beside) // policy.page_size, (context - beside) // policy.page_size
         real = host.read_pages(pool, jnp.int32(0), count=per_copy, dtype=plan.spec.dtype)
-        layers = [policy.init(plan.spec) if i in plan.pooled else x for i, x in enumerate(layers)]
+        noise = jax.random.normal(jax.random.key(seed), real.shape, real.dtype)
         # An empty state holds one buffer many times over, which could not be given away.
-        leaves = {i: jax.tree.map(jnp.copy, layers[i].levels[0]) for i in plan.pooled}
+        empty = policy.init(plan.spec)
+        layers = [jax.tree.map(jnp.copy, empty) if i in plan.pooled else x for i, x in enumerate(layers)]
+        leaves = {i: layers[i].levels[0] for i in plan.pooled}
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
-            copy = _noisy(real[:count], jax.random.fold_in(key, first), scale=NOISE if first else 0.0)
+            copy = _noisy(real, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
             big = host.write_pages(big, copy, jnp.int32(first))
             for at, i in enumerate(plan.pooled):
                 leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
@@ -66,18 +68,18 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
 
 def _tiled(x: jax.Array, empty: jax.Array, base: int, context: int) -> jax.Array:
     """Returns `empty` [R, S, H] with `x` repeated up to `context`, each copy with noise, made in numpy's memory once."""
-    whole, rng = np.zeros(empty.shape, np.float32), np.random.default_rng(0)
-    real = np.asarray(x[:, :base], np.float32)
+    whole, real = np.zeros(empty.shape, np.float32), np.asarray(x[:, :base], np.float32)
+    noise = np.random.default_rng(0).standard_normal(real.shape, np.float32) * (NOISE * real.std())
     for first in range(0, context, base):
-        copy = real[:, : context - first]
-        noise = rng.standard_normal(copy.shape, np.float32) * (NOISE * real.std() * (first > 0))
-        whole[:, first : first + copy.shape[1]] = copy + noise
+        copy = real + np.roll(noise, first // 7, axis=1) if first else real
+        whole[:, first : first + base] = copy[:, : context - first]
     return jnp.asarray(whole, empty.dtype)
 
 
 @jax.jit
-def _noisy(pages: jax.Array, key: jax.Array, scale: float) -> jax.Array:
-    return (pages + scale * pages.std() * jax.random.normal(key, pages.shape)).astype(pages.dtype)
+def _noisy(pages: jax.Array, noise: jax.Array, shift: jax.Array, scale: float) -> jax.Array:
+    """Returns pages with noise that is another for every `shift`."""
+    return (pages + scale * pages.std() * jnp.roll(noise, shift * 7 + shift // 11, axis=(0,))).astype(pages.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)

@@ -64,9 +64,8 @@ class Icejax:
         """Returns the scope of every instruction of a step."""
         step, weights = self._decoding._programs[0], nnx.split(self._model)[1]
         hlo = step.lower(self._decoding._leaves, self._state, self._pool).compile().as_text()
-        return scope_of(
-            hlo, [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights)]
-        )
+        paths = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
+        return scope_of(hlo, list(paths))
 
     def row(self) -> dict:
         """Returns sizes in bytes, over the batch."""

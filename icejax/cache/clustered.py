@@ -147,11 +147,9 @@ class Clustered(CachePolicy):
         levels = tree.build(empty((*heads, self.num_pages(spec)), spec.head_dim, self.digest_dtype or spec.dtype))
         page_ids = jnp.full((*heads, self.num_fetched(levels[0].count.shape[-1])), NO_PAGE)
         weights = jnp.zeros((*page_ids.shape, self.page_size))
-        slots = (*page_ids.shape[:2], page_ids.shape[2] if self.resident else 0, 2, self.page_size, spec.head_dim)
-        held, fetched = (
-            jnp.zeros(slots, spec.dtype),
-            jnp.full(spec.batch_size, page_ids.shape[1] * page_ids.shape[2], jnp.int32),
-        )
+        slots = (*page_ids.shape[:2], page_ids.shape[2] if self.resident else 0, self.page_size, spec.head_dim)
+        held = (jnp.zeros(slots, spec.dtype),) * 2
+        fetched = jnp.full(spec.batch_size, page_ids.shape[1] * page_ids.shape[2], jnp.int32)
         none = jnp.zeros(spec.batch_size, jnp.int32)
         return ClusteredState(none, sinks, sinks, window, window, levels, page_ids, weights, held, fetched)
 
@@ -223,7 +221,7 @@ class Clustered(CachePolicy):
             out, weights = attend_paged(
                 rows(queries),
                 tuple(map(rows, resident)),
-                tuple(map(rows, (held[:, :, :, 0], held[:, :, :, 1], slots_mask))),
+                tuple(map(rows, (*held, slots_mask))),
                 (rows(found.tail_out), rows(found.tail_lse)),
                 room=rows(room),
                 most=self._most_paged,

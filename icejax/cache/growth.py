@@ -43,7 +43,7 @@ def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, 
             streamed = pool.fetch(jnp.broadcast_to(jnp.minimum(ids, counts.shape[2] - 1)[None, None], (batch, heads, block)))
             held = jnp.where((ids < counts.shape[2])[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
             mask = (jnp.arange(policy.page_size)[None, None, None] < held[..., None]).reshape(batch, heads, -1)
-            keys, values = (streamed[:, :, :, i].reshape(batch, heads, -1, size) for i in (0, 1))
+            keys, values = (x.reshape(batch, heads, -1, size) for x in streamed)
             return merge_by_lse(*found, *attend_all(q, keys, jnp.where(mask[..., None], values, 0), mask))
 
         out, _ = jax.lax.fori_loop(0, (lengths.pages + block - 1) // block, page_block, found)

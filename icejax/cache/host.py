@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,15 +43,15 @@ class PoolLayer:
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
 
-    def fetch(self, page_ids: Int[Array, "B K M"]) -> jax.Array:
-        """Returns pages, dtype[B, K, M, 2, p, H], on the device; keys come first."""
-        fetched = BACKENDS[self.backend](*self._table(page_ids))
-        fetched = fetched.reshape(*page_ids.shape, 2, *self.pages.shape[-2:])
-        return lax.bitcast_convert_type(fetched, self.dtype)
+    def fetch(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys and the values of pages, dtype[B, K, M, p, H] each, on the device."""
+        table, rows = self._table(page_ids)
+        # Apart, because to part them later would copy them.
+        return tuple(self._values(BACKENDS[self.backend](table, rows + i), page_ids.shape) for i in (0, 1))
 
     def fetch_missing(
-        self, page_ids: Int[Array, "B K M"], held: jax.Array, held_ids: Int[Array, "B K M"]
-    ) -> tuple[jax.Array, Int[Array, " B"]]:
+        self, page_ids: Int[Array, "B K M"], held: tuple[jax.Array, jax.Array], held_ids: Int[Array, "B K M"]
+    ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
         """Returns `fetch`, taking what it can from pages `held`, and how many pages came from the host per row.
 
         Rows that have ended get what is at hand, and cost nothing.
@@ -61,26 +60,30 @@ class PoolLayer:
         missing = ~same.any(-1)
         if self.ended is not None:
             missing &= ~self.ended[:, None, None]
-        start = jnp.take_along_axis(held, same.argmax(-1)[..., None, None, None], axis=2, mode="promise_in_bounds")
-        pages = lax.bitcast_convert_type(start, self.pages.dtype).reshape(-1, math.prod(start.shape[3:]))
+        at = same.argmax(-1)[..., None, None]
+        start = (jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held)
+        table, rows = self._table(page_ids)
+        pages = tuple(lax.bitcast_convert_type(x, table.dtype).reshape(-1, table.shape[1]) for x in start)
         # What is missing, in front; behind it page 0 over and over, which may come once more.
         order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
         block = min(MISSING, missing.size)
-        table, rows = self._table(page_ids)
 
-        def some(i: jax.Array, pages: jax.Array) -> jax.Array:
+        def some(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
-            return pages.at[at].set(BACKENDS[self.backend](table, rows[at]))
+            return tuple(x.at[at].set(BACKENDS[self.backend](table, rows[at] + j)) for j, x in enumerate(pages))
 
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
-        return lax.bitcast_convert_type(pages.reshape(start.shape), self.dtype), missing.sum((1, 2), dtype=jnp.int32)
+        return tuple(self._values(x, page_ids.shape) for x in pages), missing.sum((1, 2), dtype=jnp.int32)
+
+    def _values(self, bits: jax.Array, pages: tuple[int, ...]) -> jax.Array:
+        return lax.bitcast_convert_type(bits.reshape(*pages, *self.pages.shape[-2:]), self.dtype)
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns the pool as a table, and the row of every page."""
+        """Returns the pool as a table, and the row of every page's keys, behind which its values are."""
         _, layers, batch, heads, _, page_size, size = self.pages.shape
         owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
         rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        return self.pages.reshape(-1, 2 * page_size * size), rows
+        return self.pages.reshape(-1, page_size * size), 2 * rows
 
 
 def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:

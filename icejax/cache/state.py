@@ -24,7 +24,7 @@ class ClusteredState:
         window_k, window_v: the newest tokens, oldest first.
         levels: the digest tree: one digest per page of the pool, and the nodes above.
         page_ids: the pages found in the newest step; NO_PAGE before the first.
-        held: these pages, if they stay on the device.
+        held: their keys and values, if they stay on the device.
         fetched: how many of them came from the host, over KV heads.
         weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.
     """
@@ -37,7 +37,7 @@ class ClusteredState:
     levels: tuple[Digests, ...]
     page_ids: jax.Array  # i32[B, K, M]
     weights: jax.Array  # f32[B, K, M, p]
-    held: jax.Array  # dtype[B, K, M or 0, 2, p, H]
+    held: tuple[jax.Array, jax.Array]  # dtype[B, K, M or 0, p, H] each
     fetched: jax.Array  # i32[B]
 
 

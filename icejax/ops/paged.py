@@ -27,7 +27,7 @@ def attend_paged(
 
     Args:
         resident: keys, values and mask of what stays on the device; every row sees one of them.
-        pages: keys, values and mask of the pages fetched; values outside the mask may be anything.
+        pages: keys, values and mask of the pages fetched; values outside the mask must be finite.
         most: the largest `room` there is.
     """
     rows, group, size = q.shape
@@ -36,7 +36,8 @@ def attend_paged(
     own = jnp.where(mask[:, None], EINSUM("rgh,rsh->rgs", q, keys) * scale, -jnp.inf)
     keys, values_paged, slots = pages
     flat = slots.reshape(rows, 1, -1)
-    found = jnp.where(flat, EINSUM("rgh,rmph->rgmp", q, keys).reshape(rows, group, -1) * scale, -jnp.inf)
+    # One axis of tokens: with two XLA:CPU would transpose the keys first.
+    found = jnp.where(flat, EINSUM("rgh,rsh->rgs", q, keys.reshape(rows, -1, size)) * scale, -jnp.inf)
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
     total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
@@ -44,20 +45,16 @@ def attend_paged(
     best = top_k(worth, min(most, worth.shape[-1]))[1]
     fits = jnp.arange(best.shape[-1])[None, :] < room[:, None]
     chosen = jnp.zeros(worth.shape, bool).at[jnp.arange(rows)[:, None], best].set(fits) & flat[:, 0]
-    values_paged = jnp.where(slots[..., None], values_paged, 0)
     exact = jnp.where(chosen[:, None], found, 0.0)
-    weight = own.sum(-1) + exact.sum(-1)
+    if tail:
+        # A page's other tokens share their weight alike, which is their weight with their mean value.
+        others = slots & ~chosen.reshape(slots.shape)
+        share = (found - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
+        share /= jnp.maximum(others.sum(-1, dtype=jnp.float32), 1.0)[:, None]
+        exact += jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
+    weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
     out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, size))
+    out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
-    if not tail:
-        return out / jnp.maximum(weight, 1e-30)[..., None], weights
-    others = slots & (weights == 0)
-    share = (found - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
-    means = (
-        EINSUM("rmp,rmph->rmh", others.astype(values.dtype), values_paged)
-        / jnp.maximum(others.sum(-1, dtype=jnp.float32), 1.0)[..., None]
-    )
-    weight += share.sum(-1)
-    out = (out + EINSUM("rgm,rmh->rgh", share, means)) / weight[..., None]
-    return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0], weights
+    return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0] if tail else out, weights
