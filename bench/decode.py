@@ -32,13 +32,11 @@ TURN, WARM_UP = 16, 3  # steps
 SUBJECTS = ("full", "clustered", "dot-product", "transformers-dynamic", "transformers-static")
 
 
-def makers(names: list[str], options: dict, model, config: dict | None) -> dict[str, Callable]:
+def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Callable]:
     """Returns what makes each subject, given context, batch, steps and whether it is filled."""
     found: dict[str, Callable] = {}
     for name in names:
         if name.startswith("transformers-"):
-            if config is None:
-                raise InputError(f"{name} has random weights: it needs a --shape other than bundled")
             kind = name.removeprefix("transformers-")
             found[name] = lambda kind=kind, *, filled, **sizes: Transformers(config, kind, **sizes)
             continue
@@ -143,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         model = None
         if any(not name.startswith("transformers-") for name in names):
             model = shapes.model(arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
-        config = None if arguments.shape == "bundled" else shapes.raw_config(arguments.shape, layers=arguments.layers)
+        config = shapes.raw_config(arguments.shape, layers=arguments.layers)
         subjects = makers(names, options, model, config)
         contexts = [int(text) for text in arguments.contexts.split(",")]
     except (InputError, ValueError) as error:

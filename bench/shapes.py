@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 import icejax
+from icejax.generation import ASSETS
 from icejax.models import CausalLM, family
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
@@ -34,7 +36,7 @@ NAMES = ("bundled", *SHAPES)
 
 def raw_config(name: str, *, layers: int | None = None) -> dict:
     """Returns the config.json of a shape, with another number of layers if given."""
-    raw = dict(SHAPES[name])
+    raw = json.loads((ASSETS / "config.json").read_text()) if name == "bundled" else dict(SHAPES[name])
     return raw | dict(num_hidden_layers=layers) if layers else raw
 
 

@@ -86,15 +86,16 @@ class Icejax:
 
 
 class Transformers:
-    """Hugging Face's own caches on PyTorch, with random weights of the same shape and random keys and values."""
+    """Hugging Face's own caches on PyTorch, with random weights of a shape and random keys and values."""
 
     def __init__(self, config: dict, cache: str, *, context: int, batch: int, steps: int) -> None:
         import torch
         from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
         self._torch = torch
-        raw = {name: value for name, value in config.items() if name != "model_type"}
-        made = LlamaConfig(**raw, attn_implementation="sdpa", eos_token_id=None, bos_token_id=None, pad_token_id=None)
+        made = LlamaConfig(
+            **{name: value for name, value in config.items() if name != "model_type"}, attn_implementation="sdpa"
+        )
         torch.manual_seed(0)
         with torch.no_grad():
             self._model = LlamaForCausalLM(made).eval()

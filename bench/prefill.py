@@ -1,0 +1,108 @@
+"""Prefill: seconds, tokens per second and peak memory: ``python -m bench.prefill --lengths 8192,32768``.
+
+Every row runs in a process of its own, so that its peak is its own: one prefill to compile (left out with `--repeats 0`, where
+the only one is timed, compilation included), then `--repeats` timed ones, of which the median is told. `transformers` is its
+LlamaForCausalLM with SDPA and a DynamicCache, on random weights of the same shape. One JSON line per row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import jax
+import numpy as np
+
+from bench import shapes
+from icejax.errors import InputError
+from icejax.inference import prefill
+from icejax.options import make_policy
+from icejax.plan import make_plan
+from icejax.sampling import Sampling
+
+POLICIES = ("full", "clustered", "transformers")
+
+
+def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: int) -> tuple[Callable, str]:
+    model = shapes.model(shape, dtype=dtype, layers=layers)
+    plan = make_plan(model, make_policy(policy, {}), Sampling(), batch_size=1, prompt_tokens=length, new_tokens=256)
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()
+
+    def run() -> None:
+        jax.block_until_ready(prefill(model, [prompt], plan))
+
+    return run, f"jax {jax.__version__}"
+
+
+def _transformers(*, shape: str, layers: int | None, length: int) -> tuple[Callable, str]:
+    import torch
+    import transformers
+
+    raw = {name: value for name, value in shapes.raw_config(shape, layers=layers).items() if name != "model_type"}
+    config = transformers.LlamaConfig(**raw, attn_implementation="sdpa")
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+
+    def run() -> None:
+        with torch.no_grad():
+            model(tokens, past_key_values=transformers.DynamicCache(config=config), logits_to_keep=1)
+
+    return run, f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int, repeats: int) -> dict:
+    """Returns one row; runs in a process of its own."""
+    sizes = dict(shape=shape, layers=layers, length=length)
+    run, version = _transformers(**sizes) if policy == "transformers" else _ours(policy, dtype=dtype, **sizes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if repeats:
+        run()
+    seconds = []
+    for _ in range(max(1, repeats)):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    median = float(np.median(seconds))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    device = jax.devices()[0]
+    return dict(policy=policy) | sizes | dict(
+        prefill_s=round(median, 3), low_s=round(min(seconds), 3), high_s=round(max(seconds), 3), repeats=repeats,
+        tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * before,
+        dtype="float32" if policy == "transformers" else dtype,
+        device=f"{device.platform}: {device.device_kind}", version=version,
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=shapes.NAMES, default="bundled", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, help="of the shape")
+    parser.add_argument("--lengths", default="8192,32768", help="tokens, comma-separated (default: %(default)s)")
+    parser.add_argument("--policies", default="full,clustered", help=f"comma-separated, of {', '.join(POLICIES)}")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--dtype", default="float32")
+    arguments = parser.parse_args(argv)
+    try:
+        names = arguments.policies.split(",")
+        if unknown := [name for name in names if name not in POLICIES]:
+            raise InputError(f"--policies must be of {', '.join(POLICIES)}, got {', '.join(unknown)!r}")
+        lengths = [int(text) for text in arguments.lengths.split(",")]
+    except (InputError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    spawn = multiprocessing.get_context("spawn")
+    for length in lengths:
+        for name in names:
+            with ProcessPoolExecutor(1, mp_context=spawn) as alone:
+                of = (arguments.shape, arguments.layers, arguments.dtype, length, arguments.repeats)
+                print(json.dumps(alone.submit(measure, name, *of).result()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
