@@ -40,6 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(f"icejax.generate: error: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        kept = f"; the session in {arguments.session} is as it was" if arguments.session is not None else ""
+        print(f"icejax.generate: error: out of memory on {_side(error)}: use a shorter prompt, a smaller --batch-size, "
+              f"or a 16-bit --dtype{kept}", file=sys.stderr)  # fmt: skip
+        return 2
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return INTERRUPTED
@@ -48,6 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return 0
+
+
+def _side(error: Exception) -> str:
+    """Says which memory an error is about."""
+    on_host = isinstance(error, MemoryError) or "host" in str(error).splitlines()[0].lower()
+    return "the host" if on_host else f"the device ({jax.devices()[0].device_kind})"
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
@@ -59,6 +72,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         raise InputError("--system needs --chat: it is a message of the chat template")
     if arguments.batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {arguments.batch_size}")
+    if arguments.host_memory_limit is not None and arguments.host_memory_limit <= 0:
+        raise InputError(f"--host-memory-limit must be above 0, got {arguments.host_memory_limit:g}")
     if arguments.explain is not None:
         check(arguments.explain)
         if arguments.session is not None:
@@ -96,6 +111,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 seed=arguments.seed,
                 special_tokens=not arguments.chat,
                 context_length=arguments.context_length,
+                host_memory_limit=_memory_limit(arguments),
                 progress=lambda done, layers=layers, bars=bars: bars.update(layers, completed=done),
                 watch=explanation.watch if explanation is not None else None,
             )
@@ -130,9 +146,10 @@ def _run_session(
     if arguments.session.exists():
         if arguments.context_length is not None:
             raise InputError("a session's context length is set when it begins: leave --context-length out")
-        session = Session.load(arguments.session, model, tokenizer, cache=policy)
+        session = Session.load(arguments.session, model, tokenizer, cache=policy, host_memory_limit=_memory_limit(arguments))
     else:
-        session = Session(model, tokenizer, cache=policy, context_length=arguments.context_length)
+        limits = dict(context_length=arguments.context_length, host_memory_limit=_memory_limit(arguments))
+        session = Session(model, tokenizer, cache=policy, **limits)
     responses = []
     for prompt in prompts:
         with _progress(console) as bars:
@@ -148,6 +165,11 @@ def _run_session(
         session.save(arguments.session)
     if console.is_terminal:
         console.print(_table(responses))
+
+
+def _memory_limit(arguments: argparse.Namespace) -> int | None:
+    """Returns the bytes of host memory that the cache may take."""
+    return None if arguments.host_memory_limit is None else int(arguments.host_memory_limit * 2**30)
 
 
 def _cache_named(arguments: argparse.Namespace) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from icejax.cache import Clustered
+from icejax.cache.host import raise_pinned_limit
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
@@ -77,6 +78,7 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
     Raises:
         InputError: something about the folder is not as it should be; the message says what.
     """
+    raise_pinned_limit()
     folder = resolve(path)
     read_config(folder)
     from transformers import AutoTokenizer  # takes seconds to import
@@ -101,6 +103,7 @@ def stream_generate(
     seed: int = 0,
     special_tokens: bool = True,
     context_length: int | None = None,
+    host_memory_limit: int | None = None,
     progress: Callable[[int], None] | None = None,
     watch: Callable[[DecodeState], None] | None = None,
 ) -> Iterator[GenerationResponse]:
@@ -113,6 +116,7 @@ def stream_generate(
         stop: strings that end a text and are not part of it.
         special_tokens: whether the tokenizer adds its own (False for text that has them, as from `chat`).
         context_length: tokens of prompt and answer together; None: the model's own.
+        host_memory_limit: bytes of host memory that the cache may take; None: what is free.
         progress: called with the number of layers done while the prompt runs.
         watch: called with the state after every step; it must not keep the arrays, which the next step takes.
 
@@ -130,7 +134,8 @@ def stream_generate(
     limits = [min(max_new_tokens, context_length - len(row)) for row in ids]
     started = time.perf_counter()
     plan = make_plan(model, cache, sampling, batch_size=len(ids), prompt_tokens=longest, new_tokens=max(limits))
-    run = Run(Decoding(model, plan), *prefill(model, ids, plan, seed=seed, progress=progress), watch)
+    begun = prefill(model, ids, plan, seed=seed, progress=progress, host_memory_limit=host_memory_limit)
+    run = Run(Decoding(model, plan), *begun, watch)
     eos = model.config.eos_token_ids
     rows = [Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
     yield from stream(rows, still(model, cache, plan, run), plan, run, started)

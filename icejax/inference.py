@@ -64,6 +64,7 @@ def prefill(
     *,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    host_memory_limit: int | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Runs the prompts and chooses the first new token.
 
@@ -71,6 +72,7 @@ def prefill(
         prompts: token ids, one list per row.
         seed: of the random key.
         progress: called with the number of layers done.
+        host_memory_limit: bytes of host memory that the pool may take; None: what is free.
 
     Returns:
         The state to decode from, what the prompt brought (no pages), and the pool.
@@ -78,7 +80,9 @@ def prefill(
     Raises:
         InputError: the host has not enough memory for the pool; raised before anything runs.
     """
-    pool = host.allocate(plan.pool_shape, plan.spec.dtype) if plan.pool_shape is not None else None
+    pool = None
+    if plan.pool_shape is not None:
+        pool = host.allocate(plan.pool_shape, plan.spec.dtype, limit=host_memory_limit)
     tokens = np.zeros((len(prompts), plan.spec.prompt_capacity), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -45,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="default: %(default)s")
     parser.add_argument("--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    parser.add_argument(
+        "--host-memory-limit", type=float, metavar="GIB", help="host memory the cache may take (default: what is free)"
+    )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts run together (default: %(default)s)")
     for field in dataclasses.fields(Sampling):
         flag = "--" + field.name.replace("_", "-")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from icejax.cache import host, layer_policies
+from icejax.cache import layer_policies
+from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CachePolicy, CacheSpec
 from icejax.models import CausalLM
 from icejax.sampling import Sampling
@@ -95,4 +96,4 @@ def make_plan(
     )
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
     pooled = any(p.num_pages(spec) for p in policies)
-    return Plan(policies, spec, sampling, config.eos_token_ids, host.fetch_backend() if pooled else "")
+    return Plan(policies, spec, sampling, config.eos_token_ids, fetch_backend() if pooled else "")

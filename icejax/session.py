@@ -43,17 +43,25 @@ class Session:
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Any, *, cache: CachePolicy | None = None, context_length: int | None = None
+        self,
+        model: CausalLM,
+        tokenizer: Any,
+        *,
+        cache: CachePolicy | None = None,
+        context_length: int | None = None,
+        host_memory_limit: int | None = None,
     ) -> None:
         """Begins an empty session.
 
         Args:
             cache: the cache policy; None: `Clustered()`.
             context_length: tokens of all texts and answers together, for which host memory is taken; None: the model's own.
+            host_memory_limit: bytes of it that may be taken; None: what is free.
         """
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
         self._context_length = model.config.context_length if context_length is None else context_length
+        self._limit = host_memory_limit
         self.token_ids: list[int] = []
         self._first = 0  # tokens of the first text
         self._plan: Plan | None = None
@@ -99,7 +107,8 @@ class Session:
         if first:
             self._first = len(new)
             self._plan = self._plan_for(len(new), sampling)
-            self._run = Run(Decoding(self._model, self._plan), *prefill(self._model, [new], self._plan, seed=seed))
+            begun = prefill(self._model, [new], self._plan, seed=seed, host_memory_limit=self._limit)
+            self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
             self._extend(pending, sampling, seed)
         self.token_ids += new
@@ -155,11 +164,20 @@ class Session:
                 orbax.save(part / POOL, {"pages": np.asarray(pool)[: int(cache.lengths.pages)]})
 
     @classmethod
-    def load(cls, path: str | Path, model: CausalLM, tokenizer: Any, *, cache: CachePolicy | None = None) -> Session:
+    def load(
+        cls,
+        path: str | Path,
+        model: CausalLM,
+        tokenizer: Any,
+        *,
+        cache: CachePolicy | None = None,
+        host_memory_limit: int | None = None,
+    ) -> Session:
         """Returns the session saved at `path`.
 
         Args:
             cache: what the session's cache policy must be; None: whatever it is.
+            host_memory_limit: as of a new session.
 
         Raises:
             InputError: there is none, or it was saved with another model or cache; the message names the difference.
@@ -177,7 +195,8 @@ class Session:
                 raise InputError(
                     f"{path} was saved with {key} = {saved.get(key)}, here it is {here}: use the same, or another folder"
                 )
-        session = cls(model, tokenizer, cache=policy, context_length=about["context_length"])
+        limits = dict(context_length=about["context_length"], host_memory_limit=host_memory_limit)
+        session = cls(model, tokenizer, cache=policy, **limits)
         session.token_ids, session._first = about["token_ids"], about["first"]
         session._plan = plan = session._plan_for(session._first, None)
         empty = jax.eval_shape(lambda: KVCache(tuple(p.init(plan.spec) for p in plan.policies), _no_tokens()))
@@ -188,7 +207,7 @@ class Session:
         )
         pool = None
         if plan.pool_shape is not None:
-            pool = host.allocate(plan.pool_shape, plan.spec.dtype)
+            pool = host.allocate(plan.pool_shape, plan.spec.dtype, limit=host_memory_limit)
             shape = (int(kept.lengths.pages), *plan.pool_shape[1:])
             pages = orbax.read(path / POOL, {"pages": shape}, device=jax.devices("cpu")[0])["pages"]
             for first in range(0, shape[0], BLOCK):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache import CachePolicy, host
+from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CacheSpec, Lengths
 from icejax.ops import tree
 from icejax.ops.digests import Digests
@@ -22,7 +23,7 @@ PROMPT, NEW = 256, 256
 @functools.cache
 def decode_program(policy: CachePolicy):
     """Returns the jitted decode of `policy`, and a list whose one number counts its traces."""
-    traces, backend = [0], host.fetch_backend()
+    traces, backend = [0], fetch_backend()
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):

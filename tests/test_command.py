@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from bench.needle import task
-from icejax import command, options
+from icejax import command, options, session
 from icejax.generation import ASSETS, GenerationResponse
 from icejax.options import BUNDLED_PROMPT
 from tests import families
@@ -228,11 +229,47 @@ def test_bad_prompt_files(capsys, tmp_path, case):
 def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     from icejax.cache import host
 
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000, "total": 2**34})())
     monkeypatch.setattr("icejax.inference._prefill_layer", lambda *_, **__: pytest.fail("prefill began"))
     status, out, err = run(capsys, "--prompt", "x", *SHORT)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
+
+
+def test_too_little_host_memory_is_one_line_before_the_prompt_runs(capsys):
+    prompt = BUNDLED_PROMPT.read_text()[-3000:]
+    status, out, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0.001", *SHORT)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "GiB of host memory and the limit is 0.0 GiB: use a shorter prompt" in err
+    assert run(capsys, "--prompt", prompt, "--host-memory-limit", "1", *SHORT)[0] == 0
+    status, _, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0", *SHORT)
+    assert status == 2 and "--host-memory-limit must be above 0, got 0" in err
+
+
+@pytest.mark.parametrize(
+    "error, side",
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"), "the device"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory: xla_gpu_host_bfc"), "the host"),
+        (MemoryError(), "the host"),
+    ],
+    ids=["device", "pinned", "numpy"],
+)
+def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monkeypatch, error, side):
+    kept = ["--session", str(tmp_path / "kept"), *SHORT]
+    assert run(capsys, "--prompt", "Pass key ab:12345.\nPass key ab:", *kept)[0] == 0
+    before = (tmp_path / "kept" / "session.json").read_text()
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "extend", fail)
+        status, _, err = run(capsys, "--prompt", "Pass key ab:", *kept)
+    assert status == 2 and len(err.splitlines()) == 1
+    assert f"out of memory on {side}" in err and f"the session in {tmp_path / 'kept'} is as it was" in err
+    assert (tmp_path / "kept" / "session.json").read_text() == before
+    assert run(capsys, "--prompt", "Pass key ab:", *kept)[0] == 0
 
 
 def test_two_processes_draw_the_same_text(capsys):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import host
+from icejax.cache import fetch, host
 from icejax.errors import InputError
 
 SHAPE = (6, 3, 2, 4, 2, 8, 16)  # P, L, B, K, 2, p, H
@@ -18,18 +18,18 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("backend", list(host.BACKENDS))
+@pytest.mark.parametrize("backend", fetch.ORDER["cpu"])
 def test_fetch_brings_exact_bits(backend, dtype):
     stored = bits(SHAPE, dtype)
-    pool = jax.device_put(stored, host._sharding(host=True))
+    pool = jax.device_put(stored, fetch.sharding(host=True))
     ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
-    def fetch(pool, ids):
+    def read(pool, ids):
         k, v = host.PoolLayer(pool, None, 1, backend, dtype).fetch(ids)
         return jax.lax.bitcast_convert_type(k, stored.dtype), jax.lax.bitcast_convert_type(v, stored.dtype)
 
-    k, v = fetch(pool, jnp.asarray(ids))
+    k, v = read(pool, jnp.asarray(ids))
     for at in np.ndindex(ids.shape):
         expected = stored[ids[at], 1, at[0], at[1]]
         np.testing.assert_array_equal(np.asarray(k)[at], expected[0])
@@ -46,12 +46,12 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
     ended = np.arange(batch) == batch - 1
 
     @jax.jit
-    def fetch(pool, before, after, ended):
+    def read(pool, before, after, ended):
         layer = host.PoolLayer(pool, ended, 1, "gather", "float32")
         found, missing = layer.fetch_missing(after, layer.fetch(before), before)
         return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
 
-    whole, found, missing = map(np.asarray, fetch(pool, before, after, ended))
+    whole, found, missing = map(np.asarray, read(pool, before, after, ended))
     expected = [[len([p for p in after[b, k] if p not in before[b, k]]) for k in range(heads)] for b in range(batch)]
     np.testing.assert_array_equal(missing, np.where(ended, 0, np.sum(expected, axis=1)))
     assert 0 < missing[0] < 7 * heads
@@ -79,20 +79,39 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
     def refuse(table, rows):
         raise NotImplementedError("not here")
 
-    monkeypatch.setattr(
-        host, "BACKENDS", {"refusing": refuse, "wrong": lambda t, r: host._gather(t, r) + jnp.uint16(1), **host.BACKENDS}
-    )
-    monkeypatch.setattr(host, "ORDER", {None: ("refusing", "wrong", "slices")})
+    wrong = {"refusing": refuse, "wrong": lambda t, r: fetch._gather(t, r) + jnp.uint16(1)}
+    monkeypatch.setattr(fetch, "BACKENDS", wrong | fetch.BACKENDS)
+    monkeypatch.setattr(fetch, "ORDER", {"cpu": ("refusing", "wrong", "slices")})
     with caplog.at_level("INFO"):
-        assert host.fetch_backend.__wrapped__() == "slices"
+        assert fetch.fetch_backend.__wrapped__() == "slices"
     assert [r.message for r in caplog.records if "backend" in r.message] == [
-        "fetch backend refusing fails on cpu: not here",
-        "fetch backend wrong brings wrong bits on cpu",
+        "fetch backend refusing on cpu fails: not here",
+        "fetch backend wrong on cpu brings wrong bits",
         "fetch backend on cpu: slices",
     ]
+    monkeypatch.setenv(fetch.CHOICE, "wrong")
+    with pytest.raises(InputError, match="host memory cannot be read inside a program on cpu: use --cache full"):
+        fetch.fetch_backend.__wrapped__()
+    monkeypatch.setenv(fetch.CHOICE, "none")
+    with pytest.raises(InputError, match="ICEJAX_FETCH_BACKEND must be one of refusing, wrong, slices on cpu, got 'none'"):
+        fetch.fetch_backend.__wrapped__()
 
 
 def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 3 * 2**30})())
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and 3\.0 GiB is free: use a shorter prompt"):
+        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+    with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and the limit is 2\.5 GiB: use a shorter prompt"):
+        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
+
+
+def test_the_pinned_limit_is_raised_to_the_machine_s_memory_unless_it_is_set(monkeypatch):
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
+    monkeypatch.delenv(host.PINNED_LIMIT, raising=False)
+    host.raise_pinned_limit()
+    assert host.os.environ[host.PINNED_LIMIT] == "200"
+    monkeypatch.setenv(host.PINNED_LIMIT, "3")
+    host.raise_pinned_limit()
+    monkeypatch.setattr(host.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(InputError, match=r"needs 4\.0 GiB of pinned memory and XLA takes at most 3: set XLA_PJRT_GPU_HOST"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")

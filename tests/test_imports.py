@@ -18,7 +18,7 @@ LAYERS = (
     ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts"),
     ("generation", "explain"),
     ("session",),
-    ("options", "command"),
+    ("options", "command", "doctor"),
     ("generate", "__init__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

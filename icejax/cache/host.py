@@ -9,9 +9,7 @@ reads and writes.
 from __future__ import annotations
 
 import functools
-import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -19,17 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from jax import lax
-from jax.experimental import compute_on as compute_on_module
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
+from icejax.cache import fetch
+from icejax.cache.fetch import DEVICE, HOST, sharding
 from icejax.errors import InputError
 
-LOG = logging.getLogger(__name__)
 MISSING = 32  # pages that are fetched at once where others are at hand
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-# Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
-_compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA reads it when its backend starts
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +42,7 @@ class PoolLayer:
         """Returns the keys and the values of pages, dtype[B, K, M, p, H] each, on the device."""
         table, rows = self._table(page_ids)
         # Apart, because to part them later would copy them.
-        return tuple(self._values(BACKENDS[self.backend](table, rows + i), page_ids.shape) for i in (0, 1))
+        return tuple(self._values(fetch.BACKENDS[self.backend](table, rows + i), page_ids.shape) for i in (0, 1))
 
     def fetch_missing(
         self, page_ids: Int[Array, "B K M"], held: tuple[jax.Array, jax.Array], held_ids: Int[Array, "B K M"]
@@ -70,7 +65,7 @@ class PoolLayer:
 
         def some(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
-            return tuple(x.at[at].set(BACKENDS[self.backend](table, rows[at] + j)) for j, x in enumerate(pages))
+            return tuple(x.at[at].set(fetch.BACKENDS[self.backend](table, rows[at] + j)) for j, x in enumerate(pages))
 
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
         return tuple(self._values(x, page_ids.shape) for x in pages), missing.sum((1, 2), dtype=jnp.int32)
@@ -86,89 +81,42 @@ class PoolLayer:
         return self.pages.reshape(-1, page_size * size), 2 * rows
 
 
-def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:
-    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    # Indices go to host memory too: a primitive takes its operands from one memory space.
-    index = jax.device_put(rows[:, None], HOST)
-    return jax.device_put(lax.gather(table, index, numbers, (1, table.shape[1]), mode="promise_in_bounds"), DEVICE)
-
-
-def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
-    def gather(table: jax.Array, index: jax.Array) -> jax.Array:
-        numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
-        return lax.gather(table, index, numbers, (1, table.shape[1]), mode="promise_in_bounds")
-
-    run = _compute_on(gather, compute_type="device_host", out_memory_spaces=DEVICE)
-    return run(table, jax.device_put(rows[:, None], HOST))
-
-
-def _slices(table: jax.Array, rows: jax.Array) -> jax.Array:
-    def one(_: None, row: jax.Array) -> tuple[None, jax.Array]:
-        return None, jax.device_put(lax.dynamic_slice_in_dim(table, row, 1, axis=0), DEVICE)
-
-    return lax.scan(one, None, rows)[1].reshape(len(rows), table.shape[1])
-
-
-BACKENDS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "gather": _gather,
-    "host_compute": _host_compute,
-    "slices": _slices,
-}
-# On TPU XLA refuses a gather from host memory, and copies of one-dimensional slices are direct.
-ORDER = {"tpu": ("slices", "host_compute"), None: ("gather", "host_compute", "slices")}
-
-
-@functools.cache
-def fetch_backend() -> str:
-    """Returns the first backend that brings exact bits on this platform, found by a small test, and logs it."""
-    platform = jax.default_backend()
-    table = np.random.default_rng(0).integers(0, 2**16, (64, 32), dtype=np.uint16)
-    rows = np.asarray([3, 0, 63, 3], np.int32)
-    pinned = jax.device_put(table, _sharding(host=True))
-    for name in ORDER.get(platform, ORDER[None]):
-        try:
-            exact = np.array_equal(jax.jit(BACKENDS[name])(pinned, jnp.asarray(rows)), table[rows])
-        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-            LOG.warning("fetch backend %s fails on %s: %s", name, platform, str(error).splitlines()[0])
-            continue
-        if exact:
-            LOG.info("fetch backend on %s: %s", platform, name)
-            return name
-        LOG.warning("fetch backend %s brings wrong bits on %s", name, platform)
-    raise InputError(f"host memory cannot be read inside a program on {platform}: use --cache full")
-
-
-def _sharding(*, host: bool) -> SingleDeviceSharding:
-    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host" if host else None)
-
-
 def bits_dtype(dtype: str) -> np.dtype:
     """Returns the unsigned integer of the width of `dtype`."""
     return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 
-def allocate(shape: tuple[int, ...], dtype: str) -> jax.Array:
+def raise_pinned_limit() -> None:
+    """Lets XLA:GPU pin all of the machine's memory, where it would stop at 64 GiB; of use before JAX starts its backend."""
+    os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total // 2**30))
+
+
+def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> jax.Array:
     """Returns an empty pool of `shape` [P, L, B, K, 2, p, H] for keys and values of `dtype`.
+
+    Args:
+        limit: bytes of host memory it may take; None: what is free.
 
     Raises:
         InputError: the machine has not enough free memory for it, or XLA may not pin so much.
     """
     bits = bits_dtype(dtype)
     need, free = int(np.prod(shape)) * bits.itemsize, psutil.virtual_memory().available
-    if need > free:
+    if need > (free if limit is None else min(free, limit)):
+        there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.1f} GiB"
         raise InputError(
-            f"the cache needs {need / 2**30:.1f} GiB of host memory and {free / 2**30:.1f} GiB is free: "
+            f"the cache needs {need / 2**30:.1f} GiB of host memory and {there}: "
             "use a shorter prompt, fewer new tokens, a smaller batch or a 16-bit --dtype"
         )
-    limit = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
-    if jax.default_backend() == "gpu" and need > limit:
+    pinned = int(os.environ.get(PINNED_LIMIT, "64")) * 2**30
+    if jax.default_backend() == "gpu" and need > pinned:
         raise InputError(
-            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {limit / 2**30:.0f}: "
-            f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={need // 2**30 + 8}"
+            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {pinned / 2**30:.0f}: "
+            f"set {PINNED_LIMIT}={need // 2**30 + 8} before JAX starts"
         )
     if jax.default_backend() == "cpu":  # an array over numpy's own memory could not be written in place later
-        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), HOST), out_shardings=_sharding(host=True))()
-    return jax.device_put(np.zeros(shape, bits), _sharding(host=True))
+        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), HOST), out_shardings=sharding(host=True))()
+    return jax.device_put(np.zeros(shape, bits), sharding(host=True))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,0 +1,132 @@
+"""Ways of reading rows of host memory inside a program, and the choice of one that brings exact bits here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import compute_on as compute_on_module
+from jax.sharding import SingleDeviceSharding
+
+from icejax.errors import InputError
+
+LOG = logging.getLogger(__name__)
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+CHOICE = "ICEJAX_FETCH_BACKEND"  # the environment's own choice of backend
+# Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
+_compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
+
+
+def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    # Indices go to host memory too: a primitive takes its operands from one memory space.
+    index = jax.device_put(rows[:, None], HOST)
+    return jax.device_put(lax.gather(table, index, numbers, (1, table.shape[1]), mode="promise_in_bounds"), DEVICE)
+
+
+def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
+    def gather(table: jax.Array, index: jax.Array) -> jax.Array:
+        numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+        return lax.gather(table, index, numbers, (1, table.shape[1]), mode="promise_in_bounds")
+
+    run = _compute_on(gather, compute_type="device_host", out_memory_spaces=DEVICE)
+    return run(table, jax.device_put(rows[:, None], HOST))
+
+
+def _slices(table: jax.Array, rows: jax.Array) -> jax.Array:
+    def one(_: None, row: jax.Array) -> tuple[None, jax.Array]:
+        return None, jax.device_put(lax.dynamic_slice_in_dim(table, row, 1, axis=0), DEVICE)
+
+    return lax.scan(one, None, rows)[1].reshape(len(rows), table.shape[1])
+
+
+def _triton(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """A kernel that loads the rows through the GPU's unified addresses; each program copies a power of two of columns."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    width = table.shape[1]
+    part = min(width & -width, 4096)
+
+    def copy(rows_ref, table_ref, out_ref) -> None:
+        columns = pl.ds(pl.program_id(1) * part, part)
+        out_ref[0] = table_ref[rows_ref[pl.program_id(0)], columns]
+
+    return pl.pallas_call(
+        copy,
+        grid=(len(rows), width // part),
+        in_specs=[pl.BlockSpec(rows.shape, lambda i, j: (0,)), pl.BlockSpec(table.shape, lambda i, j: (0, 0))],
+        out_specs=pl.BlockSpec((1, part), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((len(rows), width), table.dtype),
+        compiler_params=triton.CompilerParams(num_warps=4),
+    )(rows, table)
+
+
+BACKENDS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "gather": _gather,
+    "host_compute": _host_compute,
+    "slices": _slices,
+    "triton": _triton,
+}
+# On TPU XLA refuses a gather from host memory, and copies of one-dimensional slices are direct. The kernel comes last on
+# CUDA until it has been timed there: a fault in it would take the process along.
+ORDER = {
+    "tpu": ("slices", "host_compute"),
+    "gpu": ("gather", "host_compute", "slices", "triton"),
+    "cpu": ("gather", "host_compute", "slices"),
+}
+
+
+def fault(name: str) -> str | None:
+    """Returns what is wrong with a backend on this platform, found by a small test; None if it brings exact bits."""
+    table = np.random.default_rng(0).integers(0, 2**16, (64, 32), dtype=np.uint16)
+    rows = np.asarray([3, 0, 63, 3], np.int32)
+    pinned = jax.device_put(table, sharding(host=True))
+    try:
+        exact = np.array_equal(jax.jit(BACKENDS[name])(pinned, jnp.asarray(rows)), table[rows])
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        return f"fails: {str(error).splitlines()[0]}"
+    return None if exact else "brings wrong bits"
+
+
+def candidates() -> tuple[str, ...]:
+    """Returns the backends that may be used on this platform, best first.
+
+    Raises:
+        InputError: the environment names one that there is not.
+    """
+    platform = jax.default_backend()
+    order = ORDER.get(platform, ("gather", "host_compute", "slices"))
+    name = os.environ.get(CHOICE)
+    if name is None:
+        return order
+    if name not in order:
+        raise InputError(f"{CHOICE} must be one of {', '.join(order)} on {platform}, got {name!r}")
+    return (name,)
+
+
+@functools.cache
+def fetch_backend() -> str:
+    """Returns the first backend that brings exact bits on this platform, and logs it.
+
+    Raises:
+        InputError: there is none.
+    """
+    platform = jax.default_backend()
+    for name in candidates():
+        reason = fault(name)
+        if reason is None:
+            LOG.info("fetch backend on %s: %s", platform, name)
+            return name
+        LOG.warning("fetch backend %s on %s %s", name, platform, reason)
+    raise InputError(f"host memory cannot be read inside a program on {platform}: use --cache full")
+
+
+def sharding(*, host: bool) -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host" if host else None)

@@ -1,0 +1,31 @@
+"""The doctor says what works here, what does not and why, and what is used."""
+
+import json
+
+from icejax import doctor
+from icejax.cache import fetch
+
+
+def test_every_backend_is_tested_and_timed(capsys):
+    assert doctor.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["backend"] for row in found["fetch"]] == list(fetch.ORDER["cpu"])
+    for row in found["fetch"]:
+        assert row["exact"] and abs(row["gb_per_s"] * row["microseconds"] / 1e6 * 1e9 / (512 * 8192) - 1) < 0.05
+    assert found["fetch_backend"] == "gather" and "pinned_host" in found["devices"][0]["memory_kinds"]
+
+
+def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
+    def refuse(table, rows):
+        raise NotImplementedError("not here")
+
+    monkeypatch.setattr(fetch, "BACKENDS", {**fetch.BACKENDS, "gather": refuse})
+    monkeypatch.setattr(fetch, "fetch_backend", fetch.fetch_backend.__wrapped__)
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    assert "fails: not here" in out and "used: host_compute" in out and "host memory" in out
+    monkeypatch.setenv(fetch.CHOICE, "gather")
+    assert doctor.main([]) == 2
+    assert capsys.readouterr().err == (
+        "icejax.doctor: error: host memory cannot be read inside a program on cpu: use --cache full\n"
+    )
