@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -20,7 +21,8 @@ from rich.table import Table
 from icejax.cache import fetch, host
 from icejax.errors import InputError
 
-PAGES, FETCHED, WIDTH = 8192, 512, 2 * 16 * 128  # of 16-bit keys and values: 8 KiB each
+PAGES, FETCHED = 8192, 512
+PAGE = (2 * 16, 128)  # of 16-bit keys and values: 8 KiB
 REPEATS = 20
 
 
@@ -29,7 +31,7 @@ def measure(name: str) -> dict[str, Any]:
     fault = fetch.fault(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
-    pool = host.allocate((PAGES, 1, 1, 1, 1, 1, WIDTH), "bfloat16").reshape(PAGES, WIDTH)
+    pool = host.allocate((PAGES, 1, 1, 1, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
     pool = jax.device_put(pool, fetch.sharding(host=True))
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(fetch.BACKENDS[name]), []
@@ -39,7 +41,7 @@ def measure(name: str) -> dict[str, Any]:
         jax.block_until_ready(read(pool, rows))
         seconds.append(time.perf_counter() - started)
     median = float(np.median(seconds))
-    rate = FETCHED * WIDTH * 2 / median / 1e9
+    rate = FETCHED * math.prod(PAGE) * 2 / median / 1e9
     return dict(backend=name, exact=True, microseconds=round(1e6 * median, 1), gb_per_s=round(rate, 2))
 
 

@@ -1,9 +1,10 @@
-"""Ways of reading rows of host memory inside a program, and the choice of one that brings exact bits here."""
+"""Ways of reading rows of a table [R, p, H] in host memory inside a program, and the choice of one that brings exact bits."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable
 
@@ -23,19 +24,21 @@ CHOICE = "ICEJAX_FETCH_BACKEND"  # the environment's own choice of backend
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
 
 
+def _take(table: jax.Array, index: jax.Array) -> jax.Array:
+    kept = tuple(range(1, table.ndim))
+    numbers = lax.GatherDimensionNumbers(offset_dims=kept, collapsed_slice_dims=(0,), start_index_map=(0,))
+    return lax.gather(table, index, numbers, (1, *table.shape[1:]), mode="promise_in_bounds")
+
+
 def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:
-    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    flat = table.reshape(len(table), -1)  # on CPU a gather of [p, H] takes many times as long
     # Indices go to host memory too: a primitive takes its operands from one memory space.
-    index = jax.device_put(rows[:, None], HOST)
-    return jax.device_put(lax.gather(table, index, numbers, (1, table.shape[1]), mode="promise_in_bounds"), DEVICE)
+    found = jax.device_put(_take(flat, jax.device_put(rows[:, None], HOST)), DEVICE)
+    return found.reshape(len(rows), *table.shape[1:])
 
 
 def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
-    def gather(table: jax.Array, index: jax.Array) -> jax.Array:
-        numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
-        return lax.gather(table, index, numbers, (1, table.shape[1]), mode="promise_in_bounds")
-
-    run = _compute_on(gather, compute_type="device_host", out_memory_spaces=DEVICE)
+    run = _compute_on(_take, compute_type="device_host", out_memory_spaces=DEVICE)
     return run(table, jax.device_put(rows[:, None], HOST))
 
 
@@ -43,7 +46,7 @@ def _slices(table: jax.Array, rows: jax.Array) -> jax.Array:
     def one(_: None, row: jax.Array) -> tuple[None, jax.Array]:
         return None, jax.device_put(lax.dynamic_slice_in_dim(table, row, 1, axis=0), DEVICE)
 
-    return lax.scan(one, None, rows)[1].reshape(len(rows), table.shape[1])
+    return lax.scan(one, None, rows)[1].reshape(len(rows), *table.shape[1:])
 
 
 def _triton(table: jax.Array, rows: jax.Array) -> jax.Array:
@@ -51,21 +54,23 @@ def _triton(table: jax.Array, rows: jax.Array) -> jax.Array:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    width = table.shape[1]
+    width = math.prod(table.shape[1:])
     part = min(width & -width, 4096)
+    flat = table.reshape(-1, width)
 
     def copy(rows_ref, table_ref, out_ref) -> None:
         columns = pl.ds(pl.program_id(1) * part, part)
         out_ref[0] = table_ref[rows_ref[pl.program_id(0)], columns]
 
-    return pl.pallas_call(
+    copied = pl.pallas_call(
         copy,
         grid=(len(rows), width // part),
-        in_specs=[pl.BlockSpec(rows.shape, lambda i, j: (0,)), pl.BlockSpec(table.shape, lambda i, j: (0, 0))],
+        in_specs=[pl.BlockSpec(rows.shape, lambda i, j: (0,)), pl.BlockSpec(flat.shape, lambda i, j: (0, 0))],
         out_specs=pl.BlockSpec((1, part), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((len(rows), width), table.dtype),
         compiler_params=triton.CompilerParams(num_warps=4),
-    )(rows, table)
+    )(rows, flat)
+    return copied.reshape(len(rows), *table.shape[1:])
 
 
 BACKENDS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -74,8 +79,8 @@ BACKENDS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "slices": _slices,
     "triton": _triton,
 }
-# On TPU XLA refuses a gather from host memory, and copies of one-dimensional slices are direct. The kernel comes last on
-# CUDA until it has been timed there: a fault in it would take the process along.
+# On TPU XLA refuses a gather from host memory, copies of one-dimensional slices are direct, and to flatten the rows would copy
+# the table. The kernel comes last on CUDA until it has been timed there: a fault in it would take the process along.
 ORDER = {
     "tpu": ("slices", "host_compute"),
     "gpu": ("gather", "host_compute", "slices", "triton"),
@@ -85,7 +90,7 @@ ORDER = {
 
 def fault(name: str) -> str | None:
     """Returns what is wrong with a backend on this platform, found by a small test; None if it brings exact bits."""
-    table = np.random.default_rng(0).integers(0, 2**16, (64, 32), dtype=np.uint16)
+    table = np.random.default_rng(0).integers(0, 2**16, (64, 16, 32), dtype=np.uint16)
     rows = np.asarray([3, 0, 63, 3], np.int32)
     pinned = jax.device_put(table, sharding(host=True))
     try:

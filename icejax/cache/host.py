@@ -58,7 +58,7 @@ class PoolLayer:
         at = same.argmax(-1)[..., None, None]
         start = (jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held)
         table, rows = self._table(page_ids)
-        pages = tuple(lax.bitcast_convert_type(x, table.dtype).reshape(-1, table.shape[1]) for x in start)
+        pages = tuple(lax.bitcast_convert_type(x, table.dtype).reshape(-1, *table.shape[1:]) for x in start)
         # What is missing, in front; behind it page 0 over and over, which may come once more.
         order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
         block = min(MISSING, missing.size)
@@ -78,7 +78,7 @@ class PoolLayer:
         _, layers, batch, heads, _, page_size, size = self.pages.shape
         owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
         rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        return self.pages.reshape(-1, page_size * size), 2 * rows
+        return self.pages.reshape(-1, page_size, size), 2 * rows
 
 
 def bits_dtype(dtype: str) -> np.dtype:

@@ -1,0 +1,119 @@
+"""Compiles the decode program for a device that is not there: ``python -m tests.aot cuda gather`` prints what was made.
+
+Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
+has no memory kinds in jax 0.10.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+
+# There is no driver to ask, and no metadata server.
+os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax._src.lib import xla_client
+from jax.experimental import topologies
+
+import icejax
+from bench import shapes
+from icejax import inference
+from icejax.cache import host
+from icejax.cache.policy import KVCache, Lengths
+from icejax.models import CausalLM, family
+from icejax.ops import topk
+from icejax.plan import make_plan
+from icejax.sampling import Sampling
+
+# What XLA reads of an H100.
+H100 = """
+device_description_str: "H100" platform_name: "CUDA" runtime_version { major: 12 minor: 8 } dnn_version_info { major: 9 minor: 7 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}
+"""
+CONTEXT = 32768
+
+
+def compile_step(platform: str, backend: str):
+    """Returns the plan of two bf16 layers of 8 KV heads of 128, and their compiled decode program."""
+    if platform == "cuda":
+        topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
+    else:
+        topology = topologies.get_topology_desc("v5e:2x2", "tpu")
+    device = topology.devices[0]
+    raw = shapes.raw_config("attention", layers=2)
+    model = nnx.eval_shape(lambda: CausalLM(family(raw).read_config(raw), dtype="bfloat16"))
+    graph, weights = nnx.split(model)
+    leaves, tree = jax.tree.flatten(weights)
+    policy = icejax.Clustered(budget=256)
+    plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=CONTEXT, new_tokens=64)
+    plan = dataclasses.replace(plan, fetch_backend=backend)
+
+    def state() -> inference.DecodeState:
+        none = jnp.zeros(1, jnp.int32)
+        layers = tuple(p.init(plan.spec) for p in plan.policies)
+        return inference.DecodeState(
+            KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, jax.random.key(0), None
+        )
+
+    step = inference._programs(graph, tree, plan)[0]
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
+    pool = jax.device_put(np.zeros(plan.pool_shape, host.bits_dtype("bfloat16")), pinned)
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    lowered = step.trace(leaves, jax.eval_shape(state), pool).lower(lowering_platforms=(platform,))
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
+    if platform == "cuda":  # autotuning would need the device
+        options.env_option_overrides = [("xla_gpu_autotune_level", "0"), *topk.GPU_OPTIONS.items()]
+    return plan, device.client.compile(lowered.compiler_ir("stablehlo"), xla_client.DeviceList((device,)), options)
+
+
+def main(platform: str, backend: str) -> None:
+    plan, program = compile_step(platform, backend)
+    hlo, memory = program.hlo_modules()[0].to_string(), program.get_compiled_memory_stats()
+    elements = math.prod(plan.pool_shape)
+    shapes_made = [
+        (line, shape) for line in hlo.splitlines() for shape in re.findall(r"^\s*(?:ROOT )?%\S+ = u16\[([\d,]+)\]", line)
+    ]
+    copies = [
+        line.strip()[:100]
+        for line, shape in shapes_made
+        if math.prod(map(int, shape.split(","))) == elements
+        and not re.search(r"\} (parameter|bitcast|get-tuple-element)\(", line)
+    ]
+    sorted_sizes = [
+        max(map(int, shape.split(",")))
+        for shape in re.findall(r"f32\[([\d,]+)\]\S* sort\(|f32\[([\d,]+)\]\S*, s32\S+ sort\(", hlo)
+        for shape in shape
+        if shape
+    ]
+    print(
+        json.dumps(
+            dict(
+                pool_bytes=elements * 2,
+                host_temp_bytes=memory.host_temp_size_in_bytes,
+                temp_bytes=memory.temp_size_in_bytes,
+                pool_copies=copies,
+                sorted_sizes=sorted_sizes,
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
