@@ -37,7 +37,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     prompts = np.random.default_rng(seed).integers(0, model.config.vocab_size, (rows, base)).tolist()
     short = make_plan(model, policy, plan.sampling, batch_size=rows, prompt_tokens=base, new_tokens=16)
     state, _, pool = prefill(model, prompts, short)
-    big = host.allocate(plan.pool_shape, plan.spec.dtype) if plan.pooled else None
+    big = host.allocate(plan.pool_shape, plan.pool_dtype) if plan.pooled else None
     layers = list(state.cache.layers)
     for i, kept in enumerate(plan.policies):
         if isinstance(kept, Full):

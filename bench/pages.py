@@ -24,6 +24,7 @@ from rich.progress import track
 
 import icejax
 from bench.capture import Captured, capture, needle_prompt, tiled
+from icejax.cache.encoding import decode, encode
 from icejax.generation import ASSETS
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, digest, score
@@ -94,6 +95,7 @@ class Method:
     candidates: int = 1
     group: tree.Group = "sum"
     digest_dtype: str | None = None
+    page_dtype: str | None = None
 
 
 RERANKED = Method(candidates=icejax.Clustered().candidates)
@@ -106,6 +108,7 @@ METHODS = (
     replace(RERANKED, tail=False),
     replace(RERANKED, walk=False),
     *(replace(RERANKED, digest_dtype=dtype) for dtype in NARROW),
+    replace(RERANKED, page_dtype="int8"),
     replace(RERANKED, group="max"),
     replace(RERANKED, group="interleave"),
 )
@@ -218,6 +221,8 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
         page_size = pages[0].shape[3]
         fetched = min(pages[0].shape[2], method.candidates * ((budget - sinks - window) // page_size))
         levels = levels_of(pages, dtype=method.digest_dtype)
+        if method.page_dtype is not None:
+            pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
             run = lambda g=grouped, p=pages, n=levels, f=fetched: select(g, p, n, fetched=f, method=method)  # noqa: E731

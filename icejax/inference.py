@@ -83,7 +83,7 @@ def prefill(
     """
     pool = None
     if plan.pool_shape is not None:
-        pool = host.allocate(plan.pool_shape, plan.spec.dtype, limit=host_memory_limit)
+        pool = host.allocate(plan.pool_shape, plan.pool_dtype, limit=host_memory_limit)
     tokens = np.zeros((len(prompts), plan.spec.prompt_capacity), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from icejax.cache import layer_policies
+from icejax.cache.encoding import page_rows
 from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CachePolicy, CacheSpec
 from icejax.models import CausalLM
@@ -60,12 +61,18 @@ class Plan:
         return not self.pooled or pages + self.padded(tokens) // self.page_size <= self.pool_shape[0]
 
     @property
+    def pool_dtype(self) -> str:
+        """Dtype of the pages in the pool, by name; that of keys and values without a pool."""
+        return (self.policies[self.pooled[0]].page_dtype if self.pooled else None) or self.spec.dtype
+
+    @property
     def pool_shape(self) -> tuple[int, ...] | None:
-        """Shape [P, L, B, K, 2, p, H] of the pool, None without one."""
+        """Shape [P, L, B, K, 2, rows, H] of the pool, None without one."""
         if not self.pooled:
             return None
         spec, pages = self.spec, self.policies[self.pooled[0]].num_pages(self.spec)
-        return (pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, 2, self.page_size, spec.head_dim)
+        page = (2, page_rows(self.page_size, self.pool_dtype), spec.head_dim)
+        return (pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, *page)
 
 
 def ladder(tokens: int) -> int:

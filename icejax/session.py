@@ -207,7 +207,7 @@ class Session:
         )
         pool = None
         if plan.pool_shape is not None:
-            pool = host.allocate(plan.pool_shape, plan.spec.dtype, limit=host_memory_limit)
+            pool = host.allocate(plan.pool_shape, plan.pool_dtype, limit=host_memory_limit)
             shape = (int(kept.lengths.pages), *plan.pool_shape[1:])
             pages = orbax.read(path / POOL, {"pages": shape}, device=jax.devices("cpu")[0])["pages"]
             for first in range(0, shape[0], BLOCK):

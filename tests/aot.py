@@ -26,7 +26,7 @@ from jax.experimental import topologies
 import icejax
 from bench import shapes
 from icejax import inference
-from icejax.cache import host
+from icejax.cache.encoding import bits_dtype
 from icejax.cache.policy import KVCache, Lengths
 from icejax.models import CausalLM, family
 from icejax.ops import topk
@@ -72,7 +72,7 @@ def compile_step(platform: str, backend: str):
 
     step = inference._programs(graph, tree, plan)[0]
     pinned = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
-    pool = jax.device_put(np.zeros(plan.pool_shape, host.bits_dtype("bfloat16")), pinned)
+    pool = jax.device_put(np.zeros(plan.pool_shape, bits_dtype("bfloat16")), pinned)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     lowered = step.trace(leaves, jax.eval_shape(state), pool).lower(lowering_platforms=(platform,))
     options = xla_client.CompileOptions()

@@ -37,6 +37,8 @@ class Clustered(CachePolicy):
         score: how a page is scored by its digest; `mean` is without the variance.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
+        page_dtype: `int8` stores pages with a scale per page and channel, in half the host memory of a 16-bit model; None: in
+            the model's dtype.
         resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
             is `candidates` times that of the budget.
         opened: nodes of the digest tree opened per level.
@@ -62,6 +64,7 @@ class Clustered(CachePolicy):
     score: Score = "second-order"
     group: tree.Group = "sum"
     digest_dtype: str | None = None
+    page_dtype: str | None = None
     resident: bool = False
     opened: int = 48
     span: int = 8192
@@ -90,6 +93,7 @@ class Clustered(CachePolicy):
             ("score", typing.get_args(Score)),
             ("group", typing.get_args(tree.Group)),
             ("digest_dtype", (None, *NARROW)),
+            ("page_dtype", (None, "int8")),
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")

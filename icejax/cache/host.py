@@ -1,7 +1,7 @@
 """The host pool: pages of keys and values in host memory, written between programs and read inside them.
 
-The pool is one array `uint[P, L, B, K, 2, p, H]` of bit patterns in `pinned_host` memory: XLA:CPU would rewrite a
-bf16 update through an fp32 copy of the whole buffer. A program that only reads it never copies it; a program that
+The pool is one array `uint[P, L, B, K, 2, rows, H]` of bit patterns (`encoding.py`) in `pinned_host` memory: XLA:CPU would
+rewrite a bf16 update through an fp32 copy of the whole buffer. A program that only reads it never copies it; a program that
 writes it takes it by donation and does nothing else with it, because XLA:GPU copies a pool that one program both
 reads and writes.
 """
@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from icejax.cache import fetch
+from icejax.cache.encoding import bits_dtype, decode, encode
 from icejax.cache.fetch import DEVICE, HOST, sharding
 from icejax.errors import InputError
 
@@ -32,7 +33,7 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA reads it when its back
 class PoolLayer:
     """One layer's view of the pool, for reading inside a program."""
 
-    pages: jax.Array  # uint[P, L, B, K, 2, p, H], pinned_host
+    pages: jax.Array  # uint[P, L, B, K, 2, rows, H], pinned_host
     ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
     layer: int = field(metadata=dict(static=True))
     backend: str = field(metadata=dict(static=True))
@@ -42,7 +43,8 @@ class PoolLayer:
         """Returns the keys and the values of pages, dtype[B, K, M, p, H] each, on the device."""
         table, rows = self._table(page_ids)
         # Apart, because to part them later would copy them.
-        return tuple(self._values(fetch.BACKENDS[self.backend](table, rows + i), page_ids.shape) for i in (0, 1))
+        pages = (self._read(table, rows + i) for i in (0, 1))
+        return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in pages)
 
     def fetch_missing(
         self, page_ids: Int[Array, "B K M"], held: tuple[jax.Array, jax.Array], held_ids: Int[Array, "B K M"]
@@ -58,20 +60,21 @@ class PoolLayer:
         at = same.argmax(-1)[..., None, None]
         start = (jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held)
         table, rows = self._table(page_ids)
-        pages = tuple(lax.bitcast_convert_type(x, table.dtype).reshape(-1, *table.shape[1:]) for x in start)
+        pages = tuple(x.reshape(-1, *x.shape[3:]) for x in start)
         # What is missing, in front; behind it page 0 over and over, which may come once more.
         order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
         block = min(MISSING, missing.size)
 
         def some(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
-            return tuple(x.at[at].set(fetch.BACKENDS[self.backend](table, rows[at] + j)) for j, x in enumerate(pages))
+            return tuple(x.at[at].set(self._read(table, rows[at] + j)) for j, x in enumerate(pages))
 
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
-        return tuple(self._values(x, page_ids.shape) for x in pages), missing.sum((1, 2), dtype=jnp.int32)
+        return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), missing.sum((1, 2), dtype=jnp.int32)
 
-    def _values(self, bits: jax.Array, pages: tuple[int, ...]) -> jax.Array:
-        return lax.bitcast_convert_type(bits.reshape(*pages, *self.pages.shape[-2:]), self.dtype)
+    def _read(self, table: jax.Array, rows: jax.Array) -> jax.Array:
+        """Returns rows [n, p, H] of the table, decoded."""
+        return decode(fetch.BACKENDS[self.backend](table, rows), self.dtype)
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns the pool as a table, and the row of every page's keys, behind which its values are."""
@@ -81,18 +84,13 @@ class PoolLayer:
         return self.pages.reshape(-1, page_size, size), 2 * rows
 
 
-def bits_dtype(dtype: str) -> np.dtype:
-    """Returns the unsigned integer of the width of `dtype`."""
-    return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-
-
 def raise_pinned_limit() -> None:
     """Lets XLA:GPU pin all of the machine's memory, where it would stop at 64 GiB; of use before JAX starts its backend."""
     os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total // 2**30))
 
 
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> jax.Array:
-    """Returns an empty pool of `shape` [P, L, B, K, 2, p, H] for keys and values of `dtype`.
+    """Returns an empty pool of `shape` [P, L, B, K, 2, rows, H] for keys and values of `dtype`, or pages of int8.
 
     Args:
         limit: bytes of host memory it may take; None: what is free.
@@ -121,8 +119,7 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(pool: jax.Array, pages: jax.Array, start: tuple[jax.Array, ...]) -> jax.Array:
-    bits = lax.bitcast_convert_type(pages, pool.dtype)
-    return lax.dynamic_update_slice(pool, jax.device_put(bits, HOST), start)
+    return lax.dynamic_update_slice(pool, jax.device_put(encode(pages, pool.dtype), HOST), start)
 
 
 def write_layer(pool: jax.Array, pages: jax.Array, layer: int, first: jax.Array | int = 0) -> jax.Array:
@@ -142,4 +139,4 @@ def read_pages(pool: jax.Array, first: jax.Array, *, count: int, dtype: str) -> 
     """Returns `count` pages of all layers, dtype[count, L, B, K, 2, p, H], on the device."""
     zero = jax.device_put(jnp.int32(0), HOST)
     start = (jax.device_put(first, HOST), *(zero,) * (pool.ndim - 1))
-    return lax.bitcast_convert_type(jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), DEVICE), dtype)
+    return decode(jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), DEVICE), dtype)

@@ -79,6 +79,7 @@ class CachePolicy(abc.ABC):
     compact_every: int = 0  # decoded tokens after which their pages are sorted anew; 0: never
     dense_layers: int | None = None  # first layers that keep the full cache; None: 2 from 16 layers on, as in the paper
     reuse: int = 1  # layers with pages that share the partition and the choice of the first of them
+    page_dtype: str | None = None  # of the pages in the pool: int8, or None for the model's
     prefetch: bool = False  # whether `decode` is given a guess of its queries
 
     @property

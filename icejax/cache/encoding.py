@@ -1,0 +1,52 @@
+"""How pages of keys and values stand in the pool: their own bits, or int8 with a scale per page and channel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt
+
+SCALE_ROWS = 2  # bytes of a channel's bf16 scale, one below the other behind the tokens
+
+
+def bits_dtype(dtype: str) -> np.dtype:
+    """Returns the unsigned integer of the width of `dtype`."""
+    return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+
+
+def page_rows(page_size: int, dtype: str) -> int:
+    """Returns the rows of a page of tokens in a pool of `dtype`."""
+    return page_size + SCALE_ROWS if dtype == "int8" else page_size
+
+
+def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
+    """Returns pages as they stand in a pool of dtype `bits`; those that are bits already as they are.
+
+    A pool of bytes holds symmetric int8: a channel's scale is that of its largest number in the page.
+    """
+    if pages.dtype == bits:
+        return pages
+    if bits != np.uint8:
+        return lax.bitcast_convert_type(pages, bits)
+    wide = pages.astype(jnp.float32)
+    largest = jnp.maximum(jnp.abs(wide).max(-2, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    scale = (largest / 127).astype(jnp.bfloat16)
+    rounded = jnp.clip(jnp.round(wide / scale.astype(jnp.float32)), -127, 127).astype(jnp.int8)
+    scale = jnp.moveaxis(lax.bitcast_convert_type(scale[..., 0, :], jnp.uint8), -1, -2)
+    return jnp.concatenate([lax.bitcast_convert_type(rounded, jnp.uint8), scale], axis=-2)
+
+
+def decode(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]:
+    """Returns the pages that `encode` was given, exactly or to half a 127th of a channel's largest number."""
+    if bits.dtype != jnp.uint8:
+        return lax.bitcast_convert_type(bits, dtype)
+    scale = lax.bitcast_convert_type(jnp.moveaxis(bits[..., -SCALE_ROWS:, :], -2, -1), jnp.bfloat16)
+    rounded = lax.bitcast_convert_type(bits[..., :-SCALE_ROWS, :], jnp.int8)
+    return (rounded.astype(jnp.float32) * scale.astype(jnp.float32)[..., None, :]).astype(dtype)
+
+
+def row_bytes(pool: jax.Array) -> int:
+    """Returns the bytes of a page's keys and values in the pool [P, L, B, K, 2, rows, H]."""
+    return int(np.prod(pool.shape[4:])) * pool.dtype.itemsize
