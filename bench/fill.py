@@ -72,7 +72,7 @@ def _tiled(x: jax.Array, empty: jax.Array, base: int, context: int) -> jax.Array
     noise = np.random.default_rng(0).standard_normal(real.shape, np.float32) * (NOISE * real.std())
     for first in range(0, context, base):
         copy = real + np.roll(noise, first // 7, axis=1) if first else real
-        whole[:, first : first + base] = copy[:, : context - first]
+        whole[:, first : min(first + base, context)] = copy[:, : context - first]
     return jnp.asarray(whole, empty.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Compiles the decode program for a device that is not there: ``python -m tests.aot cuda gather`` prints what was made.
+"""Compiles the decode program for a device that is not there: ``python -m tests.aot cuda gather 1`` prints what was made.
 
 Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
 has no memory kinds in jax 0.10.2.
@@ -48,7 +48,7 @@ gpu_device_info {
 CONTEXT = 32768
 
 
-def compile_step(platform: str, backend: str):
+def compile_step(platform: str, backend: str, batch: int):
     """Returns the plan of two bf16 layers of 8 KV heads of 128, and their compiled decode program."""
     if platform == "cuda":
         topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
@@ -60,11 +60,11 @@ def compile_step(platform: str, backend: str):
     graph, weights = nnx.split(model)
     leaves, tree = jax.tree.flatten(weights)
     policy = icejax.Clustered(budget=256)
-    plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=CONTEXT, new_tokens=64)
+    plan = make_plan(model, policy, Sampling(), batch_size=batch, prompt_tokens=CONTEXT, new_tokens=64)
     plan = dataclasses.replace(plan, fetch_backend=backend)
 
     def state() -> inference.DecodeState:
-        none = jnp.zeros(1, jnp.int32)
+        none = jnp.zeros(batch, jnp.int32)
         layers = tuple(p.init(plan.spec) for p in plan.policies)
         return inference.DecodeState(
             KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, jax.random.key(0), None
@@ -83,8 +83,8 @@ def compile_step(platform: str, backend: str):
     return plan, device.client.compile(lowered.compiler_ir("stablehlo"), xla_client.DeviceList((device,)), options)
 
 
-def main(platform: str, backend: str) -> None:
-    plan, program = compile_step(platform, backend)
+def main(platform: str, backend: str, batch: str) -> None:
+    plan, program = compile_step(platform, backend, int(batch))
     hlo, memory = program.hlo_modules()[0].to_string(), program.get_compiled_memory_stats()
     elements = math.prod(plan.pool_shape)
     shapes_made = [

@@ -18,11 +18,12 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("platform, compiler, backend", CASES, ids=[f"{p}-{b}" for p, _, b in CASES])
-def test_the_step_copies_no_pool_and_sorts_no_pages(platform, compiler, backend):
+def test_the_step_copies_no_pool_and_sorts_no_pages(platform, compiler, backend, batch):
     if importlib.util.find_spec(compiler) is None:
         pytest.skip(f"{compiler} is not installed: pip install -e '.[aot]'")
-    command = [sys.executable, "-m", "tests.aot", platform, backend]
+    command = [sys.executable, "-m", "tests.aot", platform, backend, str(batch)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -58,6 +58,25 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
     np.testing.assert_array_equal(found[:, ~ended].view(np.uint32), whole[:, ~ended].view(np.uint32))
 
 
+@pytest.mark.parametrize("ended", [[False, False], [False, True], [True, False], [True, True]], ids=str)
+def test_rows_that_have_ended_fetch_nothing(ended):
+    pool, stored = host.allocate(SHAPE, "float32"), bits(SHAPE, "float32")
+    pool = host.write_pages(pool, jax.lax.bitcast_convert_type(jnp.asarray(stored), "float32"), jnp.int32(0))
+    ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
+
+    @jax.jit
+    def read(pool, ids, ended):
+        layer = host.PoolLayer(pool, ended, 1, "gather", "float32")
+        found, count = layer.fetch_live(ids)
+        return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
+
+    found, whole, count = map(np.asarray, read(pool, ids, np.asarray(ended)))
+    live = ~np.asarray(ended)
+    np.testing.assert_array_equal(found[:, live].view(np.uint32), whole[:, live].view(np.uint32))
+    assert not found[:, ~live].any()
+    np.testing.assert_array_equal(count, np.where(live, 5 * SHAPE[3], 0))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_land_in_place_and_nowhere_else(dtype):
     pool = host.allocate(SHAPE, dtype)

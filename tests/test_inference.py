@@ -97,16 +97,20 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
     np.testing.assert_array_equal(logits, held[1])
 
 
-def test_rows_that_have_ended_cost_no_fetches():
+@pytest.mark.parametrize("resident", [True, False])
+def test_rows_that_have_ended_cost_no_fetches(resident):
     """The bundled model answers a short question and stops; the other row writes on."""
     model, tokenizer = icejax.load()
     prompt = (icejax.generation.ASSETS / "prompt.txt").read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     near = prompt[prompt.index(question) - 10 :][:1200]
-    options = dict(cache=Clustered(budget=64, resident=True), max_new_tokens=48)
+    options = dict(cache=Clustered(budget=64, resident=resident), max_new_tokens=48)
     stopped, going = icejax.generate(model, tokenizer, [near + question, near], **options)
     assert stopped.finish_reason == "stop" and going.finish_reason == "length"
-    assert 0 < stopped.hit_rate < 1 and 0 < going.hit_rate < 1
+    if resident:
+        assert 0 < stopped.hit_rate < 1 and 0 < going.hit_rate < 1
+    else:
+        assert stopped.hit_rate == going.hit_rate == 0
 
     plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
     state, _, pool = inference.prefill(model, [list((near + question).encode()), list(near.encode())], plan)

@@ -218,7 +218,7 @@ class Clustered(CachePolicy):
             if self.resident:
                 held, fetched = pool.fetch_missing(found.page_ids, state.held, state.page_ids)
             else:
-                held, fetched = pool.fetch(found.page_ids), state.fetched
+                held, fetched = pool.fetch_live(found.page_ids)
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
             room = self.budget - resident[2].sum(-1)

@@ -46,6 +46,26 @@ class PoolLayer:
         pages = (self._read(table, rows + i) for i in (0, 1))
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in pages)
 
+    def fetch_live(self, page_ids: Int[Array, "B K M"]) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
+        """Returns `fetch`, and how many pages came from the host per row; rows that have ended get zeros, and cost nothing."""
+        batch, heads, count = page_ids.shape
+        every = jnp.full(batch, heads * count, jnp.int32)
+        if self.ended is None or batch == 1:
+            return self.fetch(page_ids), every
+        table, rows = self._table(page_ids)
+        rows, live = rows.reshape(batch, -1), jnp.flatnonzero(~self.ended, size=batch, fill_value=0)
+
+        def one(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            found = (self._read(table, rows[live[i]] + j).reshape(x.shape[1:]) for j, x in enumerate(pages))
+            return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, found, strict=True))
+
+        def by_row() -> tuple[jax.Array, jax.Array]:
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self.fetch, page_ids))
+            return lax.fori_loop(0, (~self.ended).sum(), one, nothing)
+
+        pages = lax.cond(self.ended.any(), by_row, lambda: self.fetch(page_ids))
+        return pages, jnp.where(self.ended, 0, every)
+
     def fetch_missing(
         self, page_ids: Int[Array, "B K M"], held: tuple[jax.Array, jax.Array], held_ids: Int[Array, "B K M"]
     ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
