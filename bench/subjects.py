@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ import icejax
 from bench.fill import fill
 from bench.scopes import scope_of
 from icejax.cache import Full
-from icejax.cache.encoding import row_bytes
 from icejax.cache.full import TokenState
 from icejax.cache.policy import append
 from icejax.inference import Decoding, prefill
@@ -71,7 +71,7 @@ class Icejax:
         """Returns sizes in bytes, over the batch."""
         plan, layers = self._plan, self._state.cache.layers
         digests = sum(p.digest_bytes(s) for p, s in zip(plan.policies, layers, strict=True))
-        page = row_bytes(self._pool) if self._pool is not None else 0
+        page = self._pool.nbytes // math.prod(self._pool.shape[:4]) if self._pool is not None else 0
         return dict(
             budget=self._policy.budget,
             ttft_s=self.ttft_s,

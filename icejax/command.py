@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        kept = f"; the session in {arguments.session} is as it was" if arguments.session is not None else ""
+        there = arguments.session is not None and arguments.session.exists()
+        kept = f"; {arguments.session} holds the session up to its last whole answer" if there else ""
         print(f"icejax.generate: error: out of memory on {_side(error)}: use a shorter prompt, a smaller --batch-size, "
               f"or a 16-bit --dtype{kept}", file=sys.stderr)  # fmt: skip
         return 2
@@ -72,8 +74,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         raise InputError("--system needs --chat: it is a message of the chat template")
     if arguments.batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {arguments.batch_size}")
-    if arguments.host_memory_limit is not None and arguments.host_memory_limit <= 0:
-        raise InputError(f"--host-memory-limit must be above 0, got {arguments.host_memory_limit:g}")
+    if arguments.host_memory_limit is not None and not 0 < arguments.host_memory_limit < math.inf:
+        raise InputError(f"--host-memory-limit must be a number above 0, got {arguments.host_memory_limit:g}")
     if arguments.explain is not None:
         check(arguments.explain)
         if arguments.session is not None:

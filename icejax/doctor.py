@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from typing import Any
@@ -52,13 +51,14 @@ def examine() -> dict[str, Any]:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         kinds = [kind.kind for kind in device.addressable_memories()]
         devices.append(dict(device=f"{device.platform}: {device.device_kind}", memory_kinds=kinds, bytes_limit=limit))
+    measured = [measure(name) for name in fetch.candidates()]
     return dict(
         versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),
         devices=devices,
         host_memory=dict(total=memory.total, free=memory.available),
-        pinned_limit_gib=int(os.environ[host.PINNED_LIMIT]) if jax.default_backend() == "gpu" else None,
-        fetch=[measure(name) for name in fetch.candidates()],
-        fetch_backend=fetch.fetch_backend(),
+        pinned_limit_gib=host.pinned_limit() // 2**30 if jax.default_backend() == "gpu" else None,
+        fetch=measured,
+        fetch_backend=next((row["backend"] for row in measured if row["exact"]), None),
     )
 
 
@@ -77,7 +77,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
         speed = (f"{row['microseconds']} us", str(row["gb_per_s"])) if row["exact"] else (row["fault"], "")
         table.add_row(row["backend"], "yes" if row["exact"] else "no", *speed)
     console.print(table)
-    console.print(f"used: {found['fetch_backend']} (another: {fetch.CHOICE}=NAME)")
+    console.print(f"used: {found['fetch_backend'] or 'none, only --cache full works'} (another: {fetch.CHOICE}=NAME)")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         _show(found, Console())
-    return 0
+    return 0 if found["fetch_backend"] is not None else 2
 
 
 if __name__ == "__main__":

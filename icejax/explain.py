@@ -58,7 +58,8 @@ class Explanation:
             pages, weights = np.asarray(newest.page_ids)[0], np.asarray(newest.weights)[0]
             of = self._positions[layer]  # K P p
             for head in range(len(pages)):
-                inside = (pages[head] < of.shape[1]) & (weights[head] > 0).any(-1)  # the others hold generated tokens
+                # The others hold generated tokens, or are not known since a compaction.
+                inside = (pages[head] >= 0) & (pages[head] < of.shape[1]) & (weights[head] > 0).any(-1)
                 kept = weights[head][inside]
                 np.add.at(total, of[head, pages[head][inside]][kept > 0], kept[kept > 0])
 

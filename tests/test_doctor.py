@@ -20,12 +20,15 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
         raise NotImplementedError("not here")
 
     monkeypatch.setattr(fetch, "BACKENDS", {**fetch.BACKENDS, "gather": refuse})
-    monkeypatch.setattr(fetch, "fetch_backend", fetch.fetch_backend.__wrapped__)
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "fails: not here" in out and "used: host_compute" in out and "host memory" in out
     monkeypatch.setenv(fetch.CHOICE, "gather")
     assert doctor.main([]) == 2
+    out = capsys.readouterr().out
+    assert "fails: not here" in out and "used: none, only --cache full works" in out
+    monkeypatch.setenv(fetch.CHOICE, "nothing")
+    assert doctor.main([]) == 2
     assert capsys.readouterr().err == (
-        "icejax.doctor: error: host memory cannot be read inside a program on cpu: use --cache full\n"
+        "icejax.doctor: error: ICEJAX_FETCH_BACKEND must be one of gather, host_compute, slices on cpu, got 'nothing'\n"
     )

@@ -22,15 +22,16 @@ def test_int8_pages_are_within_half_a_step(dtype):
     pool = host.allocate((*SHAPE[:5], encoding.page_rows(16, "int8"), 24), "int8")
     assert pool.dtype == np.uint8
     pool = host.write_pages(pool, pages, jnp.int32(0))
-    assert encoding.row_bytes(pool) == 2 * 18 * 24
+    assert pool.shape[-2:] == (18, 24)
     ids = jnp.asarray(rng.integers(0, 5, (1, 3, 4)), jnp.int32)
     found = jax.jit(lambda pool: jnp.stack(host.PoolLayer(pool, None, 1, "gather", dtype).fetch(ids)))(pool)
     expected = np.asarray(pages, np.float64)
     for at in np.ndindex(ids.shape):
         page = expected[ids[at], 1, at[0], at[1]]
         step = np.abs(page).max(1, keepdims=True) / 127
-        # Half a step, the scale's own rounding to eight bits, and that of the result.
-        atol = step * (0.5 + 127 / 256) + np.abs(page) * float(jnp.finfo(dtype).eps)
+        # Half a step of a scale that was rounded to eight bits before, and the rounding of the result; the largest may be cut.
+        cut = np.maximum(np.abs(page) - step * 127 * (1 - 2.0**-8), 0)
+        atol = step * 0.5 * (1 + 2.0**-8) + cut + np.abs(page) * float(jnp.finfo(dtype).eps)
         assert (np.abs(np.asarray(found, np.float64)[(slice(None), *at)] - page) <= atol).all()
     again = host.read_pages(pool, jnp.int32(2), count=1, dtype=dtype)
     np.testing.assert_array_equal(np.asarray(again, np.float32), 0)

@@ -109,7 +109,7 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
         "fetch backend on cpu: slices",
     ]
     monkeypatch.setenv(fetch.CHOICE, "wrong")
-    with pytest.raises(InputError, match="host memory cannot be read inside a program on cpu: use --cache full"):
+    with pytest.raises(InputError, match="ICEJAX_FETCH_BACKEND=wrong does not work on cpu: unset it, or use --cache full"):
         fetch.fetch_backend.__wrapped__()
     monkeypatch.setenv(fetch.CHOICE, "none")
     with pytest.raises(InputError, match="ICEJAX_FETCH_BACKEND must be one of refusing, wrong, slices on cpu, got 'none'"):
@@ -126,11 +126,18 @@ def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
 
 def test_the_pinned_limit_is_raised_to_the_machine_s_memory_unless_it_is_set(monkeypatch):
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
-    monkeypatch.delenv(host.PINNED_LIMIT, raising=False)
+    monkeypatch.setenv(host.PINNED_LIMIT, "3")
+    monkeypatch.delenv(host.PINNED_LIMIT)
+    host.raise_pinned_limit()
+    assert host.PINNED_LIMIT not in host.os.environ  # JAX has started: it would not be heard
+    monkeypatch.setattr(host.xla_bridge, "backends_are_initialized", lambda: False)
     host.raise_pinned_limit()
     assert host.os.environ[host.PINNED_LIMIT] == "200"
     monkeypatch.setenv(host.PINNED_LIMIT, "3")
     host.raise_pinned_limit()
     monkeypatch.setattr(host.jax, "default_backend", lambda: "gpu")
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of pinned memory and XLA takes at most 3: set XLA_PJRT_GPU_HOST"):
+        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+    monkeypatch.setenv(host.PINNED_LIMIT, "much")
+    with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")

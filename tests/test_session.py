@@ -151,6 +151,18 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
             assert_digests(state.levels, 0, head, [pool[i, layer, 0, head, 0, :n] for i, n in enumerate(held[: len(pool)])])
 
 
+def test_a_resident_set_changes_no_answer_of_a_session(bundled):
+    text, questions = document()
+    plain, held = (
+        Session(*bundled, cache=Clustered(budget=64, resident=resident), context_length=3000) for resident in (False, True)
+    )
+    for q in (text + questions[0].text, *(q.text for q in questions[1:]), "Pass key", "Pass key"):
+        expected, found = (each.ask(q, max_new_tokens=20) for each in (plain, held))
+        assert found.token_ids == expected.token_ids
+    for a, b in zip(plain._run.state.cache.layers, held._run.state.cache.layers, strict=True):
+        np.testing.assert_array_equal(a.window_k, b.window_k)
+
+
 def test_a_full_session_says_so(bundled):
     session = Session(*bundled, cache=Clustered(budget=64), context_length=300)
     for bad in (dict(max_new_tokens=0), dict(stop=[""]), dict(seed=-1)):

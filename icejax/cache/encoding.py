@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,14 +38,9 @@ def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P row
 
 
 def decode(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]:
-    """Returns the pages that `encode` was given, exactly or to half a 127th of a channel's largest number."""
+    """Returns the pages that `encode` was given, exactly, or to half a 127th of a channel's largest number in the page."""
     if bits.dtype != jnp.uint8:
         return lax.bitcast_convert_type(bits, dtype)
     scale = lax.bitcast_convert_type(jnp.moveaxis(bits[..., -SCALE_ROWS:, :], -2, -1), jnp.bfloat16)
     rounded = lax.bitcast_convert_type(bits[..., :-SCALE_ROWS, :], jnp.int8)
     return (rounded.astype(jnp.float32) * scale.astype(jnp.float32)[..., None, :]).astype(dtype)
-
-
-def row_bytes(pool: jax.Array) -> int:
-    """Returns the bytes of a page's keys and values in the pool [P, L, B, K, 2, rows, H]."""
-    return int(np.prod(pool.shape[4:])) * pool.dtype.itemsize

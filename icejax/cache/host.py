@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from jax import lax
+from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jaxtyping import Array, Int
 
 from icejax.cache import fetch
@@ -47,7 +48,10 @@ class PoolLayer:
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in pages)
 
     def fetch_live(self, page_ids: Int[Array, "B K M"]) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
-        """Returns `fetch`, and how many pages came from the host per row; rows that have ended get zeros, and cost nothing."""
+        """Returns `fetch`, and how many pages came from the host per row.
+
+        Of several rows those that have ended get zeros, and cost nothing.
+        """
         batch, heads, count = page_ids.shape
         every = jnp.full(batch, heads * count, jnp.int32)
         if self.ended is None or batch == 1:
@@ -71,11 +75,11 @@ class PoolLayer:
     ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
         """Returns `fetch`, taking what it can from pages `held`, and how many pages came from the host per row.
 
-        Rows that have ended get what is at hand, and cost nothing.
+        Of several rows those that have ended get what is at hand, and cost nothing.
         """
         same = page_ids[..., :, None] == held_ids[..., None, :]
         missing = ~same.any(-1)
-        if self.ended is not None:
+        if self.ended is not None and len(page_ids) > 1:  # a session goes on with the pages of its only row
             missing &= ~self.ended[:, None, None]
         at = same.argmax(-1)[..., None, None]
         start = (jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held)
@@ -105,8 +109,18 @@ class PoolLayer:
 
 
 def raise_pinned_limit() -> None:
-    """Lets XLA:GPU pin all of the machine's memory, where it would stop at 64 GiB; of use before JAX starts its backend."""
-    os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total // 2**30))
+    """Lets XLA:GPU pin all of the machine's memory, where it would stop at 64 GiB, if JAX has not started its backend yet."""
+    if not xla_bridge.backends_are_initialized():
+        os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total // 2**30))
+
+
+def pinned_limit() -> int:
+    """Returns how many bytes XLA:GPU may pin; InputError if the environment says something else than a number."""
+    text = os.environ.get(PINNED_LIMIT, "64")
+    try:
+        return int(text) * 2**30
+    except ValueError:
+        raise InputError(f"{PINNED_LIMIT} must be a whole number of GiB, got {text!r}") from None
 
 
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> jax.Array:
@@ -121,15 +135,15 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     bits = bits_dtype(dtype)
     need, free = int(np.prod(shape)) * bits.itemsize, psutil.virtual_memory().available
     if need > (free if limit is None else min(free, limit)):
-        there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.1f} GiB"
+        there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
         raise InputError(
             f"the cache needs {need / 2**30:.1f} GiB of host memory and {there}: "
-            "use a shorter prompt, fewer new tokens, a smaller batch or a 16-bit --dtype"
+            "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
+            "or --cache-option page_dtype=int8"
         )
-    pinned = int(os.environ.get(PINNED_LIMIT, "64")) * 2**30
-    if jax.default_backend() == "gpu" and need > pinned:
+    if jax.default_backend() == "gpu" and need > pinned_limit():
         raise InputError(
-            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {pinned / 2**30:.0f}: "
+            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {pinned_limit() / 2**30:.0f}: "
             f"set {PINNED_LIMIT}={need // 2**30 + 8} before JAX starts"
         )
     if jax.default_backend() == "cpu":  # an array over numpy's own memory could not be written in place later
