@@ -109,8 +109,8 @@ def plot(found: list[dict], picture: Path) -> None:
         contexts = [row["context"] for row in of]
         left.plot(contexts, [1e3 * row["tpot_s"] for row in of], marker="o", label=name)
         right.plot(contexts, [(row["device_kv_bytes"] + row["digest_bytes"]) / 2**20 for row in of], marker="o", label=name)
-    left.set(title="time per token, ms", xlabel="context, tokens", xscale="log", yscale="log")
-    right.set(title="cache on the device, MiB", xlabel="context, tokens", xscale="log", yscale="log")
+    left.set(title="time per token, ms", xlabel="context, tokens", yscale="log")
+    right.set(title="cache on the device, MiB", xlabel="context, tokens", yscale="log")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -24,171 +24,13 @@ from rich.progress import track
 
 import icejax
 from bench.capture import Captured, capture, needle_prompt, tiled
+from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
 from icejax.cache.encoding import decode, encode
 from icejax.generation import ASSETS
-from icejax.ops import tree
-from icejax.ops.digests import NARROW, Digests, digest, score
-from icejax.ops.paged import attend_paged
-from icejax.ops.pages import pack
 
-SPAN, REPEATS = 8192, 5
-FORMATIONS = {
-    "positional": None,
-    "tree": dict(block=32),
-    "greedy": dict(block=SPAN),
-    "tree-1024-greedy": dict(block=1024),
-    "tree-2048-greedy": dict(block=2048),  # the default
-    "tree-2048-greedy-runs-2": dict(block=2048, run=2),
-    "tree-2048-greedy-runs-4": dict(block=2048, run=4),
-}
+REPEATS = 5
 METHOD_SETS = ("all", "default", "ours")
 PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
-
-
-def residents(budget: int) -> tuple[int, int]:
-    """Returns sinks and window of a budget, as `Clustered` has them; the window full."""
-    policy = icejax.Clustered(budget=budget)
-    return policy.num_sinks, policy.num_window
-
-
-def form(
-    layer: Captured, name: str, page_size: int, sinks: int, window: int, leader: Captured | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the paged middle: keys, values [1, K, P, p, H] and the mask of slots [1, K, P, p].
-
-    By the layer's own keys, or by those of a `leader`.
-    """
-    heads, tokens, size = layer.k.shape
-    middle = tokens - sinks - window
-    padded = -(-middle // 1024) * 1024
-    padded = padded if padded <= SPAN else -(-padded // SPAN) * SPAN
-    k, v, by = (
-        jnp.pad(x[None, :, sinks : tokens - window], [(0, 0), (0, 0), (0, padded - middle), (0, 0)])
-        for x in (layer.k, layer.v, (leader or layer).k)
-    )
-    valid = jnp.broadcast_to(jnp.arange(padded)[None, :] < middle, (1, padded))
-    if FORMATIONS[name] is None:
-        order = jnp.broadcast_to(jnp.arange(padded)[None, None, :], (1, heads, padded))
-    else:
-        order = _pack(by, valid, page_size=page_size, span=SPAN, **FORMATIONS[name])
-    shape = (1, heads, padded // page_size, page_size)
-    k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
-    return k, v, jnp.take_along_axis(jnp.broadcast_to(valid[:, None], order.shape), order, axis=2).reshape(shape)
-
-
-_pack = jax.jit(pack, static_argnames=("page_size", "span", "run", "block"))
-
-
-@dataclass(frozen=True)
-class Method:
-    """How pages are chosen and what becomes of the others.
-
-    Attributes:
-        score: `second-order` or a peer's.
-        walk: by the digest tree, as `Clustered` does; else by a flat scan.
-        candidates: pages fetched for each page of tokens attended exactly.
-    """
-
-    score: str = "second-order"
-    tail: bool = True
-    walk: bool = True
-    candidates: int = 1
-    group: tree.Group = "sum"
-    digest_dtype: str | None = None
-    page_dtype: str | None = None
-
-
-RERANKED = Method(candidates=icejax.Clustered().candidates)
-METHODS = (
-    Method(tail=False, walk=False),
-    Method(walk=False),
-    Method(),
-    Method(candidates=2),
-    RERANKED,
-    replace(RERANKED, tail=False),
-    replace(RERANKED, walk=False),
-    *(replace(RERANKED, digest_dtype=dtype) for dtype in NARROW),
-    replace(RERANKED, page_dtype="int8"),
-    replace(RERANKED, group="max"),
-    replace(RERANKED, group="interleave"),
-)
-
-
-def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: str) -> jax.Array:
-    """Returns the scores [1, K, G, P] of pages by a named rule."""
-    s = q.shape[-1] ** -0.5
-    if name in ("second-order", "mean"):
-        return score(q, digests, name)[0]
-    if name == "exact-lse":
-        tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
-        return jax.nn.logsumexp(tokens, axis=-1)
-    low, high = (f(jnp.where(mask[..., None], k, fill), axis=3) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
-    if name == "cuboid":  # ArkVale: the middle of the box, and the mean distance from it
-        centre = (low + high) / 2
-        spread = jnp.where(mask[..., None], jnp.abs(k - centre[..., None, :]), 0).sum(3)
-        spread /= jnp.maximum(digests.count, 1)[..., None]
-        low, high = centre - spread, centre + spread
-    low, high = (jnp.where(digests.count[..., None] > 0, x, 0) for x in (low, high))
-    positive, negative = jnp.maximum(q, 0), jnp.minimum(q, 0)
-    found = (jnp.einsum("bkgh,bkph->bkgp", positive, high) + jnp.einsum("bkgh,bkph->bkgp", negative, low)) * s
-    return jnp.where(digests.count[:, :, None, :] > 0, found, -jnp.inf)
-
-
-@jax.jit(static_argnames="dtype")
-def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
-    """Returns the digest tree of the pages."""
-    return tree.build(digest(*pages, dtype))
-
-
-@jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
-    """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
-    if method.walk:
-        opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
-        rules = dict(tail=method.tail, rule=method.score, group=method.group)
-        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path)
-    digests, shape = levels[0], levels[0].count.shape[2]
-    k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
-    found = scores(q, k, mask, digests, method.score)
-    chosen = jax.lax.top_k(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)[1]
-    tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
-    if method.tail:
-        tail_out, tail_lse = tree.tail_of([(tree.without(score(q, digests)[1], chosen), digests.value)])
-    return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
-
-
-@jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tail: bool):
-    """Returns the output per query head, and the scores of the page tokens attended exactly."""
-    sinks, window = residents(budget)
-    heads, tokens, size = k_all.shape
-    taken = [
-        jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0] for x in pages
-    ]
-    resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
-    room = jnp.full(heads, budget - sinks - window)
-    out, weights = attend_paged(
-        q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
-        room=room, most=budget - sinks - window, tail=tail,
-    )  # fmt: skip
-    logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
-    return out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)
-
-
-@jax.jit(static_argnames="budget")
-def exact(q, k, v, *, budget: int):
-    """Returns dense output, scores of the middle, log-sum-exp of all, and the output of each head's top tokens."""
-    sinks, window = residents(budget)
-    s = jnp.einsum("kgh,ksh->kgs", q, k) * q.shape[-1] ** -0.5
-    out = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(s, -1), v)
-    middle = jnp.arange(k.shape[1])[None, None, :]
-    inside = (middle >= sinks) & (middle < k.shape[1] - window)
-    outside = jnp.where(inside, s, -jnp.inf)
-    least = jax.lax.top_k(outside, budget - sinks - window)[0][..., -1:]
-    kept = jnp.where(inside & (s < least), -jnp.inf, s)
-    top = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(kept, -1), v)
-    sharp = jnp.exp(jax.nn.logsumexp(jax.lax.top_k(s, 64)[0], -1) - jax.nn.logsumexp(s, -1)) > 0.9
-    return out, outside, least, top, sharp
 
 
 def rows(
@@ -244,10 +86,6 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
         digest_bytes=sum(x.nbytes for x in jax.tree.leaves(levels)),
         select_us=round(float(np.median(micros)), 1),
     )
-
-
-def error(found: jax.Array, expected: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(found - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
 
 
 def _errors(errors) -> dict:

@@ -21,7 +21,7 @@ import numpy as np
 
 import icejax
 from bench.capture import Captured, capture, needle_prompt
-from bench.pages import RERANKED, attention, error, exact, form, levels_of, residents, select
+from bench.methods import RERANKED, attention, error, exact, form, levels_of, residents, select
 from icejax.generation import ASSETS
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import pages, sharing
+from bench import methods, pages, sharing
 
 
 @pytest.mark.slow
@@ -13,10 +13,10 @@ def test_quick_run_shows_what_the_tail_and_the_choice_of_tokens_are_worth(capsys
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     oracle = {r["budget"]: r["error"] for r in rows if r["score"] == "oracle"}
     of = [r for r in rows if r["pages"] == "tree-2048-greedy"]
-    assert oracle[256] < oracle[64] and len(of) == 2 * len(pages.METHODS)
+    assert oracle[256] < oracle[64] and len(of) == 2 * len(methods.METHODS)
 
     def error(budget, **what):
-        method = vars(pages.Method(**what))
+        method = vars(methods.Method(**what))
         (row,) = (r for r in of if r["budget"] == budget and all(r[key] == value for key, value in method.items()))
         assert row["exact_tokens"] <= budget and 0 < row["recall"] < 1
         return row["error"]

@@ -153,9 +153,8 @@ class Clustered(CachePolicy):
         weights = jnp.zeros((*page_ids.shape, self.page_size))
         slots = (*page_ids.shape[:2], page_ids.shape[2] if self.resident else 0, self.page_size, spec.head_dim)
         held = (jnp.zeros(slots, spec.dtype),) * 2
-        fetched = jnp.full(spec.batch_size, page_ids.shape[1] * page_ids.shape[2], jnp.int32)
         none = jnp.zeros(spec.batch_size, jnp.int32)
-        return ClusteredState(none, sinks, sinks, window, window, levels, page_ids, weights, held, fetched)
+        return ClusteredState(none, sinks, sinks, window, window, levels, page_ids, weights, held, none)
 
     def prefill(self, state: ClusteredState, q, k, v, lengths: Lengths, guide=None):
         tokens = k.shape[1]

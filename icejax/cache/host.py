@@ -102,10 +102,10 @@ class PoolLayer:
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns the pool as a table, and the row of every page's keys, behind which its values are."""
-        _, layers, batch, heads, _, page_size, size = self.pages.shape
+        _, layers, batch, heads, _, height, size = self.pages.shape
         owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
         rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        return self.pages.reshape(-1, page_size, size), 2 * rows
+        return self.pages.reshape(-1, height, size), 2 * rows
 
 
 def raise_pinned_limit() -> None:
