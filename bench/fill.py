@@ -12,11 +12,11 @@ import numpy as np
 from icejax.cache import Full, host
 from icejax.cache.clustered import Clustered
 from icejax.cache.full import TokenState
-from icejax.cache.state import ClusteredState, put
+from icejax.cache.state import ClusteredState
 from icejax.inference import DecodeState, prefill
 from icejax.models import CausalLM
 from icejax.ops import tree
-from icejax.ops.digests import digest
+from icejax.ops.digests import digest, put
 from icejax.plan import Plan, make_plan
 
 BASE = 4096  # tokens of the short prefill, about

@@ -214,12 +214,12 @@ class Decoding:
 
         Donates `state`, and, when a window page is full and goes to the pool, `pool`.
         """
-        step, flush, compact = self._programs
+        step, flush, flushed, compact = self._programs
         state, brought = step(self._leaves, state, pool)
         self.decoded += 1
         if self._plan.page_size and self.decoded % self._plan.page_size == 0:
-            cache, pages, at = flush(state.cache)
-            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, at)
+            pages, news, at = flush(state.cache)
+            state, pool = dataclasses.replace(state, cache=flushed(state.cache, news)), host.write_pages(pool, pages, at)
         if self._plan.compact_every and self.decoded % self._plan.compact_every == 0:
             count = self._plan.compact_every // self._plan.page_size
             first = state.cache.lengths.pages - count
@@ -253,14 +253,17 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         selected, fetched = (sum((p[i] for p in pages if p[i] is not None), none) for i in (0, 1))
         return state, Step(jnp.stack([state.last_tokens, selected, fetched]), logits)
 
+    @jax.jit
+    def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
+        found = [plan.policies[i].flush(cache.layers[i], cache.lengths) for i in plan.pooled]
+        return jnp.stack([page for page, _ in found])[None], [news for _, news in found], cache.lengths.pages
+
     @functools.partial(jax.jit, donate_argnums=0)
-    def flush(cache: KVCache) -> tuple[KVCache, jax.Array, jax.Array]:
-        states, pages = list(cache.layers), []
-        for i in plan.pooled:
-            states[i], page = plan.policies[i].flush(states[i], cache.lengths)
-            pages.append(page)
-        lengths = dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1)
-        return KVCache(tuple(states), lengths), jnp.stack(pages)[None], cache.lengths.pages
+    def flushed(cache: KVCache, news: list) -> KVCache:
+        states = list(cache.layers)
+        for i, of in zip(plan.pooled, news, strict=True):
+            states[i] = plan.policies[i].flushed(states[i], of, cache.lengths)
+        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def compact(cache: KVCache, pages: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
@@ -271,4 +274,4 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             sorted_pages.append(found)
         return KVCache(tuple(states), cache.lengths), jnp.stack(sorted_pages, axis=1), cache.lengths.pages - pages.shape[0]
 
-    return step, flush, compact
+    return step, flush, flushed, compact

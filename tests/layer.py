@@ -67,7 +67,8 @@ class Layer:
         decoded = self.lengths.decoded + 1
         self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages)
         if self.pool is not None and int(decoded) % self.policy.page_size == 0:
-            self.state, page = self.policy.flush(self.state, self.lengths)
+            page, news = self.policy.flush(self.state, self.lengths)
+            self.state = self.policy.flushed(self.state, news, self.lengths)
             self.pool = host.write_pages(self.pool, page[None, None], self.lengths.pages)
             self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages + 1)
         if self.pool is not None and self.policy.compact_every and int(decoded) % self.policy.compact_every == 0:

@@ -68,7 +68,8 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
         new = pages_of(np.random.default_rng(at), 1)
         for old, x in zip((keys, values, mask), new, strict=True):
             old[:, :, at] = x[:, :, 0]
-        levels = tree.replace_page(levels, digest(*map(jnp.asarray, new)), jnp.int32(at))
+        found = tree.lineage(levels, digest(*map(jnp.asarray, new)), jnp.int32(at))
+        levels = tree.replace(levels, found, jnp.int32(at))
     found = jax.tree.map(np.asarray, levels)
     for at in (0, 3, 570, 571, 572, 599):
         check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))

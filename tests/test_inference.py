@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax import inference
 from icejax.cache import Clustered, Full
+from icejax.cache.policy import CacheSpec, Lengths
 from icejax.plan import ladder, make_plan
 from icejax.sampling import Sampling
 from tests import families
@@ -33,7 +35,7 @@ def test_equal_plans_share_their_programs(tmp_path):
         greedy(model, policy, [prompt], 20)
     assert inference._programs.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
-    step, flush, compact = inference.Decoding(model, plan)._programs
+    step, flush, flushed, compact = inference.Decoding(model, plan)._programs
     assert step._cache_size() == 1 and flush._cache_size() == 1 and compact._cache_size() == 0
 
 
@@ -42,7 +44,20 @@ def test_growth_compiles_each_program_once(tmp_path):
     policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
     greedy(model, policy, [prompt], 200)
     programs = inference.Decoding(model, plan_for(model, policy, [prompt], 200))._programs
-    assert [program._cache_size() for program in programs] == [1, 1, 1]
+    assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+
+
+def test_a_flush_copies_no_level_of_the_tree():
+    """Levels are written in place: what the program needs beside them is less than one vector of every page."""
+    policy = Clustered()
+    sizes = dict(batch_size=1, num_kv_heads=2, head_dim=64, prompt_capacity=65536, new_capacity=256)
+    spec = CacheSpec(**sizes, dtype="float32")
+    state = jax.eval_shape(lambda: policy.init(spec))
+    lengths = Lengths(jax.ShapeDtypeStruct((1,), np.int32), *(jax.ShapeDtypeStruct((), np.int32),) * 2)
+    _, news = jax.eval_shape(policy.flush, state, lengths)
+    program = jax.jit(policy.flushed, donate_argnums=0).lower(state, news, lengths).compile()
+    assert len(state.levels) == 2
+    assert program.memory_analysis().temp_size_in_bytes < state.levels[0].mean.data.size
 
 
 def test_the_same_input_gives_the_same_bits(tmp_path):

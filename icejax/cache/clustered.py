@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from icejax.cache import growth
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
-from icejax.cache.state import NO_PAGE, ClusteredState, per_head, put, rows, take
+from icejax.cache.state import NO_PAGE, ClusteredState, per_head, rows, take
 from icejax.errors import InputError
 from icejax.ops import tree
-from icejax.ops.digests import NARROW, Digests, Score, digest, empty
+from icejax.ops.digests import NARROW, Digests, Score, digest, empty, put
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
 
@@ -250,6 +250,9 @@ class Clustered(CachePolicy):
 
     def flush(self, state: ClusteredState, lengths: Lengths):
         return growth.flush(self, state, lengths)
+
+    def flushed(self, state: ClusteredState, news, lengths: Lengths):
+        return growth.flushed(self, state, news, lengths)
 
     def pages_selected(self, state: ClusteredState) -> jax.Array:
         return (state.weights > 0).any(-1).sum((1, 2), dtype=jnp.int32)

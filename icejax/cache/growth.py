@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import Lengths
-from icejax.cache.state import NO_PAGE, ClusteredState, per_head, put, take
+from icejax.cache.state import NO_PAGE, ClusteredState, per_head, take
 from icejax.ops import tree
 from icejax.ops.attention import attend_all, causal_with_lse, merge_by_lse
-from icejax.ops.digests import digest
+from icejax.ops.digests import Digests, digest, put
 
 if TYPE_CHECKING:
     from icejax.cache.clustered import Clustered
@@ -71,7 +71,7 @@ def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, 
 
 
 def flush(policy: Clustered, state: ClusteredState, lengths: Lengths):
-    """Moves the oldest window page out; see `CachePolicy.flush`."""
+    """Reads the oldest window page and makes its digests; see `CachePolicy.flush`."""
     # Called with the window full: its first page holds the positions just before those that will start the next.
     p = policy.page_size
     position = policy.window_positions(lengths)[:, :p] - p
@@ -80,12 +80,16 @@ def flush(policy: Clustered, state: ClusteredState, lengths: Lengths):
     # Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
     page_k, page_v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
     mask = jnp.broadcast_to((slots < count)[:, None, None, :], (*page_k.shape[:2], 1, p))
-    levels = tree.replace_page(
-        state.levels, digest(page_k[:, :, None], page_v[:, :, None], mask, policy.digest_dtype), lengths.pages
-    )
+    own = digest(page_k[:, :, None], page_v[:, :, None], mask, policy.digest_dtype)
+    return jnp.stack([page_k, page_v], axis=2), tree.lineage(state.levels, own, lengths.pages)
+
+
+def flushed(policy: Clustered, state: ClusteredState, digests: tuple[Digests, ...], lengths: Lengths) -> ClusteredState:
+    """Puts the digests of the page in the place of its tokens; see `CachePolicy.flushed`."""
+    p = policy.page_size
     window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
-    page = jnp.stack([page_k, page_v], axis=2)
-    return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels), page
+    levels = tree.replace(state.levels, digests, lengths.pages)
+    return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels)
 
 
 def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths: Lengths, guide):

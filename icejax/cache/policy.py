@@ -151,10 +151,17 @@ class CachePolicy(abc.ABC):
         `guess` is known before `q` and may choose what is fetched in its place.
         """
 
-    def flush(self, state: Any, lengths: Lengths) -> tuple[Any, jax.Array]:
-        """Returns the state after its oldest window page has left it, and that page `dtype[B, K, 2, p, H]`.
+    def flush(self, state: Any, lengths: Lengths) -> tuple[jax.Array, Any]:
+        """Returns the oldest window page `dtype[B, K, 2, p, H]`, which is to leave, and what `flushed` needs to know.
 
         Called between steps whenever `page_size` tokens have been decoded, for policies with a pool.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
+
+    def flushed(self, state: Any, news: Any, lengths: Lengths) -> Any:
+        """Returns the state after that page has left it.
+
+        Apart from `flush`, because XLA copies what one program both reads and writes: this one writes.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 

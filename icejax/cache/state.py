@@ -41,11 +41,6 @@ class ClusteredState:
     fetched: jax.Array  # i32[B]
 
 
-def put(pages: Digests, new: Digests, first: jax.Array) -> Digests:
-    """Returns the digests of all pages with new ones from page `first` on."""
-    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), pages, new)
-
-
 def rows(x: jax.Array) -> jax.Array:
     """Returns [B, K, ...] as [B K, ...]."""
     return x.reshape(-1, *x.shape[2:])

@@ -159,13 +159,18 @@ def attend_with_lse(
     q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S H"], mask: Bool[Array, "R S"]
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
     """Returns `attend` in fp32, and the log-sum-exp of its scores."""
-    scores = EINSUM("rgh,rsh->rgs", q, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(mask[:, None, :], scores, -jnp.inf)
+    scores = masked_scores(q, k, mask)
     highest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     total = weights.sum(-1, keepdims=True)
     out = EINSUM("rgs,rsh->rgh", (weights / total).astype(v.dtype), v)
     return out, (jnp.log(total) + highest)[..., 0]
+
+
+def masked_scores(q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R S"]) -> Float[Array, "R G S"]:
+    """Returns the scaled products of queries and keys in fp32, -inf outside `mask`."""
+    # The keys first: XLA:CPU would transpose them as the second operand.
+    return jnp.where(mask[..., None], EINSUM("rsh,rgh->rsg", k, q) * q.shape[-1] ** -0.5, -jnp.inf).swapaxes(1, 2)
 
 
 def merge_by_lse(

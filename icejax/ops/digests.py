@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM
 
@@ -70,6 +70,11 @@ def empty(shape: tuple[int, ...], size: int, dtype: str) -> Digests:
     return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing)
 
 
+def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
+    """Returns the digests of all pages with new ones from page `first` on."""
+    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), pages, new)
+
+
 def digest(
     k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], dtype: str | None = None
 ) -> Digests:
@@ -115,7 +120,8 @@ def score(
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    found = EINSUM("bkgh,bkph->bkgp", q, vectors.data.astype(jnp.float32))
+    # The large operand first: XLA:CPU would transpose it as the second.
+    found = EINSUM("bkph,bkgh->bkpg", vectors.data.astype(jnp.float32), q).swapaxes(2, 3)
     return found if vectors.scale is None else found * vectors.scale[:, :, None, :]
 
 

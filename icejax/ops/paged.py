@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM, merge_by_lse
+from icejax.ops.attention import EINSUM, masked_scores, merge_by_lse
 from icejax.ops.topk import top_k
 
 
@@ -31,20 +31,19 @@ def attend_paged(
         most: the largest `room` there is.
     """
     rows, group, size = q.shape
-    scale = size**-0.5
     keys, values, mask = resident
-    own = jnp.where(mask[:, None], EINSUM("rgh,rsh->rgs", q, keys) * scale, -jnp.inf)
+    own = masked_scores(q, keys, mask)
     keys, values_paged, slots = pages
-    flat = slots.reshape(rows, 1, -1)
+    flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
-    found = jnp.where(flat, EINSUM("rgh,rsh->rgs", q, keys.reshape(rows, -1, size)) * scale, -jnp.inf)
+    found = masked_scores(q, keys.reshape(rows, -1, size), flat)
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
     total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
-    worth = jnp.where(flat[:, 0], (found / total[..., None]).sum(1), -1.0)
+    worth = jnp.where(flat, (found / total[..., None]).sum(1), -1.0)
     best = top_k(worth, min(most, worth.shape[-1]))[1]
     fits = jnp.arange(best.shape[-1])[None, :] < room[:, None]
-    chosen = jnp.zeros(worth.shape, bool).at[jnp.arange(rows)[:, None], best].set(fits) & flat[:, 0]
+    chosen = jnp.zeros(worth.shape, bool).at[jnp.arange(rows)[:, None], best].set(fits) & flat
     exact = jnp.where(chosen[:, None], found, 0.0)
     if tail:
         # A page's other tokens share their weight alike, which is their weight with their mean value.
