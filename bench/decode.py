@@ -4,12 +4,14 @@ Caches are filled with keys and values of a short real prefill, tiled with noise
 All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
 its warm-up. One JSON line per subject and context: seconds per token (median, and the 10th and 90th percentiles), bytes by part
 over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one (compilation), and the
-largest resident memory of the process so far. A table goes to stderr.
+largest resident memory of the process so far. A table goes to stderr. `--profile` adds a line per subject of where a step's
+time goes: milliseconds by named scope of the program, and what Python takes beside the programs it calls (`python_ms`).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import sys
@@ -23,13 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import shapes
-from bench.scopes import by_scope
+from bench.scopes import by_scope, python_ms
 from bench.subjects import DotProduct, Icejax, Transformers
 from icejax.errors import InputError
 from icejax.options import cache_options, make_policy
 
 TURN, WARM_UP = 16, 3  # steps
-SUBJECTS = ("full", "clustered", "dot-product", "transformers-dynamic", "transformers-static")
+PEERS = tuple(f"transformers-{name}" for name in ("dynamic", "static", "kvpress"))
+SUBJECTS = ("full", "clustered", "dot-product", *PEERS)
 
 
 def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Callable]:
@@ -38,7 +41,8 @@ def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Ca
     for name in names:
         if name.startswith("transformers-"):
             kind = name.removeprefix("transformers-")
-            found[name] = lambda kind=kind, *, filled, **sizes: Transformers(config, kind, **sizes)
+            peer = functools.partial(Transformers, config, kind, budget=options["budget"])
+            found[name] = lambda peer=peer, *, filled, **sizes: peer(**sizes)
             continue
         policy = DotProduct() if name == "dot-product" else make_policy(name, options if name == "clustered" else {})
         found[name] = lambda policy=policy, **sizes: Icejax(model, policy, **sizes)
@@ -51,7 +55,7 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
     for name, make in subjects.items():
         try:
             made[name] = make(context=context, batch=batch, steps=steps + WARM_UP, filled=filled)
-        except (InputError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        except (InputError, ImportError, MemoryError, RuntimeError) as error:
             print(f"{name}, {context}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
             continue
         started = time.perf_counter()
@@ -74,7 +78,7 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
 
 
 def profile(make: Callable, folder: Path, sizes: dict) -> dict:
-    """Traces 16 steps of a subject into `folder`; returns the milliseconds of a step by named scope."""
+    """Traces 16 steps of a subject into `folder`; returns the milliseconds of a step by named scope, and Python's own."""
     subject = make(**sizes | dict(steps=WARM_UP + TURN))
     scopes = subject.scopes()
     for _ in range(WARM_UP):
@@ -82,7 +86,7 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     with jax.profiler.trace(str(folder)):
         for _ in range(TURN):
             subject.step()
-    return dict(scope_ms=by_scope(folder, scopes, module="jit_step", steps=TURN))
+    return dict(scope_ms=by_scope(folder, scopes, module="jit_step", steps=TURN), python_ms=python_ms(folder))
 
 
 def _table(found: list[dict]) -> Table:

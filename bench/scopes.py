@@ -8,6 +8,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 SCOPES = ("qkv", "rope", "append", "select", "fetch", "attend", "output", "mlp")
 # XLA drops the scope of a product with a weight; the weight's name tells it.
 WEIGHTS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", o_proj="output", gate_proj="mlp", up_proj="mlp", down_proj="mlp")
@@ -41,11 +43,29 @@ def scope_of(hlo: str, leaves: list[str]) -> dict[str, str]:
 
 def by_scope(trace: Path, scopes: dict[str, str], *, module: str, steps: int) -> dict[str, float]:
     """Returns milliseconds per step and scope of what `module` ran; other programs are `between steps`."""
-    (file,) = trace.glob("plugins/profile/*/*.trace.json.gz")
     total: Counter[str] = Counter()
-    for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]:
+    for event in _events(trace):
         operation = event.get("args", {}).get("hlo_op")
         if operation is not None:
             inside = event["args"]["hlo_module"] == module
             total[scopes.get(operation, "other") if inside else "between steps"] += event["dur"]
     return {scope: round(total[scope] / 1000 / steps, 3) for scope in (*SCOPES, "other", "between steps")}
+
+
+def python_ms(trace: Path) -> float:
+    """Returns the median milliseconds of `Decoding.step` beside the compiled programs that it calls, while being traced."""
+    events = [event for event in _events(trace) if event.get("ph") == "X"]
+    called = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("PjitFunction("))
+    found = []
+    for step in (e for e in events if re.fullmatch(r"\$inference\.py:\d+ step", e["name"])):
+        own, seen = step["dur"], step["ts"]
+        for start, end in called:
+            if step["ts"] <= start and end <= step["ts"] + step["dur"] and end > seen:  # one call may be told twice over
+                own, seen = own - (end - max(start, seen)), end
+        found.append(own)
+    return round(float(np.median(found)) / 1000, 3)
+
+
+def _events(trace: Path) -> list[dict]:
+    (file,) = trace.glob("plugins/profile/*/*.trace.json.gz")
+    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]

@@ -86,13 +86,16 @@ class Icejax:
 
 
 class Transformers:
-    """Hugging Face's own caches on PyTorch, with random weights of a shape and random keys and values."""
+    """Hugging Face's own caches on PyTorch, with random weights of a shape and random keys and values.
 
-    def __init__(self, config: dict, cache: str, *, context: int, batch: int, steps: int) -> None:
+    Of kvpress, SnapKV (arXiv 2404.14469), which keeps `budget` tokens of a prompt that is really run.
+    """
+
+    def __init__(self, config: dict, cache: str, *, budget: int, context: int, batch: int, steps: int) -> None:
         import torch
         from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-        self._torch = torch
+        self._torch, self._ttft_s, self._budget = torch, None, budget if cache == "kvpress" else None
         made = LlamaConfig(
             **{name: value for name, value in config.items() if name != "model_type"}, attn_implementation="sdpa"
         )
@@ -101,11 +104,25 @@ class Transformers:
             self._model = LlamaForCausalLM(made).eval()
             size = getattr(made, "head_dim", made.hidden_size // made.num_attention_heads)
             shape = (batch, made.num_key_value_heads, context, size)
-            self._cache = DynamicCache(config=made) if cache == "dynamic" else StaticCache(made, max_cache_len=context + steps)
-            for layer in range(made.num_hidden_layers):
-                self._cache.update(torch.randn(shape), torch.randn(shape), layer)
+            if cache == "static":
+                self._cache = StaticCache(made, max_cache_len=context + steps)
+            else:
+                self._cache = DynamicCache(config=made)
+            if cache == "kvpress":
+                self._compress(torch.randint(made.vocab_size, (batch, context)), budget)
+            else:
+                for layer in range(made.num_hidden_layers):
+                    self._cache.update(torch.randn(shape), torch.randn(shape), layer)
         self._run = torch.compile(self._model) if cache == "static" else self._model
         self._token, self._at = torch.zeros((batch, 1), dtype=torch.long), context
+
+    def _compress(self, prompt, budget: int) -> None:
+        from kvpress import SnapKVPress
+
+        started = time.perf_counter()
+        with SnapKVPress(compression_ratio=1 - budget / prompt.shape[1])(self._model):
+            self._model(prompt, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._ttft_s = round(time.perf_counter() - started, 3)
 
     def step(self) -> None:
         """Decodes a token."""
@@ -120,7 +137,8 @@ class Transformers:
 
         kept = sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values))
         return dict(
-            budget=None, ttft_s=None, weight_bytes=sum(x.nbytes for x in self._model.parameters()), device_kv_bytes=kept,
-            digest_bytes=0, host_kv_bytes=0, moved_bytes_per_token=0, dtype="float32",
+            budget=self._budget, filled=self._ttft_s is None, ttft_s=self._ttft_s,
+            weight_bytes=sum(x.nbytes for x in self._model.parameters()),
+            device_kv_bytes=kept, digest_bytes=0, host_kv_bytes=0, moved_bytes_per_token=0, dtype="float32",
             version=f"transformers {transformers.__version__}, torch {self._torch.__version__}",
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Plan:
     eos_token_ids: tuple[int, ...]
     fetch_backend: str
 
-    @property
+    @functools.cached_property
     def pooled(self) -> tuple[int, ...]:
         """The layers that keep pages in the pool, in the pool's order."""
         return tuple(i for i, policy in enumerate(self.policies) if policy.num_pages(self.spec))

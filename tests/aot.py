@@ -1,5 +1,7 @@
 """Compiles the decode program for a device that is not there: ``python -m tests.aot cuda gather 1`` prints what was made.
 
+After the backend and the batch size `int8` may stand, for pages of int8.
+
 Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
 has no memory kinds in jax 0.10.2.
 """
@@ -48,7 +50,7 @@ gpu_device_info {
 CONTEXT = 32768
 
 
-def compile_step(platform: str, backend: str, batch: int):
+def compile_step(platform: str, backend: str, batch: int, page_dtype: str | None):
     """Returns the plan of two bf16 layers of 8 KV heads of 128, and their compiled decode program."""
     if platform == "cuda":
         topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
@@ -59,7 +61,7 @@ def compile_step(platform: str, backend: str, batch: int):
     model = nnx.eval_shape(lambda: CausalLM(family(raw).read_config(raw), dtype="bfloat16"))
     graph, weights = nnx.split(model)
     leaves, tree = jax.tree.flatten(weights)
-    policy = icejax.Clustered(budget=256)
+    policy = icejax.Clustered(budget=256, page_dtype=page_dtype)
     plan = make_plan(model, policy, Sampling(), batch_size=batch, prompt_tokens=CONTEXT, new_tokens=64)
     plan = dataclasses.replace(plan, fetch_backend=backend)
 
@@ -72,7 +74,7 @@ def compile_step(platform: str, backend: str, batch: int):
 
     step = inference._programs(graph, tree, plan)[0]
     pinned = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
-    pool = jax.device_put(np.zeros(plan.pool_shape, bits_dtype("bfloat16")), pinned)
+    pool = jax.device_put(np.zeros(plan.pool_shape, bits_dtype(plan.pool_dtype)), pinned)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     lowered = step.trace(leaves, jax.eval_shape(state), pool).lower(lowering_platforms=(platform,))
     options = xla_client.CompileOptions()
@@ -83,13 +85,12 @@ def compile_step(platform: str, backend: str, batch: int):
     return plan, device.client.compile(lowered.compiler_ir("stablehlo"), xla_client.DeviceList((device,)), options)
 
 
-def main(platform: str, backend: str, batch: str) -> None:
-    plan, program = compile_step(platform, backend, int(batch))
+def main(platform: str, backend: str, batch: str, page_dtype: str | None = None) -> None:
+    plan, program = compile_step(platform, backend, int(batch), page_dtype)
     hlo, memory = program.hlo_modules()[0].to_string(), program.get_compiled_memory_stats()
-    elements = math.prod(plan.pool_shape)
-    shapes_made = [
-        (line, shape) for line in hlo.splitlines() for shape in re.findall(r"^\s*(?:ROOT )?%\S+ = u16\[([\d,]+)\]", line)
-    ]
+    elements, bits = math.prod(plan.pool_shape), bits_dtype(plan.pool_dtype)
+    made = rf"^\s*(?:ROOT )?%\S+ = (?:u|s|bf){8 * bits.itemsize}\[([\d,]+)\]"
+    shapes_made = [(line, shape) for line in hlo.splitlines() for shape in re.findall(made, line)]
     copies = [
         line.strip()[:100]
         for line, shape in shapes_made
@@ -105,7 +106,7 @@ def main(platform: str, backend: str, batch: str) -> None:
     print(
         json.dumps(
             dict(
-                pool_bytes=elements * 2,
+                pool_bytes=elements * bits.itemsize,
                 host_temp_bytes=memory.host_temp_size_in_bytes,
                 temp_bytes=memory.temp_size_in_bytes,
                 pool_copies=copies,
