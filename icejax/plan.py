@@ -6,10 +6,13 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from icejax.cache import layer_policies
 from icejax.cache.encoding import page_rows
 from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CachePolicy, CacheSpec
+from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.sampling import Sampling
 
@@ -92,7 +95,11 @@ def ladder(tokens: int) -> int:
 def make_plan(
     model: CausalLM, policy: CachePolicy, sampling: Sampling, *, batch_size: int, prompt_tokens: int, new_tokens: int
 ) -> Plan:
-    """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`."""
+    """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`.
+
+    Raises:
+        InputError: the policy needs what this platform does not have.
+    """
     config = model.config
     spec = CacheSpec(
         batch_size=batch_size,
@@ -104,4 +111,6 @@ def make_plan(
     )
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
     pooled = any(p.num_pages(spec) for p in policies)
+    if pooled and policy.page_dtype is not None and jax.default_backend() == "tpu":
+        raise InputError(f"page_dtype={policy.page_dtype} does not compile on TPU: leave it out")
     return Plan(policies, spec, sampling, config.eos_token_ids, fetch_backend() if pooled else "")

@@ -1,6 +1,7 @@
-"""Compiles the decode program for a device that is not there: ``python -m tests.aot cuda gather 1`` prints what was made.
+"""Compiles a program for a device that is not there: ``python -m tests.aot cuda step gather 1 int8`` prints what was made.
 
-After the backend and the batch size `int8` may stand, for pages of int8.
+Its arguments: the platform, `step`, `write` (of a prompt's pages), `flush`, `flushed`, `write-pages` (of one page of all layers) or
+`read-pages` (of 64), and the fetch backend, the batch size and `int8` for pages of int8, as far as they are wanted.
 
 Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
 has no memory kinds in jax 0.10.2.
@@ -9,6 +10,7 @@ has no memory kinds in jax 0.10.2.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from jax.experimental import topologies
 import icejax
 from bench import shapes
 from icejax import inference
+from icejax.cache import host
 from icejax.cache.encoding import bits_dtype
 from icejax.cache.policy import KVCache, Lengths
 from icejax.models import CausalLM, family
@@ -50,13 +53,8 @@ gpu_device_info {
 CONTEXT = 32768
 
 
-def compile_step(platform: str, backend: str, batch: int, page_dtype: str | None):
-    """Returns the plan of two bf16 layers of 8 KV heads of 128, and their compiled decode program."""
-    if platform == "cuda":
-        topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
-    else:
-        topology = topologies.get_topology_desc("v5e:2x2", "tpu")
-    device = topology.devices[0]
+def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
+    """Returns a plan of two bf16 layers of 8 KV heads of 128, and what each of its programs is traced with, by name."""
     raw = shapes.raw_config("attention", layers=2)
     model = nnx.eval_shape(lambda: CausalLM(family(raw).read_config(raw), dtype="bfloat16"))
     graph, weights = nnx.split(model)
@@ -72,25 +70,50 @@ def compile_step(platform: str, backend: str, batch: int, page_dtype: str | None
             KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, jax.random.key(0), None
         )
 
-    step = inference._programs(graph, tree, plan)[0]
+    state = jax.eval_shape(state)
+    step, flush, flushed, _ = inference._programs(graph, tree, plan)
     pinned = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
     pool = jax.device_put(np.zeros(plan.pool_shape, bits_dtype(plan.pool_dtype)), pinned)
-    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    lowered = step.trace(leaves, jax.eval_shape(state), pool).lower(lowering_platforms=(platform,))
+    page = (*plan.pool_shape[2:5], plan.page_size, plan.pool_shape[-1])
+    layer, flat = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, *page), (1, 2, *page)))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    write = (host.write_singly, (pool, layer, number, number))
+    if platform == "cuda":
+        write = (host._write, (pool, jax.ShapeDtypeStruct((len(layer), 1, *page), "bfloat16"), (number,) * 7))
+    read = jax.jit(functools.partial(host.read_pages, count=64, dtype="bfloat16"))
+    return plan, {
+        "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
+        "write": write,
+        "flush": (flush, (state.cache,)),
+        "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
+        "write-pages": (host._write, (pool, flat, (number,) * 7)),
+        "read-pages": (read, (pool, number)),
+    }
+
+
+def compile_for(platform: str, program, arguments):
+    """Returns the compiled program."""
+    if platform == "cuda":
+        topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
+    else:
+        topology = topologies.get_topology_desc("v5e:2x2", "tpu")
+    device = topology.devices[0]
+    lowered = program.trace(*arguments).lower(lowering_platforms=(platform,))
     options = xla_client.CompileOptions()
     options.num_replicas = options.num_partitions = 1
     options.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
     if platform == "cuda":  # autotuning would need the device
         options.env_option_overrides = [("xla_gpu_autotune_level", "0"), *topk.GPU_OPTIONS.items()]
-    return plan, device.client.compile(lowered.compiler_ir("stablehlo"), xla_client.DeviceList((device,)), options)
+    return device.client.compile(lowered.compiler_ir("stablehlo"), xla_client.DeviceList((device,)), options)
 
 
-def main(platform: str, backend: str, batch: str, page_dtype: str | None = None) -> None:
-    plan, program = compile_step(platform, backend, int(batch), page_dtype)
+def main(platform: str, name: str, backend: str = "gather", batch: str = "1", page_dtype: str | None = None) -> None:
+    plan, made = programs(int(batch), page_dtype, backend, platform)
+    program = compile_for(platform, *made[name])
     hlo, memory = program.hlo_modules()[0].to_string(), program.get_compiled_memory_stats()
     elements, bits = math.prod(plan.pool_shape), bits_dtype(plan.pool_dtype)
-    made = rf"^\s*(?:ROOT )?%\S+ = (?:u|s|bf){8 * bits.itemsize}\[([\d,]+)\]"
-    shapes_made = [(line, shape) for line in hlo.splitlines() for shape in re.findall(made, line)]
+    product = rf"^\s*(?:ROOT )?%\S+ = (?:u|s|bf){8 * bits.itemsize}\[([\d,]+)\]"
+    shapes_made = [(line, shape) for line in hlo.splitlines() for shape in re.findall(product, line)]
     copies = [
         line.strip()[:100]
         for line, shape in shapes_made
@@ -109,6 +132,7 @@ def main(platform: str, backend: str, batch: str, page_dtype: str | None = None)
                 pool_bytes=elements * bits.itemsize,
                 host_temp_bytes=memory.host_temp_size_in_bytes,
                 temp_bytes=memory.temp_size_in_bytes,
+                alias_bytes=memory.host_alias_size_in_bytes + memory.alias_size_in_bytes,
                 pool_copies=copies,
                 sorted_sizes=sorted_sizes,
             )

@@ -58,7 +58,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
     assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps
     assert 0 < found["pages_selected"] <= found["pages_fetched"]
-    assert found["fetch_backend"] == "gather" and found["dtype"] == "float32" and found["budget"] == 256
+    assert found["fetch_backend"] == "gather_flat" and found["dtype"] == "float32" and found["budget"] == 256
 
 
 def test_several_prompts_one_json_line_each_equal_to_their_single_runs(capsys, tmp_path):

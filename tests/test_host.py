@@ -77,8 +77,9 @@ def test_rows_that_have_ended_fetch_nothing(ended):
     np.testing.assert_array_equal(count, np.where(live, 5 * SHAPE[3], 0))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_writes_land_in_place_and_nowhere_else(dtype):
+def test_writes_land_in_place_and_nowhere_else(dtype, platform, monkeypatch):
     pool = host.allocate(SHAPE, dtype)
     assert pool.sharding.memory_kind == "pinned_host"
     where = pool.unsafe_buffer_pointer()
@@ -86,6 +87,7 @@ def test_writes_land_in_place_and_nowhere_else(dtype):
     expected = np.zeros(SHAPE, layer.dtype)
     expected[:4, 2], expected[5] = layer, page
     as_values = lambda x: jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(dtype))  # noqa: E731
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     pool = host.write_layer(pool, as_values(layer), 2)
     pool = host.write_pages(pool, as_values(page)[None], jnp.int32(5))
     assert pool.unsafe_buffer_pointer() == where

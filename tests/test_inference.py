@@ -47,6 +47,13 @@ def test_growth_compiles_each_program_once(tmp_path):
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
+def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(icejax.InputError, match="page_dtype=int8 does not compile on TPU: leave it out"):
+        plan_for(model, Clustered(budget=64, page_dtype="int8"), [families.tokens(50)], 20)
+
+
 def test_a_flush_copies_no_level_of_the_tree():
     """Levels are written in place: what the program needs beside them is less than one vector of every page."""
     policy = Clustered()

@@ -156,8 +156,22 @@ def _write(pool: jax.Array, pages: jax.Array, start: tuple[jax.Array, ...]) -> j
     return lax.dynamic_update_slice(pool, jax.device_put(encode(pages, pool.dtype), HOST), start)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def write_singly(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax.Array) -> jax.Array:
+    """Returns `write_layer`, written page by page: XLA:TPU writes to a part of host memory in one dimension only."""
+    bits, table = encode(pages, pool.dtype), pool.reshape(-1, *pool.shape[2:])
+
+    def one(i: jax.Array, table: jax.Array) -> jax.Array:
+        page = jax.device_put(lax.dynamic_slice_in_dim(bits, i, 1, axis=0), HOST)
+        return lax.dynamic_update_slice_in_dim(table, page, (first + i) * pool.shape[1] + layer, axis=0)
+
+    return lax.fori_loop(0, len(pages), one, table).reshape(pool.shape)
+
+
 def write_layer(pool: jax.Array, pages: jax.Array, layer: int, first: jax.Array | int = 0) -> jax.Array:
     """Returns the pool with one layer's pages dtype[P', B, K, 2, p, H] written from page `first`; donates `pool`."""
+    if jax.default_backend() == "tpu":
+        return write_singly(pool, pages, np.int32(layer), jnp.int32(first))
     zero = np.int32(0)
     return _write(pool, pages[:, None], (jnp.int32(first), np.int32(layer), zero, zero, zero, zero, zero))
 
