@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import shapes
-from bench.scopes import by_scope, python_ms
+from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
 from icejax.errors import InputError
 from icejax.options import cache_options, make_policy
@@ -50,13 +50,13 @@ def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Ca
 
 
 def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int, filled: bool) -> Iterator[dict]:
-    """Yields a row per subject; those that do not fit are told on stderr and left out."""
+    """Yields a row per subject; those that do not fit, or are not installed, are told on stderr and left out."""
     made, first = {}, {}
     for name, make in subjects.items():
         try:
             made[name] = make(context=context, batch=batch, steps=steps + WARM_UP, filled=filled)
-        except (InputError, ImportError, MemoryError, RuntimeError) as error:
-            print(f"{name}, {context}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
+        except (InputError, ImportError, MemoryError, jax.errors.JaxRuntimeError) as error:
+            print(f"{name}, {context}: left out: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
             continue
         started = time.perf_counter()
         made[name].step()
@@ -86,7 +86,8 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     with jax.profiler.trace(str(folder)):
         for _ in range(TURN):
             subject.step()
-    return dict(scope_ms=by_scope(folder, scopes, module="jit_step", steps=TURN), python_ms=python_ms(folder))
+    events = traced(folder)
+    return dict(scope_ms=by_scope(events, scopes, module="jit_step", steps=TURN), python_ms=python_ms(events))
 
 
 def _table(found: list[dict]) -> Table:

@@ -41,10 +41,16 @@ def scope_of(hlo: str, leaves: list[str]) -> dict[str, str]:
     return found | {name: scope for name, scope in bare.items() if scope is not None}
 
 
-def by_scope(trace: Path, scopes: dict[str, str], *, module: str, steps: int) -> dict[str, float]:
+def traced(folder: Path) -> list[dict]:
+    """Returns the events of the only trace in a folder."""
+    (file,) = folder.glob("plugins/profile/*/*.trace.json.gz")
+    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+
+
+def by_scope(events: list[dict], scopes: dict[str, str], *, module: str, steps: int) -> dict[str, float]:
     """Returns milliseconds per step and scope of what `module` ran; other programs are `between steps`."""
     total: Counter[str] = Counter()
-    for event in _events(trace):
+    for event in events:
         operation = event.get("args", {}).get("hlo_op")
         if operation is not None:
             inside = event["args"]["hlo_module"] == module
@@ -52,20 +58,15 @@ def by_scope(trace: Path, scopes: dict[str, str], *, module: str, steps: int) ->
     return {scope: round(total[scope] / 1000 / steps, 3) for scope in (*SCOPES, "other", "between steps")}
 
 
-def python_ms(trace: Path) -> float:
+def python_ms(events: list[dict]) -> float:
     """Returns the median milliseconds of `Decoding.step` beside the compiled programs that it calls, while being traced."""
-    events = [event for event in _events(trace) if event.get("ph") == "X"]
+    events = [event for event in events if event.get("ph") == "X"]
     called = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("PjitFunction("))
-    found = []
-    for step in (e for e in events if re.fullmatch(r"\$inference\.py:\d+ step", e["name"])):
+    steps, found = [e for e in events if re.fullmatch(r"\$inference\.py:\d+ step", e["name"])], []
+    for step in steps:
         own, seen = step["dur"], step["ts"]
         for start, end in called:
             if step["ts"] <= start and end <= step["ts"] + step["dur"] and end > seen:  # one call may be told twice over
                 own, seen = own - (end - max(start, seen)), end
         found.append(own)
     return round(float(np.median(found)) / 1000, 3)
-
-
-def _events(trace: Path) -> list[dict]:
-    (file,) = trace.glob("plugins/profile/*/*.trace.json.gz")
-    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]

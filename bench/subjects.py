@@ -88,7 +88,8 @@ class Icejax:
 class Transformers:
     """Hugging Face's own caches on PyTorch, with random weights of a shape and random keys and values.
 
-    Of kvpress, SnapKV (arXiv 2404.14469), which keeps `budget` tokens of a prompt that is really run.
+    Of kvpress, SnapKV (arXiv 2404.14469), which keeps `budget` tokens of a prompt that is really run; it needs an environment
+    of its own, because `pip install kvpress` brings transformers before 5.3.
     """
 
     def __init__(self, config: dict, cache: str, *, budget: int, context: int, batch: int, steps: int) -> None:
@@ -120,7 +121,7 @@ class Transformers:
         from kvpress import SnapKVPress
 
         started = time.perf_counter()
-        with SnapKVPress(compression_ratio=1 - budget / prompt.shape[1])(self._model):
+        with SnapKVPress(compression_ratio=max(0.0, 1 - budget / prompt.shape[1]))(self._model):
             self._model(prompt, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._ttft_s = round(time.perf_counter() - started, 3)
 

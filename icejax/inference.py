@@ -261,8 +261,8 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     @functools.partial(jax.jit, donate_argnums=0)
     def flushed(cache: KVCache, news: list) -> KVCache:
         states = list(cache.layers)
-        for i, of in zip(plan.pooled, news, strict=True):
-            states[i] = plan.policies[i].flushed(states[i], of, cache.lengths)
+        for i, layer_news in zip(plan.pooled, news, strict=True):
+            states[i] = plan.policies[i].flushed(states[i], layer_news, cache.lengths)
         return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

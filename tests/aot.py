@@ -1,7 +1,6 @@
 """Compiles a program for a device that is not there: ``python -m tests.aot cuda step gather 1 int8`` prints what was made.
 
-Its arguments: the platform, `step`, `write` (of a prompt's pages), `flush`, `flushed`, `write-pages` (of one page of all layers) or
-`read-pages` (of 64), and the fetch backend, the batch size and `int8` for pages of int8, as far as they are wanted.
+Its arguments: the platform, `step`, `write` (of a prompt's pages), `flush`, `flushed`, `write-pages` or `read-pages` (64 of all layers), and the fetch backend, the batch size and `int8` for pages of int8, as far as they are wanted.
 
 Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
 has no memory kinds in jax 0.10.2.
@@ -63,30 +62,28 @@ def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
     plan = make_plan(model, policy, Sampling(), batch_size=batch, prompt_tokens=CONTEXT, new_tokens=64)
     plan = dataclasses.replace(plan, fetch_backend=backend)
 
-    def state() -> inference.DecodeState:
+    def empty() -> inference.DecodeState:
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(p.init(plan.spec) for p in plan.policies)
         return inference.DecodeState(
             KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, jax.random.key(0), None
         )
 
-    state = jax.eval_shape(state)
+    state = jax.eval_shape(empty)
     step, flush, flushed, _ = inference._programs(graph, tree, plan)
     pinned = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
     pool = jax.device_put(np.zeros(plan.pool_shape, bits_dtype(plan.pool_dtype)), pinned)
     page = (*plan.pool_shape[2:5], plan.page_size, plan.pool_shape[-1])
-    layer, flat = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, *page), (1, 2, *page)))
+    layer, flat = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, *page), (64, 2, *page)))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    write = (host.write_singly, (pool, layer, number, number))
-    if platform == "cuda":
-        write = (host._write, (pool, jax.ShapeDtypeStruct((len(layer), 1, *page), "bfloat16"), (number,) * 7))
+    write = jax.jit(functools.partial(host._write_layer, singly=platform == "tpu"), donate_argnums=0)
     read = jax.jit(functools.partial(host.read_pages, count=64, dtype="bfloat16"))
-    return plan, {
+    return (plan, [x.levels for x in state.cache.layers]), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
-        "write": write,
+        "write": (write, (pool, layer, number, number)),
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
-        "write-pages": (host._write, (pool, flat, (number,) * 7)),
+        "write-pages": (host.write_pages, (pool, flat, number)),
         "read-pages": (read, (pool, number)),
     }
 
@@ -108,7 +105,7 @@ def compile_for(platform: str, program, arguments):
 
 
 def main(platform: str, name: str, backend: str = "gather", batch: str = "1", page_dtype: str | None = None) -> None:
-    plan, made = programs(int(batch), page_dtype, backend, platform)
+    (plan, levels), made = programs(int(batch), page_dtype, backend, platform)
     program = compile_for(platform, *made[name])
     hlo, memory = program.hlo_modules()[0].to_string(), program.get_compiled_memory_stats()
     elements, bits = math.prod(plan.pool_shape), bits_dtype(plan.pool_dtype)
@@ -132,6 +129,7 @@ def main(platform: str, name: str, backend: str = "gather", batch: str = "1", pa
                 pool_bytes=elements * bits.itemsize,
                 host_temp_bytes=memory.host_temp_size_in_bytes,
                 temp_bytes=memory.temp_size_in_bytes,
+                levels_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(levels)),
                 alias_bytes=memory.host_alias_size_in_bytes + memory.alias_size_in_bytes,
                 pool_copies=copies,
                 sorted_sizes=sorted_sizes,

@@ -1,13 +1,18 @@
 """What `bench.decode` and `bench.prefill` time is what they say: caches as a prefill would leave them, bytes by count."""
 
+import contextlib
 import json
+import sys
+import types
 
 import numpy as np
 import pytest
+import transformers
 
 from bench import decode, prefill
 from bench.fill import BASE, fill
-from bench.scopes import scope_of
+from bench.scopes import python_ms, scope_of
+from bench.subjects import Transformers
 from icejax.cache import Clustered, Full
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
@@ -62,6 +67,62 @@ def test_time_is_booked_to_the_scope_that_spent_it():
     assert found == expected
 
 
+def test_python_is_what_a_step_takes_beside_the_programs():
+    def event(name: str, ts: float, dur: float) -> dict:
+        return dict(ph="X", name=name, ts=ts, dur=dur)
+
+    steps = [event("$inference.py:212 step", at, 1000.0) for at in (0.0, 2000.0)]
+    twice = [event("PjitFunction(step)", at + skew, 800.0 - skew) for at in (100.0, 2100.0) for skew in (0.0, 5.0)]
+    flush = [event("PjitFunction(flush)", 2950.0, 20.0), event("PjitFunction(other)", 3500.0, 400.0)]
+    assert python_ms([*flush, *twice, *steps, dict(ph="M", name="thread")]) == pytest.approx((0.2 + 0.18) / 2)
+
+
+@pytest.fixture
+def snapkv(monkeypatch):
+    """Stands in for kvpress, which wants another transformers: keeps the newest tokens."""
+    ratios = []
+
+    class SnapKVPress:
+        def __init__(self, compression_ratio: float) -> None:
+            ratios.append(compression_ratio)
+
+        @contextlib.contextmanager
+        def __call__(self, model):
+            yield
+            cache = model.cache_used
+            for layer in cache.layers:
+                kept = round(layer.keys.shape[2] * (1 - ratios[-1]))
+                layer.keys, layer.values = layer.keys[:, :, -kept:], layer.values[:, :, -kept:]
+
+    monkeypatch.setitem(sys.modules, "kvpress", types.SimpleNamespace(SnapKVPress=SnapKVPress))
+    forward = transformers.LlamaForCausalLM.forward
+
+    def remember(self, *args, past_key_values, **options):
+        self.cache_used = past_key_values
+        return forward(self, *args, past_key_values=past_key_values, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", remember)
+    return ratios
+
+
+def test_snapkv_keeps_the_budget_of_a_prompt_that_was_run(snapkv):
+    config = families.SIZES | dict(model_type="llama")
+    subject = Transformers(config, "kvpress", budget=16, context=64, batch=1, steps=4)
+    subject.step()
+    row = subject.row()
+    heads, size = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
+    assert snapkv == [0.75] and row["budget"] == 16 and row["filled"] is False and row["ttft_s"] > 0
+    assert row["device_kv_bytes"] == 2 * config["num_hidden_layers"] * 17 * heads * config.get("head_dim", size) * 4
+
+
+def test_a_peer_that_is_not_installed_is_told_and_left_out(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    line = "--shape bundled --contexts 1024 --steps 1 --policies transformers-kvpress"
+    assert decode.main(line.split()) == 0
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("transformers-kvpress, 1024: left out: import of kvpress halted")
+
+
 @pytest.mark.parametrize("bench", [decode, prefill], ids=["decode", "prefill"])
 def test_bad_options_are_one_line(capsys, bench):
     for line, message in (
@@ -89,4 +150,5 @@ def test_rows_count_bytes_as_the_shapes_say(capsys, tmp_path):
             assert row["moved_bytes_per_token"] == 4 * 2 * 56 * 16 * 2 * 64 * 4  # layers, heads, pages, tokens
             assert row["digest_bytes"] > 3 * 64 * 4 * 8 * row["context"] / 16
     assert [row["policy"] for row in scopes] == ["full", "clustered"] and scopes[1]["scope_ms"]["select"] > 0
+    assert all(0 < row["python_ms"] < row["scope_ms"]["mlp"] for row in scopes)
     assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -22,7 +22,7 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     monkeypatch.setattr(fetch, "BACKENDS", {**fetch.BACKENDS, "gather_flat": refuse})
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
-    assert "fails: not here" in out and "used: gather" in out and "host memory" in out
+    assert "fails: not here" in out and "used: gather (" in out and "host memory" in out
     monkeypatch.setenv(fetch.CHOICE, "gather_flat")
     assert doctor.main([]) == 2
     out = capsys.readouterr().out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered, encoding, host
+from icejax.cache import Clustered, encoding, fetch, host
 from tests.test_session import document
 
 SHAPE = (5, 2, 1, 3, 2, 16, 24)  # P, L, B, K, 2, p, H
@@ -24,7 +24,7 @@ def test_int8_pages_are_within_half_a_step(dtype):
     pool = host.write_pages(pool, pages, jnp.int32(0))
     assert pool.shape[-2:] == (18, 24)
     ids = jnp.asarray(rng.integers(0, 5, (1, 3, 4)), jnp.int32)
-    found = jax.jit(lambda pool: jnp.stack(host.PoolLayer(pool, None, 1, "gather", dtype).fetch(ids)))(pool)
+    found = jax.jit(lambda pool: jnp.stack(host.PoolLayer(pool, None, 1, fetch.ORDER["cpu"][0], dtype).fetch(ids)))(pool)
     expected = np.asarray(pages, np.float64)
     for at in np.ndindex(ids.shape):
         page = expected[ids[at], 1, at[0], at[1]]

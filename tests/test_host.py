@@ -47,7 +47,7 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 
     @jax.jit
     def read(pool, before, after, ended):
-        layer = host.PoolLayer(pool, ended, 1, "gather", "float32")
+        layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32")
         found, missing = layer.fetch_missing(after, layer.fetch(before), before)
         return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
 
@@ -66,7 +66,7 @@ def test_rows_that_have_ended_fetch_nothing(ended):
 
     @jax.jit
     def read(pool, ids, ended):
-        layer = host.PoolLayer(pool, ended, 1, "gather", "float32")
+        layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32")
         found, count = layer.fetch_live(ids)
         return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
 

@@ -37,8 +37,8 @@ class Clustered(CachePolicy):
         score: how a page is scored by its digest; `mean` is without the variance.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
-        page_dtype: `int8` stores pages with a scale per page and channel, in 56% of a 16-bit model's host memory; None: in
-            the model's dtype.
+        page_dtype: `int8` stores pages with a scale per page and channel, in 56% of a 16-bit model's host memory (not on TPU);
+            None: in the model's dtype.
         resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
             is `candidates` times that of the budget.
         opened: nodes of the digest tree opened per level.

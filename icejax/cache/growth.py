@@ -84,11 +84,11 @@ def flush(policy: Clustered, state: ClusteredState, lengths: Lengths):
     return jnp.stack([page_k, page_v], axis=2), tree.lineage(state.levels, own, lengths.pages)
 
 
-def flushed(policy: Clustered, state: ClusteredState, digests: tuple[Digests, ...], lengths: Lengths) -> ClusteredState:
+def flushed(policy: Clustered, state: ClusteredState, news: tuple[Digests, ...], lengths: Lengths) -> ClusteredState:
     """Puts the digests of the page in the place of its tokens; see `CachePolicy.flushed`."""
     p = policy.page_size
     window_k, window_v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
-    levels = tree.replace(state.levels, digests, lengths.pages)
+    levels = tree.replace(state.levels, news, lengths.pages)
     return dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels)
 
 

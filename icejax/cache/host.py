@@ -139,7 +139,7 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
         raise InputError(
             f"the cache needs {need / 2**30:.1f} GiB of host memory and {there}: "
             "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
-            "or --cache-option page_dtype=int8"
+            "or (not on TPU) --cache-option page_dtype=int8"
         )
     if jax.default_backend() == "gpu" and need > pinned_limit():
         raise InputError(
@@ -151,35 +151,30 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     return jax.device_put(np.zeros(shape, bits), sharding(host=True))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(pool: jax.Array, pages: jax.Array, start: tuple[jax.Array, ...]) -> jax.Array:
-    return lax.dynamic_update_slice(pool, jax.device_put(encode(pages, pool.dtype), HOST), start)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def write_singly(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax.Array) -> jax.Array:
-    """Returns `write_layer`, written page by page: XLA:TPU writes to a part of host memory in one dimension only."""
-    bits, table = encode(pages, pool.dtype), pool.reshape(-1, *pool.shape[2:])
+@functools.partial(jax.jit, static_argnames="singly", donate_argnums=0)
+def _write_layer(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax.Array, *, singly: bool) -> jax.Array:
+    bits, zero = encode(pages, pool.dtype), np.int32(0)
+    if not singly:
+        start = (first, layer, *(zero,) * (pool.ndim - 2))
+        return lax.dynamic_update_slice(pool, jax.device_put(bits[:, None], HOST), start)
 
     def one(i: jax.Array, table: jax.Array) -> jax.Array:
         page = jax.device_put(lax.dynamic_slice_in_dim(bits, i, 1, axis=0), HOST)
         return lax.dynamic_update_slice_in_dim(table, page, (first + i) * pool.shape[1] + layer, axis=0)
 
-    return lax.fori_loop(0, len(pages), one, table).reshape(pool.shape)
+    return lax.fori_loop(0, len(pages), one, pool.reshape(-1, *pool.shape[2:])).reshape(pool.shape)
 
 
 def write_layer(pool: jax.Array, pages: jax.Array, layer: int, first: jax.Array | int = 0) -> jax.Array:
     """Returns the pool with one layer's pages dtype[P', B, K, 2, p, H] written from page `first`; donates `pool`."""
-    if jax.default_backend() == "tpu":
-        return write_singly(pool, pages, np.int32(layer), jnp.int32(first))
-    zero = np.int32(0)
-    return _write(pool, pages[:, None], (jnp.int32(first), np.int32(layer), zero, zero, zero, zero, zero))
+    # XLA:TPU writes to a part of host memory in one dimension only, so page by page.
+    return _write_layer(pool, pages, np.int32(layer), jnp.int32(first), singly=jax.default_backend() == "tpu")
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def write_pages(pool: jax.Array, pages: jax.Array, first: jax.Array) -> jax.Array:
     """Returns the pool with pages of all layers, dtype[P', L, B, K, 2, p, H], written from page `first`; donates `pool`."""
-    zero = np.int32(0)
-    return _write(pool, pages, (first, zero, zero, zero, zero, zero, zero))
+    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(encode(pages, pool.dtype), HOST), first, axis=0)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))

@@ -152,16 +152,16 @@ class CachePolicy(abc.ABC):
         """
 
     def flush(self, state: Any, lengths: Lengths) -> tuple[jax.Array, Any]:
-        """Returns the oldest window page `dtype[B, K, 2, p, H]`, which is to leave, and what `flushed` needs to know.
+        """Returns the oldest window page `dtype[B, K, 2, p, H]`, which is to leave, and what `flushed` needs to know: arrays.
 
         Called between steps whenever `page_size` tokens have been decoded, for policies with a pool.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 
     def flushed(self, state: Any, news: Any, lengths: Lengths) -> Any:
-        """Returns the state after that page has left it.
+        """Returns the state after that page has left it; `lengths` are those that `flush` was given.
 
-        Apart from `flush`, because XLA copies what one program both reads and writes: this one writes.
+        Apart from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 
