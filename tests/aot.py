@@ -1,6 +1,7 @@
 """Compiles a program for a device that is not there: ``python -m tests.aot cuda step gather 1 int8`` prints what was made.
 
-Its arguments: the platform, `step`, `write` (of a prompt's pages), `flush`, `flushed`, `write-pages` or `read-pages` (64 of all layers), and the fetch backend, the batch size and `int8` for pages of int8, as far as they are wanted.
+Its arguments: the platform, the program (`step`, `flush`, `flushed`, `compact`; of a layer `prefill`, `extend` and `write`;
+`write-pages` and `read-pages`, 64 of all layers), the fetch backend, the batch size and `int8` for pages of int8, as far as they are wanted.
 
 Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
 has no memory kinds in jax 0.10.2.
@@ -70,7 +71,7 @@ def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
         )
 
     state = jax.eval_shape(empty)
-    step, flush, flushed, _ = inference._programs(graph, tree, plan)
+    step, flush, flushed, compact = inference._programs(graph, tree, plan)
     pinned = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
     pool = jax.device_put(np.zeros(plan.pool_shape, bits_dtype(plan.pool_dtype)), pinned)
     page = (*plan.pool_shape[2:5], plan.page_size, plan.pool_shape[-1])
@@ -78,11 +79,19 @@ def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
     number = jax.ShapeDtypeStruct((), jnp.int32)
     write = jax.jit(functools.partial(host._write_layer, singly=platform == "tpu"), donate_argnums=0)
     read = jax.jit(functools.partial(host.read_pages, count=64, dtype="bfloat16"))
+    policy, view = plan.policies[0], host.PoolLayer(pool, None, 0, backend, "bfloat16")
+    prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec, window=None))
+    extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
+    x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
+    first, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.levels for x in state.cache.layers]), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
+        "prefill": (prefill, (first, x, lengths, None)),
+        "extend": (extend, (first, more, lengths, lengths.prompt, state.cache.layers[0], view, None)),
         "write": (write, (pool, layer, number, number)),
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
+        "compact": (compact, (state.cache, flat)),
         "write-pages": (host.write_pages, (pool, flat, number)),
         "read-pages": (read, (pool, number)),
     }
