@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in names:
             for length in lengths:
                 row = evaluate(model, policy, name, length=length, questions=arguments.questions, seed=arguments.seed)
-                print(json.dumps(row), flush=True)
+                print(json.dumps(row | dict(cache_options=arguments.cache_option)), flush=True)
     except icejax.InputError as error:
         print(f"bench.needle.evaluate: error: {error}", file=sys.stderr)
         return 2
