@@ -31,8 +31,7 @@ from icejax.errors import InputError
 from icejax.options import cache_options, make_policy
 
 TURN, WARM_UP = 16, 3  # steps
-PEERS = tuple(f"transformers-{name}" for name in ("dynamic", "static", "kvpress"))
-SUBJECTS = ("full", "clustered", "dot-product", *PEERS)
+SUBJECTS = ("full", "clustered", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
 
 
 def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Callable]:

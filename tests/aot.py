@@ -1,7 +1,8 @@
 """Compiles a program for a device that is not there: ``python -m tests.aot cuda step gather 1 int8`` prints what was made.
 
 Its arguments: the platform, the program (`step`, `flush`, `flushed`, `compact`; of a layer `prefill`, `extend` and `write`;
-`write-pages` and `read-pages`, 64 of all layers), the fetch backend, the batch size and `int8` for pages of int8, as far as they are wanted.
+`write-pages` and `read-pages`, 64 of all layers), and as far as they are wanted the fetch backend, the batch size, and
+`int8` for pages of int8.
 
 Needs the compilers: ``pip install -e '.[aot]'``. The pool is an array of the CPU's pinned memory, because a device of a topology
 has no memory kinds in jax 0.10.2.

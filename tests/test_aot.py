@@ -1,4 +1,4 @@
-"""All programs from a prompt to its last token compile for GPU and TPU without either, and copy no pool there."""
+"""Every program that touches the cache compiles for GPU and TPU without either, and copies no pool there."""
 
 import importlib.util
 import json

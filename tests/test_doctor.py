@@ -22,7 +22,7 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     monkeypatch.setattr(fetch, "BACKENDS", {**fetch.BACKENDS, "gather_flat": refuse})
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
-    assert "fails: not here" in out and "used: gather (" in out and "host memory" in out
+    assert "fails: not here" in out and "used: host_compute (" in out and "host memory" in out
     monkeypatch.setenv(fetch.CHOICE, "gather_flat")
     assert doctor.main([]) == 2
     out = capsys.readouterr().out
@@ -30,5 +30,5 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     monkeypatch.setenv(fetch.CHOICE, "nothing")
     assert doctor.main([]) == 2
     assert capsys.readouterr().err == (
-        "icejax.doctor: error: ICEJAX_FETCH_BACKEND must be one of gather_flat, gather, host_compute, slices on cpu, got 'nothing'\n"
+        "icejax.doctor: error: ICEJAX_FETCH_BACKEND must be one of gather_flat, host_compute, slices on cpu, got 'nothing'\n"
     )

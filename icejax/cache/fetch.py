@@ -88,7 +88,7 @@ BACKENDS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 ORDER = {
     "tpu": ("slices", "host_compute"),
     "gpu": ("gather", "host_compute", "slices", "triton"),
-    "cpu": ("gather_flat", "gather", "host_compute", "slices"),
+    "cpu": ("gather_flat", "host_compute", "slices"),
 }
 
 
