@@ -14,13 +14,14 @@ from icejax.ops.digests import NARROW, Digests, digest, score
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
 
-SPAN = 8192
+STRETCH = 8192  # tokens; long texts are padded to whole ones
 FORMATIONS = {
     "positional": None,
     "tree": dict(block=32),
-    "greedy": dict(block=SPAN),
+    "greedy": dict(block=8192),
     "tree-1024-greedy": dict(block=1024),
     "tree-2048-greedy": dict(block=2048),  # the default
+    "stretches-tree-2048-greedy": dict(block=2048, stretch=STRETCH),  # each packed on its own
     "tree-2048-greedy-runs-2": dict(block=2048, run=2),
     "tree-2048-greedy-runs-4": dict(block=2048, run=4),
 }
@@ -42,7 +43,7 @@ def form(
     heads, tokens, size = layer.k.shape
     middle = tokens - sinks - window
     padded = -(-middle // 1024) * 1024
-    padded = padded if padded <= SPAN else -(-padded // SPAN) * SPAN
+    padded = padded if padded <= STRETCH else -(-padded // STRETCH) * STRETCH
     k, v, by = (
         jnp.pad(x[None, :, sinks : tokens - window], [(0, 0), (0, 0), (0, padded - middle), (0, 0)])
         for x in (layer.k, layer.v, (leader or layer).k)
@@ -51,13 +52,20 @@ def form(
     if FORMATIONS[name] is None:
         order = jnp.broadcast_to(jnp.arange(padded)[None, None, :], (1, heads, padded))
     else:
-        order = _pack(by, valid, page_size=page_size, span=SPAN, **FORMATIONS[name])
+        order = _order(by, valid, page_size=page_size, **FORMATIONS[name])
     shape = (1, heads, padded // page_size, page_size)
     k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
     return k, v, jnp.take_along_axis(jnp.broadcast_to(valid[:, None], order.shape), order, axis=2).reshape(shape)
 
 
-_pack = jax.jit(pack, static_argnames=("page_size", "span", "run", "block"))
+@jax.jit(static_argnames=("page_size", "run", "block", "stretch"))
+def _order(k: jax.Array, valid: jax.Array, *, page_size: int, block: int, run: int = 1, stretch: int | None = None) -> jax.Array:
+    batch, heads, tokens, size = k.shape
+    parts = -(-tokens // stretch) if stretch else 1
+    k = k.reshape(batch, heads, parts, -1, size).swapaxes(1, 2).reshape(batch * parts, heads, -1, size)
+    order = pack(k, valid.reshape(batch * parts, -1), page_size=page_size, run=run, block=block)
+    order = order.reshape(batch, parts, heads, -1) + (jnp.arange(parts) * (tokens // parts))[None, :, None, None]
+    return order.swapaxes(1, 2).reshape(batch, heads, tokens)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from icejax.ops import pages, tree
 from icejax.ops.digests import TAIL_CLAMP
 
 
-def halve(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, levels: int) -> np.ndarray:
-    """Returns `order`, whose halves, quarters, ... are alike; slots past the tokens stay last in each part."""
-    if levels == 0:
+def halve(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, part: int, levels: int) -> np.ndarray:
+    """Returns `order`, whose parts are alike, and twos of them, fours, ...; slots past the tokens stay last in each."""
+    if levels == 0 or not len(order):
         return order
     there, x = valid[order], keys[order].astype(np.float32)
     centred = np.where(there[:, None], x - x[there].sum(0) / max(there.sum(), 1), 0).astype(np.float32)
@@ -20,8 +20,8 @@ def halve(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, levels: int) -
         axis = centred.T @ (centred @ axis)
         axis = axis / (np.linalg.norm(axis) + 1e-30)
     order = order[np.argsort(np.where(there, centred @ axis, np.inf), kind="stable")]
-    half = len(order) // 2
-    return np.concatenate([halve(keys, part, valid, levels - 1) for part in (order[:half], order[half:])])
+    half = part * 2 ** (levels - 1)
+    return np.concatenate([halve(keys, x, valid, part, levels - 1) for x in (order[:half], order[half:])])
 
 
 def neighbours(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
@@ -38,15 +38,15 @@ def neighbours(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, size: int
 
 
 def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
-    """Returns the pages of one span as token numbers, empty ones included."""
+    """Returns the pages as token numbers, empty ones included."""
     tokens = len(keys)
     levels = max(0, round(np.log2(tokens / pages.BLOCK)))
-    order = halve(keys, np.arange(tokens), valid, levels)
+    order = halve(keys, np.arange(tokens), valid, tokens // 2**levels, levels)
     found = [page for block in np.split(order, 2**levels) for page in neighbours(keys, block, valid, size)]
     means = np.stack([keys[p[valid[p]]].mean(0) if valid[p].any() else np.zeros(keys.shape[1]) for p in found])
     filled = np.asarray([valid[p].any() for p in found])
-    levels = max(0, round(np.log2(len(found) / pages.NODE)))
-    return [found[i][valid[found[i]]] for i in halve(means, np.arange(len(found)), filled, levels)]
+    levels = max(0, int(np.ceil(np.log2(len(found) / pages.NODE))))
+    return [found[i][valid[found[i]]] for i in halve(means, np.arange(len(found)), filled, pages.NODE, levels)]
 
 
 class Reference:

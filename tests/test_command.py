@@ -137,7 +137,7 @@ BAD = {
     "explain session": (["--explain", "seen.png", "--session", "kept", *SHORT], "leave --session out"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, tail, score, group, digest_dtype, page_dtype, resident, opened, span, compact_every, dense_layers, reuse, prefetch",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, tail, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),
@@ -155,7 +155,6 @@ BAD = {
     "seed": (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be at least 0 and below 2^32, got 99999999999999999999"),
     "not unicode": (["--prompt", "caf\udce9"], "prompt 1 is not UTF-8 text: convert it first"),
     "second prompt": (["--prompt", "x", "--prompt", "", "--batch-size", "1"], "prompt 2 is empty: expected some text"),
-    "span": (["--prompt", "x", "--cache-option", "span=256", "--page-size", "32"], "span must hold 16 pages of 32, got 256"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
     "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),

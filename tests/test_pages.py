@@ -8,39 +8,35 @@ from hypothesis import strategies as st
 
 from icejax.ops import pages
 
-packed = jax.jit(pages.pack, static_argnames=("page_size", "span", "run", "block"))
+packed = jax.jit(pages.pack, static_argnames=("page_size", "run", "block"))
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    tokens=st.sampled_from([256, 384]),
-    counts=st.tuples(st.integers(0, 256), st.integers(0, 256)),
+    tokens=st.sampled_from([256, 384, 1040]),
+    counts=st.tuples(st.integers(0, 1040), st.integers(0, 256)),
     page_size=st.sampled_from([4, 16]),
     block=st.sampled_from([64, 1024]),
-    span=st.sampled_from([128, 8192]),
     run=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),
 )
-def test_every_token_is_in_one_slot_and_empty_slots_come_last_in_a_span(tokens, counts, page_size, block, span, run, seed):
+def test_every_token_is_in_one_slot_and_empty_slots_come_last_in_a_page(tokens, counts, page_size, block, run, seed):
     keys = np.random.default_rng(seed).standard_normal((2, 3, tokens, 8)).astype(np.float32)
     valid = np.arange(tokens)[None, :] < np.asarray(counts)[:, None]
     keys[~np.broadcast_to(valid[:, None, :], (2, 3, tokens))] = np.nan
-    order = np.asarray(packed(jnp.asarray(keys), jnp.asarray(valid), page_size=page_size, span=span, run=run, block=block))
+    order = np.asarray(packed(jnp.asarray(keys), jnp.asarray(valid), page_size=page_size, run=run, block=block))
     np.testing.assert_array_equal(np.sort(order, axis=-1), np.broadcast_to(np.arange(tokens), order.shape))
-    spans = -(-tokens // span)
     for row in range(2):
         for head in range(3):
-            for part, found in enumerate(order[row, head].reshape(spans, -1)):
-                start = part * tokens // spans
-                assert ((found >= start) & (found < start + tokens // spans)).all()
-                filled = valid[row, found].reshape(-1, page_size)
-                assert (np.sort(~filled, axis=-1) == ~filled).all()  # empty slots last in a page
-                counts_here = filled.sum(-1)
-                assert (np.sort(counts_here == 0) == (counts_here == 0)).all()  # empty pages last
-                assert ((counts_here > 0) & (counts_here < page_size)).sum() <= (1 if run == 1 else 2)
-                page_of = np.empty(tokens // spans, int)
-                page_of[found - start] = np.arange(tokens // spans) // page_size
-                assert (page_of.reshape(-1, run) == page_of[::run, None]).all()  # runs stay together
+            found = order[row, head]
+            filled = valid[row, found].reshape(-1, page_size)
+            assert (np.sort(~filled, axis=-1) == ~filled).all()  # empty slots last in a page
+            counts_here = filled.sum(-1)
+            assert (np.sort(counts_here == 0) == (counts_here == 0)).all()  # empty pages last
+            assert ((counts_here > 0) & (counts_here < page_size)).sum() <= (1 if run == 1 else 2)
+            page_of = np.empty(tokens, int)
+            page_of[found] = np.arange(tokens) // page_size
+            assert (page_of.reshape(-1, run) == page_of[::run, None]).all()  # runs stay together
 
 
 def test_pages_hold_tokens_alike():
@@ -50,15 +46,15 @@ def test_pages_hold_tokens_alike():
     keys = (
         rng.standard_normal((64, 32)).astype(np.float32)[labels] * 5 + rng.standard_normal((1024, 32)).astype(np.float32) * 0.1
     )
-    order = np.asarray(packed(keys[None, None], np.ones((1, 1024), bool), page_size=16, span=8192))[0, 0]
+    order = np.asarray(packed(keys[None, None], np.ones((1, 1024), bool), page_size=16))[0, 0]
     assert all(len(set(page)) == 1 for page in labels[order].reshape(64, 16))
 
 
 def test_packing_beats_order_of_time_on_spread():
-    """Over four blocks of a span, packed pages are tighter than pages of neighbours in time."""
+    """Over two blocks, packed pages are tighter than pages of neighbours in time."""
     rng = np.random.default_rng(1)
     keys = rng.standard_normal((40, 16)).astype(np.float32)[rng.integers(0, 40, 4096)] + 0.3 * rng.standard_normal((4096, 16))
     keys = keys.astype(np.float32)
-    order = np.asarray(packed(keys[None, None], np.ones((1, 4096), bool), page_size=16, span=8192))[0, 0]
+    order = np.asarray(packed(keys[None, None], np.ones((1, 4096), bool), page_size=16))[0, 0]
     spread = [np.asarray(keys[o]).reshape(256, 16, 16).var(axis=1).sum(-1).mean() for o in (order, np.arange(4096))]
     assert spread[0] < 0.3 * spread[1]

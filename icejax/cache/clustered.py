@@ -42,7 +42,6 @@ class Clustered(CachePolicy):
         resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
             is `candidates` times that of the budget.
         opened: nodes of the digest tree opened per level.
-        span: largest number of prompt tokens packed together.
         compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
@@ -67,7 +66,6 @@ class Clustered(CachePolicy):
     page_dtype: str | None = None
     resident: bool = False
     opened: int = 48
-    span: int = 8192
     compact_every: int = 1024
     dense_layers: int | None = None
     reuse: int = 1
@@ -81,7 +79,6 @@ class Clustered(CachePolicy):
             ("window", 1),
             ("candidates", 1),
             ("opened", 1),
-            ("span", 256),
             ("compact_every", 0),
             ("dense_layers", 0),
             ("reuse", 1),
@@ -97,15 +94,13 @@ class Clustered(CachePolicy):
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
-        for name in ("page_size", "span", "compact_every"):
+        for name in ("page_size", "compact_every"):
             if getattr(self, name) & (getattr(self, name) - 1):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
         if self.page_size > 128:
             raise InputError(f"page_size must be at most 128, got {self.page_size}")
         if 0 < self.compact_every < 2 * self.page_size:
             raise InputError(f"compact_every must be 0 or at least two pages ({2 * self.page_size}), got {self.compact_every}")
-        if self.span < tree.FAN_OUT * self.page_size:
-            raise InputError(f"span must hold {tree.FAN_OUT} pages of {self.page_size}, got {self.span}")
         if self.window is not None and self.window <= self.page_size:
             raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
         least = max(8, self.page_size)
@@ -272,7 +267,7 @@ class Clustered(CachePolicy):
 
         In the given order or a new one, which comes back if other layers are to have it.
         """
-        order = pack(k, valid, page_size=self.page_size, span=self.span) if order is None else order
+        order = pack(k, valid, page_size=self.page_size) if order is None else order
         shape = (*k.shape[:2], -1, self.page_size)
         mask = jnp.take_along_axis(jnp.broadcast_to(valid[:, None, :], order.shape), order, axis=2).reshape(shape)
         k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, k.shape[-1]) for x in (k, v))

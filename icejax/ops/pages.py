@@ -19,41 +19,42 @@ FAR = 1e30  # the distance of an empty slot: after every token, before what is a
 
 
 def pack(
-    k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, span: int, run: int = 1, block: int = BLOCK
+    k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, run: int = 1, block: int = BLOCK
 ) -> Int[Array, "B K S"]:
     """Returns the order of tokens in pages: page i holds tokens `order[..., i * page_size : (i + 1) * page_size]`.
 
-    Spans of at most `span` tokens are packed on their own, so cost is linear in S. A span larger than `block` is halved
-    along its tokens' main axis down to blocks of about that size; in a block each page is the free token of largest norm
-    with its nearest free neighbours (greedy packing of IceCache's pages, without its tree search). At last the same
-    halving over the pages' mean keys puts pages alike side by side. At most one
-    page of a span is partial, two with runs; empty slots come last in a page, and empty pages last in a span.
+    Tokens are halved along their main axis down to blocks of about `block`, so cost is S log S; in a block each page is the
+    free token of largest norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree
+    search). At last the same halving over the pages' mean keys puts pages alike side by side. At most one page is partial,
+    two with runs; empty slots come last in a page, and empty pages last of all.
+
+    All tokens are packed together: in a stretch of the text a rare token has no like, and its page's digest does not tell it.
 
     Args:
         k: keys; what stands where `valid` is False is not read.
         valid: which tokens there are; True for a prefix of every row.
         page_size: slots of a page; divides S.
-        span: largest number of tokens packed together.
         run: neighbours in time that stay together, represented by their mean key; divides `page_size`.
         block: tokens among which nearest neighbours are sought.
     """
     batch, heads, tokens, size = k.shape
-    spans = math.ceil(tokens / span)
-    levels = max(0, round(math.log2(tokens / spans / block)))
-    if tokens % (spans * 2**levels * page_size):
-        raise ValueError(f"{tokens} tokens do not divide into {spans} spans of {2**levels} blocks of {page_size}-token pages")
+    if tokens % page_size:
+        raise ValueError(f"{tokens} tokens do not divide into {page_size}-token pages")
+    levels = max(0, round(math.log2(tokens / block)))
+    while tokens % (2**levels * page_size):
+        levels -= 1  # larger blocks, of whole pages
     there = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
     keys, valid = _runs(jnp.where(there[..., None], k, 0).astype(jnp.float32), there, run)
-    order = _bisected(keys, valid, parts=spans, levels=levels)
+    part = tokens // run // 2**levels
+    order = _bisected(keys, valid, part=part)
     keys, valid = _reorder(order, keys, valid)
-    shape = (-1, tokens // run // (spans * 2**levels))
+    shape = (-1, part)
     pages = _neighbours(keys.reshape(*shape, size), valid.reshape(shape), page_size=page_size // run)
     keys, valid, order = _reorder(pages, keys, valid, order)
     # Pages alike become neighbours, so that the nodes of the digest tree are tight.
     means, pages_valid = _runs(jnp.where(valid[..., None], keys, 0), valid, page_size // run)
-    levels = max(0, round(math.log2(tokens / page_size / spans / NODE)))
     order = order.reshape(*means.shape[:3], -1)
-    order = _reorder(_bisected(means, pages_valid, parts=spans, levels=levels), order)[0]
+    order = _reorder(_bisected(means, pages_valid, part=NODE), order)[0]
     if run == 1:
         return order.reshape(batch, heads, tokens)
     order = order.reshape(batch, heads, -1, page_size // run, 1) * run + jnp.arange(run, dtype=jnp.int32).reshape(
@@ -65,14 +66,19 @@ def pack(
     return lax.sort((empty, order), num_keys=1, is_stable=True)[1].reshape(there.shape)
 
 
-def _bisected(keys: jax.Array, valid: jax.Array, *, parts: int, levels: int) -> jax.Array:
-    """Returns the order i32[B, K, S] that halves each of `parts` parts along its main axis, `levels` times over."""
+def _bisected(keys: jax.Array, valid: jax.Array, *, part: int) -> jax.Array:
+    """Returns the order i32[B, K, S] that halves [B, K, S, H] along its main axis, down to parts of `part`."""
+    size = keys.shape[2]
+    levels = max(0, math.ceil(math.log2(size / part)))
+    # Empty slots come last, also those that make all parts whole.
+    padding = [(0, 0), (0, 0), (0, part * 2**levels - size if levels else 0)]
+    keys, valid = jnp.pad(keys, [*padding, (0, 0)]), jnp.pad(valid, padding)
     order = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), valid.shape)
     for level in range(levels):
-        shape = (-1, keys.shape[2] // (parts * 2**level))
+        shape = (-1, keys.shape[2] // 2**level)
         halves = _halves(keys.reshape(*shape, keys.shape[-1]), valid.reshape(shape))
         keys, valid, order = _reorder(halves, keys, valid, order)
-    return order
+    return order[:, :, :size]
 
 
 def _runs(keys: jax.Array, valid: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
@@ -94,15 +100,17 @@ def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _halves(keys: jax.Array, valid: jax.Array) -> jax.Array:
-    """Sorts the tokens of every node [n, S, H] along its main axis, so that its halves are alike; empty slots last."""
-    count = jnp.maximum(valid.sum(-1, dtype=jnp.float32), 1.0)[:, None]
-    centred = jnp.where(valid[..., None], keys - (keys.sum(1) / count)[:, None, :], 0)
-    widest = jnp.square(centred).sum(-1).argmax(-1)
-    axis = jnp.take_along_axis(centred, widest[:, None, None], axis=1)[:, 0]
+    """Sorts the tokens of every node [n, S, H] along its main axis, so that its halves are alike; empty slots, 0, last."""
+    # The mean is taken off the products, not off the keys, of which there is no second copy then.
+    mean = keys.sum(1) / jnp.maximum(valid.sum(-1, dtype=jnp.float32), 1.0)[:, None]
+    widest = jnp.where(valid, jnp.square(keys).sum(-1) - 2 * EINSUM("nsh,nh->ns", keys, mean), -jnp.inf).argmax(-1)
+    axis = jnp.take_along_axis(keys, widest[:, None, None], axis=1)[:, 0] - mean
     for _ in range(POWER_ITERATIONS):
-        axis = EINSUM("nsh,ns->nh", centred, EINSUM("nsh,nh->ns", centred, axis))
+        along = EINSUM("nsh,nh->ns", keys, axis) - (mean * axis).sum(-1, keepdims=True)
+        along = jnp.where(valid, along, 0)
+        axis = EINSUM("nsh,ns->nh", keys, along) - mean * along.sum(-1, keepdims=True)
         axis = axis / (jnp.linalg.norm(axis, axis=-1, keepdims=True) + 1e-30)
-    along = jnp.where(valid, EINSUM("nsh,nh->ns", centred, axis), FAR)
+    along = jnp.where(valid, EINSUM("nsh,nh->ns", keys, axis), FAR)
     index = jnp.broadcast_to(jnp.arange(along.shape[-1], dtype=jnp.int32), along.shape)
     return lax.sort((along, index), num_keys=1)[1]
 
