@@ -59,7 +59,7 @@ def form(
 
 
 @jax.jit(static_argnames=("page_size", "run", "block", "stretch"))
-def _order(k: jax.Array, valid: jax.Array, *, page_size: int, block: int, run: int = 1, stretch: int | None = None) -> jax.Array:
+def _order(k, valid, *, page_size: int, block: int, run: int = 1, stretch: int | None = None) -> jax.Array:
     batch, heads, tokens, size = k.shape
     parts = -(-tokens // stretch) if stretch else 1
     k = k.reshape(batch, heads, parts, -1, size).swapaxes(1, 2).reshape(batch * parts, heads, -1, size)
