@@ -64,16 +64,16 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
     mask[:, :, 570:] = False
     levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
     assert [x.count.shape[-1] for x in levels] == [608, 38]
-    for at in (570, 571, 599, 3):
-        new = pages_of(np.random.default_rng(at), 1)
+    for at, count in ((570, 1), (571, 1), (599, 1), (3, 1), (583, 17), (31, 2), (96, 16), (15, 34), (592, 8)):
+        new = pages_of(np.random.default_rng(at), count)
         for old, x in zip((keys, values, mask), new, strict=True):
-            old[:, :, at] = x[:, :, 0]
+            old[:, :, at : at + count] = x
         found = tree.lineage(levels, digest(*map(jnp.asarray, new)), jnp.int32(at))
         levels = tree.replace(levels, found, jnp.int32(at))
     found = jax.tree.map(np.asarray, levels)
-    for at in (0, 3, 570, 571, 572, 599):
+    for at in range(600):
         check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
-    for node in (0, 1, 35, 37):
+    for node in range(38):
         part = np.s_[0, 0, 16 * node : 16 * node + 16]
         check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
 

@@ -55,19 +55,33 @@ def build(pages: Digests) -> tuple[Digests, ...]:
     return tuple(levels)
 
 
-def lineage(levels: tuple[Digests, ...], page: Digests, at: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns the digest [B, K, 1] of a page that is to stand at index `at`, and those of the nodes above it, highest last."""
-    found = [page]
+def lineage(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
+    """Returns the digests [B, K, n] of pages that are to stand from index `first` on, and those of all nodes above them."""
+    found = [pages]
     for level in levels[:-1]:
-        at, child = at // FAN_OUT, at % FAN_OUT
-        siblings = jax.tree.map(lambda x, at=at: jax.lax.dynamic_slice_in_dim(x, at * FAN_OUT, FAN_OUT, axis=2), level)
-        found.append(merge(jax.tree.map(lambda x: x[:, :, None], put(siblings, found[-1], child))))
+        above, count = _above(level, found[-1], first)
+        siblings = jax.tree.map(
+            lambda x, at=above, n=count: jax.lax.dynamic_slice_in_dim(x, at * FAN_OUT, n * FAN_OUT, axis=2), level
+        )
+        found.append(merge(_families(put(siblings, found[-1], first - above * FAN_OUT))))
+        first = above
     return tuple(found)
 
 
-def replace(levels: tuple[Digests, ...], found: tuple[Digests, ...], at: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns the tree with the `lineage` of the page at index `at` in it; reads nothing, so that XLA copies nothing."""
-    return tuple(put(level, new, at // FAN_OUT**i) for i, (level, new) in enumerate(zip(levels, found, strict=True)))
+def replace(levels: tuple[Digests, ...], found: tuple[Digests, ...], first: Int[Array, ""]) -> tuple[Digests, ...]:
+    """Returns the tree with the `lineage` of the pages from index `first` on; reads nothing, so that XLA copies nothing."""
+    replaced = []
+    for level, new in zip(levels, found, strict=True):
+        replaced.append(put(level, new, first))
+        first = _above(level, new, first)[0]
+    return tuple(replaced)
+
+
+def _above(level: Digests, found: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
+    """Returns the first and the number of the nodes that hold what is `found` from index `first` of a level on."""
+    nodes = level.count.shape[2] // FAN_OUT
+    count = min((found.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # wherever it begins in a node
+    return jnp.minimum(first // FAN_OUT, nodes - count), count
 
 
 def walk(
