@@ -187,9 +187,15 @@ class Session:
             about = json.loads((path / ABOUT).read_text())
             saved = about["identity"]
             options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
-            policy = POLICIES[options.pop("name")](**options)
+            kind = POLICIES[options.pop("name")]
         except (OSError, ValueError, KeyError, TypeError):
             raise InputError(f"{path} is no session: expected a folder that Session.save or --session wrote") from None
+        for key in sorted(options.keys() - {field.name for field in dataclasses.fields(kind)}):
+            raise InputError(
+                f"{path} was saved with cache.{key} = {options[key]}, which this version has not: "
+                "use the version that saved it, or another folder"
+            )
+        policy = kind(**options)
         for key, here in _identity(model, policy if cache is None else cache).items():
             if saved.get(key) != here:
                 raise InputError(

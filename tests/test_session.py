@@ -101,6 +101,12 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
         Session.load(tmp_path / "kept", other, bundled[1])
     with pytest.raises(icejax.InputError, match=r"saved with cache\.budget = 64, here it is 128: use the same"):
         Session.load(tmp_path / "kept", *bundled, cache=Clustered(budget=128))
+    about = tmp_path / "kept" / module.ABOUT
+    saved = about.read_text()
+    about.write_text(saved.replace('"cache.tail"', '"cache.magic": 7, "cache.tail"'))
+    with pytest.raises(icejax.InputError, match=r"saved with cache\.magic = 7, which this version has not: use the version"):
+        Session.load(tmp_path / "kept", *bundled)
+    about.write_text(saved)
     model, tokenizer = icejax.load()
     weight = model.model.layers[0].mlp.up_proj.weight
     weight[...] = weight[...] + 1
