@@ -188,14 +188,15 @@ class Session:
             saved = about["identity"]
             options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
             kind = POLICIES[options.pop("name")]
+            unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(kind)})
+            policy = None if unknown else kind(**options)
         except (OSError, ValueError, KeyError, TypeError):
             raise InputError(f"{path} is no session: expected a folder that Session.save or --session wrote") from None
-        for key in sorted(options.keys() - {field.name for field in dataclasses.fields(kind)}):
+        if unknown:
             raise InputError(
-                f"{path} was saved with cache.{key} = {options[key]}, which this version has not: "
+                f"{path} was saved with cache.{unknown[0]} = {options[unknown[0]]}, which this version has not: "
                 "use the version that saved it, or another folder"
             )
-        policy = kind(**options)
         for key, here in _identity(model, policy if cache is None else cache).items():
             if saved.get(key) != here:
                 raise InputError(

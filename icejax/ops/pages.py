@@ -48,8 +48,7 @@ def pack(
     part = tokens // run // 2**levels
     order = _bisected(keys, valid, part=part)
     keys, valid = _reorder(order, keys, valid)
-    shape = (-1, part)
-    pages = _neighbours(keys.reshape(*shape, size), valid.reshape(shape), page_size=page_size // run)
+    pages = _neighbours(keys.reshape(-1, part, size), valid.reshape(-1, part), page_size=page_size // run)
     keys, valid, order = _reorder(pages, keys, valid, order)
     # Pages alike become neighbours, so that the nodes of the digest tree are tight.
     means, pages_valid = _runs(jnp.where(valid[..., None], keys, 0), valid, page_size // run)
@@ -71,7 +70,7 @@ def _bisected(keys: jax.Array, valid: jax.Array, *, part: int) -> jax.Array:
     size = keys.shape[2]
     levels = max(0, math.ceil(math.log2(size / part)))
     # Empty slots come last, also those that make all parts whole.
-    padding = [(0, 0), (0, 0), (0, part * 2**levels - size if levels else 0)]
+    padding = [(0, 0), (0, 0), (0, part * 2**levels - size)]
     keys, valid = jnp.pad(keys, [*padding, (0, 0)]), jnp.pad(valid, padding)
     order = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), valid.shape)
     for level in range(levels):
