@@ -9,44 +9,51 @@ from icejax.ops import pages, tree
 from icejax.ops.digests import TAIL_CLAMP
 
 
-def halve(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, part: int, levels: int) -> np.ndarray:
-    """Returns `order`, whose parts are alike, and twos of them, fours, ...; slots past the tokens stay last in each."""
+def halve(keys: np.ndarray, order: np.ndarray, late: np.ndarray, part: int, levels: int) -> np.ndarray:
+    """Returns `order`, whose parts are alike, and twos of them, fours, ...; what is late stays last in each."""
     if levels == 0 or not len(order):
         return order
-    there, x = valid[order], keys[order].astype(np.float32)
+    there, x = late[order] == 0, keys[order].astype(np.float32)
     centred = np.where(there[:, None], x - x[there].sum(0) / max(there.sum(), 1), 0).astype(np.float32)
     axis = centred[np.square(centred).sum(-1).argmax()]
     for _ in range(pages.POWER_ITERATIONS):
         axis = centred.T @ (centred @ axis)
         axis = axis / (np.linalg.norm(axis) + 1e-30)
-    order = order[np.argsort(np.where(there, centred @ axis, np.inf), kind="stable")]
+    order = order[np.lexsort((np.where(there, centred @ axis, 0), late[order]))]
     half = part * 2 ** (levels - 1)
-    return np.concatenate([halve(keys, x, valid, part, levels - 1) for x in (order[:half], order[half:])])
+    return np.concatenate([halve(keys, x, late, part, levels - 1) for x in (order[:half], order[half:])])
 
 
-def neighbours(keys: np.ndarray, order: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
-    """Returns pages of the tokens `order`: the free one of largest norm, and those nearest to it."""
-    found, free = [], list(order)
+def neighbours(keys: np.ndarray, order: np.ndarray, late: np.ndarray, size: int) -> list[np.ndarray]:
+    """Returns groups of `order`: the free one farthest from the middle, and those nearest to it; what is late at last."""
+    found, free = [], [i for i in order if late[i] == 0]
+    middle = keys[free].astype(np.float32).mean(0) if free else 0
     while free:
         x = keys[free].astype(np.float32)
-        seed = x[np.where(valid[free], np.square(x).sum(-1), -1).argmax()]
-        distance = np.where(valid[free], np.square(x).sum(-1) - 2 * x @ seed, np.inf)
-        page = [free[i] for i in np.argsort(distance, kind="stable")[:size]]
-        found.append(np.asarray(page))
-        free = [i for i in free if i not in set(page)]
-    return found
+        seed = x[np.square(x - middle).sum(-1).argmax()]
+        found += [free[i] for i in np.argsort(np.square(x).sum(-1) - 2 * x @ seed, kind="stable")[:size]]
+        free = [i for i in free if i not in set(found[-size:])]
+    found += sorted((i for i in order if late[i] > 0), key=lambda i: late[i])
+    return [np.asarray(found[i : i + size]) for i in range(0, len(found), size)]
+
+
+def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[np.ndarray]:
+    """Returns groups of alike keys, groups alike in nodes of 16 behind one another, nodes in nodes; 1 is partial, 2 empty."""
+    levels = max(0, round(np.log2(len(keys) / block)))
+    part = -(-len(keys) // (2**levels * size)) * size
+    order = halve(keys, np.arange(len(keys)), late, part, levels)
+    found = [group for i in range(0, len(order), part) for group in neighbours(keys, order[i : i + part], late, size)]
+    if len(found) == 1:
+        return found
+    whole = [(late[group] == 0).all() and len(group) == size for group in found]
+    means = np.stack([keys[group].mean(0) * full for group, full in zip(found, whole, strict=True)])
+    above = np.asarray([0 if full else 1 + (late[group] == 2).all() for group, full in zip(found, whole, strict=True)])
+    return [found[i] for node in arrange(means, above, pages.NODE, pages.NODE_BLOCK) for i in node]
 
 
 def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
     """Returns the pages as token numbers, empty ones included."""
-    tokens = len(keys)
-    levels = max(0, round(np.log2(tokens / pages.BLOCK)))
-    order = halve(keys, np.arange(tokens), valid, tokens // 2**levels, levels)
-    found = [page for block in np.split(order, 2**levels) for page in neighbours(keys, block, valid, size)]
-    means = np.stack([keys[p[valid[p]]].mean(0) if valid[p].any() else np.zeros(keys.shape[1]) for p in found])
-    filled = np.asarray([valid[p].any() for p in found])
-    levels = max(0, int(np.ceil(np.log2(len(found) / pages.NODE))))
-    return [found[i][valid[found[i]]] for i in halve(means, np.arange(len(found)), filled, pages.NODE, levels)]
+    return [page[valid[page]] for page in arrange(keys, np.where(valid, 0, 2), size, pages.BLOCK)]
 
 
 class Reference:

@@ -20,7 +20,7 @@ def test_200_steps_equal_the_reference(monkeypatch, tail):
     monkeypatch.setattr(tree, "TOP", 16)
     lengths = (4000, 150, 20)
     prompt, new = draw(lengths, STEPS, sharp=1.5)
-    policy = Clustered(budget=128, opened=4, tail=tail, compact_every=64)
+    policy = Clustered(budget=128, candidates=4, opened=4, tail=tail, compact_every=64)
     ours = Layer(policy, lengths, *prompt)
     assert len(ours.state.levels) == 3
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]

@@ -13,9 +13,11 @@ from icejax.ops.attention import EINSUM
 from icejax.ops.topk import top_k
 
 BLOCK = 2048  # tokens among which nearest neighbours are sought; chosen in bench/results/pages.md
-NODE = 16  # pages that are put side by side at the last
+NODE_BLOCK = 4096  # pages, and nodes
+NODE = 16  # pages of a node, nodes of a node above
 POWER_ITERATIONS = 3
-FAR = 1e30  # the distance of an empty slot: after every token, before what is already taken
+FAR = 1e30  # the distance of what is late: after every token, before what is already taken
+EMPTY, PADDING = 2.0, 3.0  # how late an empty slot is, and one that pack adds; 1: a group that is not full
 
 
 def pack(
@@ -24,9 +26,9 @@ def pack(
     """Returns the order of tokens in pages: page i holds tokens `order[..., i * page_size : (i + 1) * page_size]`.
 
     Tokens are halved along their main axis down to blocks of about `block`, so cost is S log S; in a block each page is the
-    free token of largest norm with its nearest free neighbours (greedy packing of IceCache's pages, without its tree
-    search). At last the same halving over the pages' mean keys puts pages alike side by side. At most one page is partial,
-    two with runs; empty slots come last in a page, and empty pages last of all.
+    free token farthest from the block's middle with its nearest free neighbours (IceCache's greedy packing, which begins
+    with the largest norm, without its tree search). By their mean keys pages are then put into nodes of 16 in the same way,
+    and nodes into nodes. The last page may be partial, with empty slots last; empty pages are last of all.
 
     All tokens are packed together: in a stretch of the text a rare token has no like, and its page's digest does not tell it.
 
@@ -37,54 +39,46 @@ def pack(
         run: neighbours in time that stay together, represented by their mean key; divides `page_size`.
         block: tokens among which nearest neighbours are sought.
     """
-    batch, heads, tokens, size = k.shape
+    batch, heads, tokens, _ = k.shape
     if tokens % page_size:
         raise ValueError(f"{tokens} tokens do not divide into {page_size}-token pages")
-    levels = max(0, round(math.log2(tokens / block)))
-    while tokens % (2**levels * page_size):
-        levels -= 1  # larger blocks, of whole pages
     there = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
-    keys, valid = _runs(jnp.where(there[..., None], k, 0).astype(jnp.float32), there, run)
-    part = tokens // run // 2**levels
-    order = _bisected(keys, valid, part=part)
-    keys, valid = _reorder(order, keys, valid)
-    pages = _neighbours(keys.reshape(-1, part, size), valid.reshape(-1, part), page_size=page_size // run)
-    keys, valid, order = _reorder(pages, keys, valid, order)
-    # Pages alike become neighbours, so that the nodes of the digest tree are tight.
-    means, pages_valid = _runs(jnp.where(valid[..., None], keys, 0), valid, page_size // run)
-    order = order.reshape(*means.shape[:3], -1)
-    order = _reorder(_bisected(means, pages_valid, part=NODE), order)[0]
-    if run == 1:
-        return order.reshape(batch, heads, tokens)
-    order = order.reshape(batch, heads, -1, page_size // run, 1) * run + jnp.arange(run, dtype=jnp.int32).reshape(
-        1, 1, 1, 1, -1
-    )
-    order = order.reshape(batch, heads, -1, page_size)
-    # The last run may be partial, and lie anywhere in its page: its empty slots go to the page's end.
-    empty = ~jnp.take_along_axis(there, order.reshape(there.shape), axis=2).reshape(order.shape)
-    return lax.sort((empty, order), num_keys=1, is_stable=True)[1].reshape(there.shape)
+    keys, late = jnp.where(there[..., None], k, 0).astype(jnp.float32), jnp.where(there, 0.0, EMPTY)
+    if run > 1:
+        keys, late = _groups(keys, late, run)
+    order = _arranged(keys, late, group=page_size // run, block=block)[..., None] * run
+    return (order + jnp.arange(run, dtype=jnp.int32)[None, None, None, :]).reshape(batch, heads, tokens)
 
 
-def _bisected(keys: jax.Array, valid: jax.Array, *, part: int) -> jax.Array:
-    """Returns the order i32[B, K, S] that halves [B, K, S, H] along its main axis, down to parts of `part`."""
-    size = keys.shape[2]
-    levels = max(0, math.ceil(math.log2(size / part)))
-    # Empty slots come last, also those that make all parts whole.
-    padding = [(0, 0), (0, 0), (0, part * 2**levels - size)]
-    keys, valid = jnp.pad(keys, [*padding, (0, 0)]), jnp.pad(valid, padding)
-    order = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), valid.shape)
-    for level in range(levels):
+def _arranged(keys: jax.Array, late: jax.Array, *, group: int, block: int) -> jax.Array:
+    """Returns the order i32[B, K, S] of keys [B, K, S, H] in groups of keys alike, of groups alike in nodes, and so on.
+
+    What is `late` [B, K, S] comes last, by how late it is; its keys are 0.
+    """
+    items = keys.shape[2]
+    levels = max(0, round(math.log2(items / block)))
+    part = -(-items // (2**levels * group)) * group
+    padding = [(0, 0), (0, 0), (0, part * 2**levels - items)]
+    keys, late = jnp.pad(keys, [*padding, (0, 0)]), jnp.pad(late, padding, constant_values=PADDING)
+    order = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), late.shape)
+    for level in range(levels + 1):
         shape = (-1, keys.shape[2] // 2**level)
-        halves = _halves(keys.reshape(*shape, keys.shape[-1]), valid.reshape(shape))
-        keys, valid, order = _reorder(halves, keys, valid, order)
-    return order[:, :, :size]
+        parts = keys.reshape(*shape, keys.shape[-1]), late.reshape(shape)
+        within = _halves(*parts) if level < levels else _neighbours(*parts, group=group)
+        keys, late, order = _reorder(within, keys, late, order)
+    if order.shape[2] > group:
+        above = _arranged(*_groups(keys, late, group), group=NODE, block=NODE_BLOCK)
+        order = _reorder(above, order.reshape(*order.shape[:2], -1, group))[0].reshape(order.shape)
+    return order[:, :, :items]
 
 
-def _runs(keys: jax.Array, valid: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
-    """Returns mean keys [B, K, S / run, H] of runs of neighbours, and which runs hold a token."""
-    counts = valid.reshape(*valid.shape[:2], -1, run).sum(-1, dtype=jnp.float32)
-    totals = keys.reshape(*counts.shape, run, keys.shape[-1]).sum(3)
-    return totals / jnp.maximum(counts, 1.0)[..., None], counts > 0
+def _groups(keys: jax.Array, late: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean keys of `size` neighbours each, and how late these are: 0 if all are there, 1 if some."""
+    late = late.reshape(*late.shape[:2], -1, size)
+    means = keys.reshape(*late.shape, -1).mean(3)
+    least = late.min(-1)
+    late = jnp.where(least >= EMPTY, late.mean(-1), jnp.where(late.max(-1) > 0, 1.0, 0.0))
+    return jnp.where(late[..., None] > 0, 0, means), late
 
 
 def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -98,34 +92,40 @@ def _reorder(within: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(reordered)
 
 
-def _halves(keys: jax.Array, valid: jax.Array) -> jax.Array:
-    """Sorts the tokens of every node [n, S, H] along its main axis, so that its halves are alike; empty slots, 0, last."""
-    # The mean is taken off the products, not off the keys, of which there is no second copy then.
-    mean = keys.sum(1) / jnp.maximum(valid.sum(-1, dtype=jnp.float32), 1.0)[:, None]
-    widest = jnp.where(valid, jnp.square(keys).sum(-1) - 2 * EINSUM("nsh,nh->ns", keys, mean), -jnp.inf).argmax(-1)
-    axis = jnp.take_along_axis(keys, widest[:, None, None], axis=1)[:, 0] - mean
+def _halves(keys: jax.Array, late: jax.Array) -> jax.Array:
+    """Sorts the items of every node [n, S, H] along its main axis, so that its halves are alike."""
+    there, middle = late == 0, _middle(keys, late)
+    # The middle is taken off the products, not off the keys, of which there is no second copy then.
+    widest = jnp.where(there, jnp.square(keys).sum(-1) - 2 * EINSUM("nsh,nh->ns", keys, middle), -jnp.inf).argmax(-1)
+    axis = jnp.take_along_axis(keys, widest[:, None, None], axis=1)[:, 0] - middle
     for _ in range(POWER_ITERATIONS):
-        along = EINSUM("nsh,nh->ns", keys, axis) - (mean * axis).sum(-1, keepdims=True)
-        along = jnp.where(valid, along, 0)
-        axis = EINSUM("nsh,ns->nh", keys, along) - mean * along.sum(-1, keepdims=True)
+        along = EINSUM("nsh,nh->ns", keys, axis) - (middle * axis).sum(-1, keepdims=True)
+        along = jnp.where(there, along, 0)
+        axis = EINSUM("nsh,ns->nh", keys, along) - middle * along.sum(-1, keepdims=True)
         axis = axis / (jnp.linalg.norm(axis, axis=-1, keepdims=True) + 1e-30)
-    along = jnp.where(valid, EINSUM("nsh,nh->ns", keys, axis), FAR)
+    along = jnp.where(there, EINSUM("nsh,nh->ns", keys, axis), FAR * late)
     index = jnp.broadcast_to(jnp.arange(along.shape[-1], dtype=jnp.int32), along.shape)
     return lax.sort((along, index), num_keys=1)[1]
 
 
-def _neighbours(keys: jax.Array, valid: jax.Array, *, page_size: int) -> jax.Array:
-    """Orders the tokens of every block [n, S, H]: a page is the free token of largest norm and those nearest to it."""
+def _neighbours(keys: jax.Array, late: jax.Array, *, group: int) -> jax.Array:
+    """Orders the items of every block [n, S, H]: a group is the free one farthest from the middle and those nearest to it."""
     squares = jnp.square(keys).sum(-1)
+    outlying = jnp.where(late > 0, -FAR * late, squares - 2 * EINSUM("nsh,nh->ns", keys, _middle(keys, late)))
 
-    def page(taken: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        seed = jnp.where(taken, -jnp.inf, jnp.where(valid, squares, -1.0)).argmax(-1)
+    def grouped(taken: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        seed = jnp.where(taken, -jnp.inf, outlying).argmax(-1)
         key = jnp.take_along_axis(keys, seed[:, None, None], axis=1)[:, 0]
         distance = squares - 2 * EINSUM("nsh,nh->ns", keys, key)  # less the seed's own square, alike for all
-        distance = jnp.where(taken, jnp.inf, jnp.where(valid, distance, FAR))
-        chosen = top_k(-distance, page_size)[1]
+        distance = jnp.where(taken, jnp.inf, jnp.where(late > 0, FAR * late, distance))
+        chosen = top_k(-distance, group)[1]
         rows = jnp.arange(len(keys))[:, None]
         return taken.at[rows, chosen].set(True), chosen
 
-    _, chosen = lax.scan(page, jnp.zeros(valid.shape, bool), None, length=keys.shape[1] // page_size)
-    return chosen.transpose(1, 0, 2).reshape(valid.shape)
+    _, chosen = lax.scan(grouped, jnp.zeros(late.shape, bool), None, length=keys.shape[1] // group)
+    return chosen.transpose(1, 0, 2).reshape(late.shape)
+
+
+def _middle(keys: jax.Array, late: jax.Array) -> jax.Array:
+    """Returns the mean key [n, H] of every node [n, S, H]."""
+    return keys.sum(1) / jnp.maximum((late == 0).sum(-1, dtype=jnp.float32), 1.0)[:, None]
