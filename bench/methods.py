@@ -75,24 +75,25 @@ class Method:
     Attributes:
         score: `second-order` or a peer's.
         walk: by the digest tree, as `Clustered` does; else by a flat scan.
-        candidates: pages fetched for each page of tokens attended exactly.
+        candidates: pages fetched for each page of tokens attended exactly; None: as `Clustered` does by default.
     """
 
     score: str = "second-order"
     tail: bool = True
     walk: bool = True
-    candidates: int = 1
+    candidates: int | None = 1
     group: tree.Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
 
 
-RERANKED = Method(candidates=icejax.Clustered().candidates)
+RERANKED = Method(candidates=None)
 METHODS = (
     Method(tail=False, walk=False),
     Method(walk=False),
     Method(),
     Method(candidates=2),
+    Method(candidates=4),
     RERANKED,
     replace(RERANKED, tail=False),
     replace(RERANKED, walk=False),

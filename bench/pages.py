@@ -61,7 +61,10 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
     sinks, window = residents(budget)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
         page_size = pages[0].shape[3]
-        fetched = min(pages[0].shape[2], method.candidates * ((budget - sinks - window) // page_size))
+        if method.candidates is None:
+            fetched = icejax.Clustered(budget=budget, page_size=page_size).num_fetched(pages[0].shape[2])
+        else:
+            fetched = min(pages[0].shape[2], method.candidates * ((budget - sinks - window) // page_size))
         levels = levels_of(pages, dtype=method.digest_dtype)
         if method.page_dtype is not None:
             pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])

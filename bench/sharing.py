@@ -46,7 +46,7 @@ def rows(prompts: list[list[Captured]], *, budget: int) -> Iterator[dict]:
 def _one(layer: Captured, leader: Captured | None, how: str, budget: int) -> tuple[list[float], list[float]]:
     sinks, window = residents(budget)
     size = layer.q.shape[-1]
-    fetched = RERANKED.candidates * ((budget - sinks - window) // PAGE)
+    fetched = icejax.Clustered(budget=budget).num_fetched(layer.k.shape[1] // PAGE)
     pages = form(layer, FORMATION, PAGE, sinks, window, leader if how == "path" else None)
     levels = levels_of(pages, dtype=None)
     if leader is not None:

@@ -19,6 +19,8 @@ from icejax.ops.digests import NARROW, Digests, Score, digest, empty, put
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
 
+LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
+
 
 @dataclass(frozen=True)
 class Clustered(CachePolicy):
@@ -32,7 +34,8 @@ class Clustered(CachePolicy):
         page_size: tokens of a page.
         sinks: first tokens kept on the device; None: an eighth of the budget, at most 32 (the paper's two pages).
         window: newest tokens kept on the device; None: an eighth of the budget and a page, at most two pages.
-        candidates: pages fetched for every page of tokens attended exactly; the best tokens of all of them are.
+        candidates: pages fetched for every page of tokens attended exactly; the best tokens of all of them are. None: 4, and
+            never fewer pages than at a budget of 256.
         tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
         score: how a page is scored by its digest; `mean` is without the variance.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
@@ -40,7 +43,7 @@ class Clustered(CachePolicy):
         page_dtype: `int8` stores pages with a scale per page and channel, in 56% of a 16-bit model's host memory (not on TPU);
             None: in the model's dtype.
         resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
-            is `candidates` times that of the budget.
+            is that of the fetched pages.
         opened: nodes of the digest tree opened per level.
         compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
@@ -58,7 +61,7 @@ class Clustered(CachePolicy):
     page_size: int = 16
     sinks: int | None = None
     window: int | None = None
-    candidates: int = 4
+    candidates: int | None = None
     tail: bool = True
     score: Score = "second-order"
     group: tree.Group = "sum"
@@ -138,7 +141,10 @@ class Clustered(CachePolicy):
 
     def num_fetched(self, pages: int) -> int:
         """Returns how many of `pages` pages a step fetches per KV head."""
-        return min(pages, self.candidates * (-(-self._most_paged // self.page_size) + 1))
+        wanted = -(-self._most_paged // self.page_size) + 1
+        if self.candidates is None:
+            return min(pages, max(4 * wanted, LEAST_FETCHED // self.page_size))
+        return min(pages, self.candidates * wanted)
 
     def init(self, spec: CacheSpec) -> ClusteredState:
         heads = (spec.batch_size, spec.num_kv_heads)
