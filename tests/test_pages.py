@@ -58,3 +58,13 @@ def test_packing_beats_order_of_time_on_spread():
     order = np.asarray(packed(keys[None, None], np.ones((1, 4096), bool), page_size=16))[0, 0]
     spread = [np.asarray(keys[o]).reshape(256, 16, 16).var(axis=1).sum(-1).mean() for o in (order, np.arange(4096))]
     assert spread[0] < 0.3 * spread[1]
+
+
+def test_nodes_hold_pages_alike():
+    """Pages of sixteen far groups of sixteen clusters, shuffled, come back one group to a node."""
+    rng = np.random.default_rng(2)
+    far, near = 20 * rng.standard_normal((16, 1, 32)), rng.standard_normal((16, 16, 32))
+    labels = rng.permutation(np.repeat(np.arange(256), 16))
+    keys = (far + near).reshape(256, 32)[labels] + 0.01 * rng.standard_normal((4096, 32))
+    order = np.asarray(packed(keys.astype(np.float32)[None, None], np.ones((1, 4096), bool), page_size=16))[0, 0]
+    assert all(len(set(node)) == 1 for node in (labels[order] // 16).reshape(16, 256))

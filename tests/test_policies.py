@@ -114,3 +114,9 @@ def test_clustered_finds_a_planted_needle():
         layer = Layer(Clustered(budget=64), (250,), *prompt)
         found = layer.step(*(x[0] for x in new))
         np.testing.assert_allclose(found, dense(prompt, new, (250,), 0), atol=0.05)
+
+
+def test_small_budgets_fetch_as_many_pages_as_one_of_256():
+    assert [Clustered(budget=n).num_fetched(1000) for n in (64, 256, 512)] == [56, 56, 120]
+    assert Clustered(budget=64, page_size=8).num_fetched(1000) == 112 and Clustered(budget=64).num_fetched(20) == 20
+    assert [Clustered(budget=64, candidates=n).num_fetched(1000) for n in (1, 4)] == [4, 16]
