@@ -43,7 +43,7 @@ def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[n
     part = -(-len(keys) // (2**levels * size)) * size
     order = halve(keys, np.arange(len(keys)), late, part, levels)
     found = [group for i in range(0, len(order), part) for group in neighbours(keys, order[i : i + part], late, size)]
-    if len(found) == 1:
+    if len(found) <= pages.NODE:
         return found
     whole = [(late[group] == 0).all() and len(group) == size for group in found]
     means = np.stack([keys[group].mean(0) * full for group, full in zip(found, whole, strict=True)])

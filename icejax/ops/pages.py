@@ -66,7 +66,7 @@ def _arranged(keys: jax.Array, late: jax.Array, *, group: int, block: int) -> ja
         parts = keys.reshape(*shape, keys.shape[-1]), late.reshape(shape)
         within = _halves(*parts) if level < levels else _neighbours(*parts, group=group)
         keys, late, order = _reorder(within, keys, late, order)
-    if order.shape[2] > group:
+    if order.shape[2] > group * NODE:  # else all groups are in one node, in any order
         above = _arranged(*_groups(keys, late, group), group=NODE, block=NODE_BLOCK)
         order = _reorder(above, order.reshape(*order.shape[:2], -1, group))[0].reshape(order.shape)
     return order[:, :, :items]
