@@ -25,7 +25,7 @@ from rich.progress import track
 import icejax
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
-from icejax.cache.clustered import LEAST_FETCHED
+from icejax.cache.clustered import pages_for
 from icejax.cache.encoding import decode, encode
 from icejax.generation import ASSETS
 
@@ -62,9 +62,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
     sinks, window = residents(budget)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
         page_size = pages[0].shape[3]
-        fit = (budget - sinks - window) // page_size
-        fetched = method.candidates * fit if method.candidates else max(4 * fit, LEAST_FETCHED // page_size)
-        fetched = min(pages[0].shape[2], fetched)
+        fetched = min(pages[0].shape[2], pages_for((budget - sinks - window) // page_size, page_size, method.candidates))
         levels = levels_of(pages, dtype=method.digest_dtype)
         if method.page_dtype is not None:
             pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])

@@ -22,6 +22,11 @@ from icejax.ops.pages import pack
 LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
 
 
+def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
+    """Returns how many pages are fetched for the best tokens of `wanted` pages; see `Clustered.candidates`."""
+    return candidates * wanted if candidates else max(4 * wanted, LEAST_FETCHED // page_size)
+
+
 @dataclass(frozen=True)
 class Clustered(CachePolicy):
     """IceCache's budgeted cache, with a second-order page score, a digest tree and a tail.
@@ -141,10 +146,7 @@ class Clustered(CachePolicy):
 
     def num_fetched(self, pages: int) -> int:
         """Returns how many of `pages` pages a step fetches per KV head."""
-        wanted = -(-self._most_paged // self.page_size) + 1
-        if self.candidates is None:
-            return min(pages, max(4 * wanted, LEAST_FETCHED // self.page_size))
-        return min(pages, self.candidates * wanted)
+        return min(pages, pages_for(-(-self._most_paged // self.page_size) + 1, self.page_size, self.candidates))
 
     def init(self, spec: CacheSpec) -> ClusteredState:
         heads = (spec.batch_size, spec.num_kv_heads)

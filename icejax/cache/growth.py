@@ -64,7 +64,7 @@ def extend(policy: Clustered, state: ClusteredState, q, k, v, lengths: Lengths, 
         leaving = first + jnp.arange(tokens)[None, :]
         valid = leaving < policy.window_start(after)
         keys, values, digests, guide = policy.paged(*at(leaving, valid), valid, guide)
-        levels = tree.replace(state.levels, tree.lineage(state.levels, digests, lengths.pages), lengths.pages)
+        levels = tree.update(state.levels, digests, lengths.pages)
     state = dataclasses.replace(state, window_k=window_k, window_v=window_v, levels=levels)
     used = (valid.sum(1).max() + policy.page_size - 1) // policy.page_size
     return out, state, (jnp.stack([keys, values], axis=3).transpose(2, 0, 1, 3, 4, 5), used), guide
@@ -104,7 +104,7 @@ def compact(policy: Clustered, state: ClusteredState, pages: jax.Array, lengths:
     k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
     k, v = (take(x, forward, valid) for x in (k, v))
     k, v, digests, guide = policy.paged(k, v, valid, guide)
-    levels = tree.replace(state.levels, tree.lineage(state.levels, digests, first), first)
+    levels = tree.update(state.levels, digests, first)
     # What stays on the device of these pages is no longer what they are.
     state = dataclasses.replace(state, levels=levels, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
     return state, jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5), guide

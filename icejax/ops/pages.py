@@ -77,6 +77,7 @@ def _groups(keys: jax.Array, late: jax.Array, size: int) -> tuple[jax.Array, jax
     late = late.reshape(*late.shape[:2], -1, size)
     means = keys.reshape(*late.shape, -1).mean(3)
     least = late.min(-1)
+    # A group of empty slots and padding stands between the two, so that padding stays last.
     late = jnp.where(least >= EMPTY, late.mean(-1), jnp.where(late.max(-1) > 0, 1.0, 0.0))
     return jnp.where(late[..., None] > 0, 0, means), late
 
