@@ -15,6 +15,7 @@ from icejax.cache.policy import CacheSpec, Lengths
 from icejax.ops import tree
 from icejax.ops.digests import Digests
 from tests import tolerances
+from tests.reference import outlier_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 PROMPT, NEW = 256, 256
@@ -111,13 +112,16 @@ def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
 
 def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[np.ndarray]) -> None:
     """Asserts that every level's digests of a row and head are those of the keys of `pages`, in float64."""
-    nodes = pages
+    keys = np.concatenate(pages).astype(np.float64)
+    numbers = np.split(np.arange(len(keys)), np.cumsum([len(page) for page in pages])[:-1])
+    nodes = [outlier_first(keys, list(page[:, None])) for page in numbers]
     for level in levels:
         for i, tokens in enumerate(nodes):
             assert int(level.count[row, head, i]) == len(tokens)
             if len(tokens):
-                of = tokens.astype(np.float64)
-                for vectors, expected in ((level.mean, of.mean(0)), (level.variance, of.var(0))):
+                others = keys[tokens[1:] if len(tokens) > 1 else tokens]
+                expected = (keys[tokens[0]], others.mean(0), others.var(0))
+                for vectors, of in zip((level.outlier, level.mean, level.variance), expected, strict=True):
                     found = np.asarray(vectors.data[row, head, i])
-                    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.DIGEST)
-        nodes = [np.concatenate(nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]
+                    np.testing.assert_allclose(found, of, rtol=0, atol=tolerances.DIGEST)
+        nodes = [outlier_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]

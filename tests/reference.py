@@ -6,7 +6,7 @@ import numpy as np
 
 from icejax.cache import Clustered
 from icejax.ops import pages, tree
-from icejax.ops.digests import TAIL_CLAMP
+from icejax.ops.digests import TAIL_CLAMP, TIED
 
 
 def halve(keys: np.ndarray, order: np.ndarray, late: np.ndarray, part: int, levels: int) -> np.ndarray:
@@ -56,6 +56,17 @@ def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
     return [page[valid[page]] for page in arrange(keys, np.where(valid, 0, 2), size, pages.BLOCK)]
 
 
+def outlier_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    """Returns the tokens of a node, its outlier first, as it is in every part; of a page every token is a part."""
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return np.zeros(0, int)
+    tokens = np.concatenate(parts)
+    distance = np.square(keys[[part[0] for part in parts]] - keys[tokens].mean(0)).sum(-1)
+    first = parts[(distance >= TIED * distance.max()).argmax()][0]
+    return np.concatenate([[first], tokens[tokens != first]])
+
+
 class Reference:
     """State: keys and values of every token, and which of them are sinks, in which page, or in the window."""
 
@@ -71,12 +82,12 @@ class Reference:
         self.steps = 0
 
     def score(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Returns the estimated log-sum-exps of a page or node, [2, G]: to choose by, and to weigh by."""
+        """Returns the estimated log-sum-exps of a page or node, outlier first, [2, G]: to choose by, and to weigh by."""
         if not len(tokens):
             return np.full((2, len(q)), -np.inf)
-        k, s = self.k[tokens], q / q.shape[-1] ** 0.5
+        k, s = self.k[tokens[1:] if len(tokens) > 1 else tokens], q / q.shape[-1] ** 0.5
         first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * s**2 @ k.var(0)
-        return np.stack([first + second, first + np.minimum(second, TAIL_CLAMP)])
+        return np.maximum([first + second, first + np.minimum(second, TAIL_CLAMP)], s @ self.k[tokens[0]])
 
     def best(self, scores: np.ndarray, count: int) -> np.ndarray:
         """Returns the candidates of largest softmax, summed over the group, among those not empty."""
@@ -92,10 +103,10 @@ class Reference:
         q = q.astype(np.float64)
         self.k, self.v = np.vstack([self.k, k]), np.vstack([self.v, v])
         self.window.append(len(self.k) - 1)
-        levels = [self.pages]
+        levels = [[outlier_first(self.k, list(page[:, None])) for page in self.pages]]
         while len(levels[-1]) > tree.TOP:
             runs = range(0, len(levels[-1]), tree.FAN_OUT)
-            levels.append([np.concatenate(levels[-1][i : i + tree.FAN_OUT]).astype(int) for i in runs])
+            levels.append([outlier_first(self.k, levels[-1][i : i + tree.FAN_OUT]) for i in runs])
         candidates, rest = list(range(len(levels[-1]))), []
         for level in range(len(levels) - 1, -1, -1):
             nodes = [levels[level][i] for i in candidates]
@@ -104,9 +115,7 @@ class Reference:
             if level:
                 opened = set(self.best(estimates, self.policy.opened).tolist())
                 rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
-                candidates = [
-                    c for i in opened for c in range(candidates[i] * tree.FAN_OUT, candidates[i] * tree.FAN_OUT + tree.FAN_OUT)
-                ]
+                candidates = [c for i in opened for c in range(candidates[i] * 16, candidates[i] * 16 + 16)]  # FAN_OUT
                 candidates = sorted(c for c in candidates if c < len(levels[level - 1]))
         best = self.best(estimates, self.policy.num_fetched(len(self.pages)))
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]

@@ -29,7 +29,7 @@ def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
 
 @dataclass(frozen=True)
 class Clustered(CachePolicy):
-    """IceCache's budgeted cache, with a second-order page score, a digest tree and a tail.
+    """IceCache's budgeted cache, with a second-order page score that knows a page's outlier, a digest tree and a tail.
 
     A step attends exactly to the sinks, to the best tokens of the pages of highest score, and to the window; never to more
     than `budget` tokens per KV head and layer. All others contribute by their means.
@@ -42,7 +42,7 @@ class Clustered(CachePolicy):
         candidates: pages fetched for every page of tokens attended exactly; the best tokens of all of them are. None: 4, and
             never fewer pages than at a budget of 256.
         tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
-        score: how a page is scored by its digest; `mean` is without the variance.
+        score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
         page_dtype: `int8` stores pages with a scale per page and channel, in 56% of a 16-bit model's host memory (not on TPU);

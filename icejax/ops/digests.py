@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.ops.attention import EINSUM
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
+TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
 NARROW = ("int8", "float8_e4m3fn")  # dtypes of digests besides the model's own
 Score = Literal["second-order", "mean"]
 
@@ -53,12 +54,14 @@ class Digests:
 
     Attributes:
         count: tokens, 0 for an empty one.
-        mean: mean key.
-        variance: variance of every channel of the keys.
-        value: mean value.
+        outlier: of a page the key farthest from the mean of all; of a node the outlier of a page that is.
+        mean: mean of the other keys; of a single one itself.
+        variance: variance of every channel of the other keys.
+        value: mean value of all.
     """
 
     count: jax.Array  # i32[B, K, P]
+    outlier: Vectors
     mean: Vectors
     variance: Vectors
     value: Vectors
@@ -67,7 +70,7 @@ class Digests:
 def empty(shape: tuple[int, ...], size: int, dtype: str) -> Digests:
     """Returns digests of nothing, of vectors of `size` channels."""
     nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
-    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing)
+    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing, nothing)
 
 
 def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
@@ -79,27 +82,46 @@ def digest(
     k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], dtype: str | None = None
 ) -> Digests:
     """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
-    count = mask.sum(-1, dtype=jnp.int32)
     keys, values = (jnp.where(mask[..., None], x, 0).astype(jnp.float32) for x in (k, v))
-    divisor = jnp.maximum(count, 1)[..., None].astype(jnp.float32)
-    mean = keys.sum(-2) / divisor
-    spread = jnp.where(mask[..., None], keys - mean[..., None, :], 0)
-    variance = jnp.square(spread).sum(-2) / divisor
-    return Digests(count, *(Vectors.store(x, dtype or k.dtype) for x in (mean, variance, values.sum(-2) / divisor)))
+    there = mask.astype(jnp.float32)[..., None]
+    outlier, others = _outlying(keys, there, _mean(keys.sum(-2), there))
+    mean = _mean((others * keys).sum(-2), others)
+    variance = _mean((others * jnp.square(keys - mean[..., None, :])).sum(-2), others)
+    found = (outlier, mean, variance, _mean(values.sum(-2), there))
+    return Digests(mask.sum(-1, dtype=jnp.int32), *(Vectors.store(x, dtype or k.dtype) for x in found))
 
 
 def merge(parts: Digests) -> Digests:
     """Returns the digests of runs of pages from those of their pages, an axis more: [B, K, P, fan-out] to [B, K, P].
 
-    Exact but for rounding to the stored dtype: variances add by the parallel-axis rule.
+    Exact but for rounding to the stored dtype: variances add by the parallel-axis rule, to which every outlier but the one
+    that stays is a key like the others.
     """
-    weight = parts.count.astype(jnp.float32)[..., None]
-    divisor = jnp.maximum(weight.sum(-2), 1.0)
-    mean, variance, value = (x.read() for x in (parts.mean, parts.variance, parts.value))
-    centre = (weight * mean).sum(-2) / divisor
-    spread = variance + jnp.square(mean - centre[..., None, :])
-    merged = (centre, (weight * spread).sum(-2) / divisor, (weight * value).sum(-2) / divisor)
+    count = parts.count.astype(jnp.float32)[..., None]
+    outliers, mean, variance, value = (x.read() for x in (parts.outlier, parts.mean, parts.variance, parts.value))
+    there, inner = jnp.minimum(count, 1.0), jnp.maximum(count - 1.0, 0.0)
+    outlier, others = _outlying(outliers, count, _mean((inner * mean + there * outliers).sum(-2), count))
+    kept = inner + others
+    centre = _mean((inner * mean + others * outliers).sum(-2), kept)[..., None, :]
+    spread = inner * (variance + jnp.square(mean - centre)) + others * jnp.square(outliers - centre)
+    merged = (outlier, centre[..., 0, :], _mean(spread.sum(-2), kept), _mean((count * value).sum(-2), count))
     return Digests(parts.count.sum(-1, dtype=jnp.int32), *(Vectors.store(x, parts.mean.data.dtype) for x in merged))
+
+
+def _mean(total: Float[Array, "... H"], weight: Float[Array, "... p 1"]) -> Float[Array, "... H"]:
+    return total / jnp.maximum(weight.sum(-2), 1.0)
+
+
+def _outlying(
+    keys: Float[Array, "... p H"], count: Float[Array, "... p 1"], centre: Float[Array, "... H"]
+) -> tuple[Float[Array, "... H"], Float[Array, "... p 1"]]:
+    """Returns of `count` tokens' keys the one farthest from their centre, and which are the others: itself, if it is alone."""
+    distance = jnp.where(count > 0, jnp.square(keys - centre[..., None, :]).sum(-1, keepdims=True), -1.0)
+    farthest = (distance >= TIED * distance.max(-2, keepdims=True)).argmax(-2, keepdims=True)
+    slots = jax.lax.broadcasted_iota(jnp.int32, distance.shape, distance.ndim - 2)
+    alone = count.sum(-2, keepdims=True) <= 1
+    others = (count > 0) & (alone | (slots != farthest))
+    return jnp.take_along_axis(keys, farthest, axis=-2)[..., 0, :], others.astype(jnp.float32)
 
 
 def score(
@@ -107,16 +129,21 @@ def score(
 ) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
     """Returns the estimated log-sum-exp of every page for every query head, in fp32; -inf if empty.
 
-    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j; by the rule `mean` without the last term.
-    Twice: to choose pages by, as it is, because one key that stands out makes its page wide; and to weigh pages by, the
-    last term at most 3 nats.
+    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, as if all keys were like those that do not
+    stand out, but not less than s q.outlier, which one key has alone. By the rule `mean` log(count) + s q.(mean of all).
+    Twice: to choose pages by, as it is, because keys that stand out make their page wide; and to weigh pages by, the term
+    of the variance at most 3 nats.
     """
     scaled = q.astype(jnp.float32) * q.shape[-1] ** -0.5
-    first = _products(scaled, digests.mean) + jnp.log(digests.count)[:, :, None, :]
+    count = digests.count[:, :, None, :].astype(jnp.float32)
+    first, outlier = _products(scaled, digests.mean), _products(scaled, digests.outlier)
     if rule == "mean":
-        return first, first
+        first += (outlier - first) / jnp.maximum(count, 1.0)
+        return (first + jnp.log(count),) * 2
+    first += jnp.log(count)
     second = 0.5 * _products(jnp.square(scaled), digests.variance)
-    return first + second, first + jnp.minimum(second, TAIL_CLAMP)
+    outlier = jnp.where(count > 0, outlier, -jnp.inf)
+    return jnp.maximum(first + second, outlier), jnp.maximum(first + jnp.minimum(second, TAIL_CLAMP), outlier)
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
