@@ -73,7 +73,7 @@ class Clustered(CachePolicy):
     digest_dtype: str | None = None
     page_dtype: str | None = None
     resident: bool = False
-    opened: int = 48
+    opened: int = 56
     compact_every: int = 1024
     dense_layers: int | None = None
     reuse: int = 1
