@@ -103,6 +103,21 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
             assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(kept @ scaled).sum()), abs=0.5)
 
 
+def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
+    """The others of its page point the other way, so that their mean hides it, and it shares a node with 15 pages."""
+    rng = np.random.default_rng(14)
+    keys, values = (rng.standard_normal((1, 1, 600, 16, 64)).astype(np.float32) for _ in range(2))
+    direction = rng.standard_normal(64)
+    direction /= np.linalg.norm(direction)
+    keys[0, 0, 77, 5] = 16 * direction
+    keys[0, 0, 77] -= (16 * direction / 16).astype(np.float32)
+    q = jnp.asarray((7 * direction).astype(np.float32))[None, None, None]
+    levels = tree.build(digest(*map(jnp.asarray, (keys, values, np.ones(keys.shape[:4], bool)))))
+    assert len(levels) == 2
+    found = tree.walk(q, levels, opened=1, selected=1, tail=True)
+    assert int(found.page_ids[0, 0, 0]) == 77
+
+
 def reference_walk(q, keys, values, mask, selected: int):
     """Returns chosen pages, and the tail's output and log-sum-exp per head, from a flat scan in float64."""
     size = q.shape[-1]
