@@ -272,6 +272,7 @@ def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monk
     assert run(capsys, "--prompt", "Pass key ab:", *kept)[0] == 0
 
 
+@pytest.mark.slow
 def test_two_processes_draw_the_same_text(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-1500:]
     line = ["--prompt", prompt, "--json", "--temperature", "1", "--seed", "7", "--max-new-tokens", "60", "--budget", "64"]

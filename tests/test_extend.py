@@ -11,14 +11,16 @@ from tests.run import all_logits, greedy, plan_for
 
 # Budgets for all tokens, or those decoded between the parts would be what a policy makes of them.
 POLICIES = (
-    Full(),
-    Clustered(budget=2000, sinks=8, window=24, compact_every=32),
-    Clustered(budget=2000, page_size=8, sinks=2, window=9, digest_dtype="int8"),
+    pytest.param(Full(), id="full"),
+    pytest.param(Clustered(budget=2000, sinks=8, window=24, compact_every=32), id="pages-of-16"),
+    pytest.param(
+        Clustered(budget=2000, page_size=8, sinks=2, window=9, digest_dtype="int8"), id="pages-of-8", marks=pytest.mark.slow
+    ),
 )
 PARTS = ([200, 60, 300], [5, 9, 40], [30, 1, 400, 3])
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=("full", "pages-of-16", "pages-of-8"))
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "family, parts", [("llama-gqa", PARTS[0]), ("llama-gqa", PARTS[1]), ("mistral-window", PARTS[2])], ids=str
 )
