@@ -75,7 +75,8 @@ class Method:
     Attributes:
         score: `second-order` or a peer's.
         walk: by the digest tree, as `Clustered` does; else by a flat scan.
-        candidates: pages fetched for each page of tokens attended exactly; None: as `Clustered` does by default.
+        candidates: pages fetched for each page of tokens attended exactly; None: by the rule of `Clustered`, which counts
+            one or two pages more.
     """
 
     score: str = "second-order"

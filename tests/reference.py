@@ -115,8 +115,8 @@ class Reference:
             if level:
                 opened = set(self.best(estimates, self.policy.opened).tolist())
                 rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
-                candidates = [c for i in opened for c in range(candidates[i] * 16, candidates[i] * 16 + 16)]  # FAN_OUT
-                candidates = sorted(c for c in candidates if c < len(levels[level - 1]))
+                firsts, count = [candidates[i] * tree.FAN_OUT for i in opened], len(levels[level - 1])
+                candidates = sorted(c for f in firsts for c in range(f, f + tree.FAN_OUT) if c < count)
         best = self.best(estimates, self.policy.num_fetched(len(self.pages)))
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
