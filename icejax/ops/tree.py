@@ -15,7 +15,7 @@ from icejax.ops.topk import top_k
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
 Group = Literal["sum", "max", "interleave"]
-TOP = 1280  # nodes of the highest level, all of which are scored: 16,384 tokens and 4,096 new ones
+TOP = 2304  # nodes of the highest level, all of which are scored: 32,768 tokens and 4,096 new ones
 
 
 @jax.tree_util.register_dataclass
