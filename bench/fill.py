@@ -60,7 +60,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         for i in plan.pooled:
             old: ClusteredState = state.cache.layers[i]
             resident = {name: getattr(old, name) for name in ("num_sinks", "sinks_k", "sinks_v", "window_k", "window_v")}
-            layers[i] = dataclasses.replace(layers[i], **resident, levels=tree.build(leaves[i]))
+            layers[i] = dataclasses.replace(layers[i], **resident, levels=_build(leaves[i]))
     lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
     return jax.device_put(dataclasses.replace(state, cache=cache), jax.devices()[0]), big
@@ -80,6 +80,9 @@ def _tiled(x: jax.Array, empty: jax.Array, base: int, context: int) -> jax.Array
 def _noisy(pages: jax.Array, noise: jax.Array, shift: jax.Array, scale: float) -> jax.Array:
     """Returns pages with noise that is another for every `shift`."""
     return (pages + scale * pages.std() * jnp.roll(noise, shift * 7 + shift // 11, axis=(0,))).astype(pages.dtype)
+
+
+_build = jax.jit(tree.build, donate_argnums=0)  # a million tokens leave no room for a second copy
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)
