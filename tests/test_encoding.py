@@ -49,6 +49,7 @@ def test_the_bundled_model_answers_from_int8_pages():
     assert narrow.host_kv_bytes == plain.host_kv_bytes * 18 // (16 * 4)
 
 
+@pytest.mark.slow
 def test_sessions_keep_int8_pages_bit_for_bit(tmp_path):
     bundled, (text, questions) = icejax.load(), document()
     session = icejax.Session(*bundled, cache=Clustered(budget=64, page_dtype="int8", compact_every=32), context_length=3000)

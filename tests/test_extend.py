@@ -22,7 +22,9 @@ PARTS = ([200, 60, 300], [5, 9, 40], [30, 1, 400, 3])
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "family, parts", [("llama-gqa", PARTS[0]), ("llama-gqa", PARTS[1]), ("mistral-window", PARTS[2])], ids=str
+    "family, parts",
+    [pytest.param("llama-gqa", PARTS[0], marks=pytest.mark.slow), ("llama-gqa", PARTS[1]), ("mistral-window", PARTS[2])],
+    ids=str,
 )
 def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, parts):
     """Tokens are decoded between the parts, so that the window is in every state; they belong to the text."""
@@ -49,7 +51,7 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
         assert int(state.cache.lengths.seen[0]) == at
 
 
-@pytest.mark.parametrize("reuse", [1, 2])
+@pytest.mark.parametrize("reuse", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     tokens, exact = families.tokens(500), Clustered(budget=2000, reuse=reuse)

@@ -63,7 +63,10 @@ class Letters:
         return "".join(chr(int(i) + 33) for i in ids)
 
 
-@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64), Clustered(budget=64, digest_dtype="int8")], ids=repr)
+NARROW = pytest.param(Clustered(budget=64, digest_dtype="int8"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64), NARROW], ids=repr)
 def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, cache):
     text, questions = document()
     session = Session(*bundled, cache=cache, context_length=3000)

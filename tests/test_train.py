@@ -25,6 +25,7 @@ def weights(run) -> dict[str, torch.Tensor]:
     return torch.load(run / "state.pt")["model"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys):
     train.main(["--out", str(tmp_path / "whole"), "--seed", "3"])
     monkeypatch.setattr(train, "SAVE_EVERY_S", -1.0)  # after every step
