@@ -128,10 +128,12 @@ def extend(
     padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths, new = state.cache.lengths, jnp.asarray([len(tokens)], jnp.int32)
-    x, states, used, guide = _embed(model, jnp.asarray(padded)), [], jnp.int32(0), None
+    # What a layer gives is bound to the device, as the pool is: so must the first input be, or a layer is compiled twice.
+    x = jax.device_put(_embed(model, jnp.asarray(padded)), jax.devices()[0])
+    states, used, guide = [], jnp.int32(0), None
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
         pooled = plan.pooled.index(i) if i in plan.pooled else None
-        view = None if pooled is None else host.PoolLayer(pool, None, pooled, plan.fetch_backend, plan.spec.dtype)
+        view = None if pooled is None else host.PoolLayer(pool, None, np.int32(pooled), plan.fetch_backend, plan.spec.dtype)
         x, layer_state, pages, guide = _extend_layer(
             layer, x, lengths, new, state.cache.layers[i], view, plan.guided(i, guide), policy=policy
         )

@@ -80,7 +80,7 @@ def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
     number = jax.ShapeDtypeStruct((), jnp.int32)
     write = jax.jit(functools.partial(host._write_layer, singly=platform == "tpu"), donate_argnums=0)
     read = jax.jit(functools.partial(host.read_pages, count=64, dtype="bfloat16"))
-    policy, view = plan.policies[0], host.PoolLayer(pool, None, 0, backend, "bfloat16")
+    policy, view = plan.policies[0], host.PoolLayer(pool, None, np.int32(0), backend, "bfloat16")
     prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec, window=None))
     extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
     x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))

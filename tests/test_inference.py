@@ -47,6 +47,16 @@ def test_growth_compiles_each_program_once(tmp_path):
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
+def test_one_program_extends_all_layers(tmp_path):
+    """Three layers with pages: one that is compiled per layer would triple the first wait of a session's second text."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 300)
+    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
+    before = inference._extend_layer._cache_size()
+    inference.extend(model, families.tokens(20), plan, state, pool)
+    assert len(plan.pooled) == 3 and inference._extend_layer._cache_size() == before + 1
+
+
 def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -121,9 +131,9 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
 
 
 @pytest.mark.parametrize("resident", [True, False])
-def test_rows_that_have_ended_cost_no_fetches(resident):
+def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
     """The bundled model answers a short question and stops; the other row writes on."""
-    model, tokenizer = icejax.load()
+    model, tokenizer = bundled
     prompt = (icejax.generation.ASSETS / "prompt.txt").read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     near = prompt[prompt.index(question) - 10 :][:1200]

@@ -36,7 +36,7 @@ class PoolLayer:
 
     pages: jax.Array  # uint[P, L, B, K, 2, rows, H], pinned_host
     ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
-    layer: int = field(metadata=dict(static=True))
+    layer: int | jax.Array  # an array where one program serves all layers
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
 
