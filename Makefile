@@ -11,7 +11,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m slow
+	XLA_FLAGS= $(BIN)/python -m pytest -m slow
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,12 +1,46 @@
-"""Settings of the whole suite: no network, no accelerator, nothing promoted in silence."""
+"""Settings of the whole suite: no network, no accelerator, nothing promoted in silence, nothing compiled twice."""
 
+import ctypes
+import gc
 import os
+import sys
+import tempfile
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
+CACHES = tempfile.TemporaryDirectory(prefix="icejax-tests-")
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "JAX_PLATFORMS": "cpu",
+    "TOKENIZERS_PARALLELISM": "false",
+    "XDG_CACHE_HOME": CACHES.name,  # nothing is left in the user's own
+    # One cache of compiled programs for all tests and the commands they start: the same small ones come again and again.
+    "JAX_COMPILATION_CACHE_DIR": f"{CACHES.name}/programs",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # a quarter less to wait; `make test-slow` optimises
 
 import jax
+import pytest
+
+import icejax
+from icejax import inference
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_dropped():
+    """Keeps the suite's memory small: what a later file compiles again is read from the cache."""
+    yield
+    inference._programs.cache_clear()
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+
+
+@pytest.fixture(scope="session")
+def bundled():
+    """The bundled model and its tokenizer, only to be read."""
+    return icejax.load()

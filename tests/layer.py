@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,20 @@ HEADS, KV_HEADS, SIZE = 4, 2, 16
 PROMPT, NEW = 256, 256
 
 
+@dataclass(frozen=True)
+class Programs:
+    """What is done with a policy's state after its prompt, jitted; `traces` counts how often `decode` was traced."""
+
+    decode: Callable
+    flush: Callable
+    flushed: Callable
+    compact: Callable
+    traces: list[int]
+
+
 @functools.cache
-def decode_program(policy: CachePolicy):
-    """Returns the jitted decode of `policy`, and a list whose one number counts its traces."""
+def programs(policy: CachePolicy) -> Programs:
+    """Returns the programs of `policy`."""
     traces, backend = [0], fetch_backend()
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -32,7 +44,8 @@ def decode_program(policy: CachePolicy):
         view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
         return policy.decode(state, q, k, v, lengths, view)[:2]
 
-    return decode, traces
+    compact = jax.jit(lambda state, pages, lengths: policy.compact(state, pages, lengths)[:2])
+    return Programs(decode, jax.jit(policy.flush), jax.jit(policy.flushed), compact, traces)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
@@ -60,22 +73,22 @@ class Layer:
             shape = (policy.num_pages(self.spec), 1, *pages.shape[1:])
             self.pool = host.write_layer(host.allocate(shape, "float32"), pages, 0)
             self.lengths = Lengths(self.lengths.prompt, self.lengths.decoded, jnp.int32(pages.shape[0]))
-        self._step, self.traces = decode_program(policy)
+        self.programs = programs(policy)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
-        out, self.state = self._step(self.state, q, k, v, self.lengths, self.pool)
+        out, self.state = self.programs.decode(self.state, q, k, v, self.lengths, self.pool)
         decoded = self.lengths.decoded + 1
         self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages)
         if self.pool is not None and int(decoded) % self.policy.page_size == 0:
-            page, news = self.policy.flush(self.state, self.lengths)
-            self.state = self.policy.flushed(self.state, news, self.lengths)
+            page, news = self.programs.flush(self.state, self.lengths)
+            self.state = self.programs.flushed(self.state, news, self.lengths)
             self.pool = host.write_pages(self.pool, page[None, None], self.lengths.pages)
             self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages + 1)
         if self.pool is not None and self.policy.compact_every and int(decoded) % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             pages = host.read_pages(self.pool, self.lengths.pages - count, count=count, dtype="float32")
-            self.state, pages, _ = self.policy.compact(self.state, pages[:, 0], self.lengths)
+            self.state, pages = self.programs.compact(self.state, pages[:, 0], self.lengths)
             self.pool = host.write_pages(self.pool, pages[:, None], self.lengths.pages - count)
         return np.asarray(out)
 

@@ -80,6 +80,14 @@ class Reference:
         padded[:middle] = k[len(self.sinks) : start]
         self.pages = [p + len(self.sinks) for p in pack(padded, np.arange(len(k)) < middle, policy.page_size)]
         self.steps = 0
+        self.nodes: dict[bytes, np.ndarray] = {}
+
+    def node(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Returns `outlier_first`, which is the same in every step for the same tokens."""
+        key = b"".join(part.tobytes() for part in parts)
+        if key not in self.nodes:
+            self.nodes[key] = outlier_first(self.k, parts)
+        return self.nodes[key]
 
     def score(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the estimated log-sum-exps of a page or node, outlier first, [2, G]: to choose by, and to weigh by."""
@@ -103,10 +111,10 @@ class Reference:
         q = q.astype(np.float64)
         self.k, self.v = np.vstack([self.k, k]), np.vstack([self.v, v])
         self.window.append(len(self.k) - 1)
-        levels = [[outlier_first(self.k, list(page[:, None])) for page in self.pages]]
+        levels = [[self.node(list(page[:, None])) for page in self.pages]]
         while len(levels[-1]) > tree.TOP:
             runs = range(0, len(levels[-1]), tree.FAN_OUT)
-            levels.append([outlier_first(self.k, levels[-1][i : i + tree.FAN_OUT]) for i in runs])
+            levels.append([self.node(levels[-1][i : i + tree.FAN_OUT]) for i in runs])
         candidates, rest = list(range(len(levels[-1]))), []
         for level in range(len(levels) - 1, -1, -1):
             nodes = [levels[level][i] for i in candidates]

@@ -1,14 +1,16 @@
-"""Runs a model without text: all logits of a prompt, and greedy decoding step by step."""
+"""Runs a model without text: all logits of a prompt, and greedy decoding step by step; and any function as one program."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from icejax import inference
 from icejax.cache import CachePolicy
 from icejax.cache.policy import Lengths
 from icejax.inference import Decoding, prefill
@@ -17,22 +19,25 @@ from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
 
 
+def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
+    """Returns `function(*arrays, **static)`, traced anew and run as one program: op by op each would be compiled apart."""
+    return jax.jit(functools.partial(function, **static))(*arrays)
+
+
 def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> np.ndarray:
-    """Returns the logits f32[T, V] at every position of `prompt`."""
+    """Returns the logits f32[T, V] at every position of `prompt`, by the programs of `prefill`."""
     plan = plan_for(model, policy, [prompt], 1)
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
     lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
-    return np.asarray(_all_logits(model, jnp.asarray(padded), lengths, plan))[0, : len(prompt)]
-
-
-@functools.partial(jax.jit, static_argnames="plan")
-def _all_logits(model: CausalLM, tokens: jax.Array, lengths: Lengths, plan: Plan) -> jax.Array:
-    x = model.model.embed_tokens(tokens)
+    x = inference._embed(model, jnp.asarray(padded))
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
         window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
-        x = layer.prefill(x, lengths, policy=policy, state=policy.init(plan.spec), window=window)[0]
-    return model.logits(x)
+        x = inference._prefill_layer(layer, x, lengths, None, policy=policy, spec=plan.spec, window=window)[0]
+    return np.asarray(_logits(model, x))[0, : len(prompt)]
+
+
+_logits = jax.jit(lambda model, x: model.logits(x))
 
 
 def plan_for(model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Plan:

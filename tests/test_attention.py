@@ -6,6 +6,7 @@ import pytest
 
 from icejax.ops.attention import attend, causal
 from tests import tolerances
+from tests.run import jitted
 
 
 def reference(q, k, v, mask):
@@ -28,7 +29,7 @@ def test_causal_equals_float64(window, kv_heads):
     k, v = (rng.standard_normal((3, tokens, kv_heads, 8)).astype(np.float32) for _ in range(2))
     for i, length in enumerate(lengths):
         k[i, length:], v[i, length:] = np.nan, np.nan
-    found = np.asarray(causal(*map(jnp.asarray, (q, k, v)), lengths=jnp.asarray(lengths), window=window))
+    found = np.asarray(jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window), q, k, v))
     for i, length in enumerate(lengths):
         query, key = np.arange(length)[:, None], np.arange(length)[None, :]
         mask = (key <= query) & (key > query - (window or tokens))
@@ -41,7 +42,7 @@ def test_attend_equals_float64_and_ignores_masked_keys():
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 50, 8), (3, 50, 8)))
     mask = rng.random((3, 50)) < 0.5
     dirty = np.where(mask[..., None], k, np.nan)
-    found = np.asarray(attend(*map(jnp.asarray, (q, dirty, v, mask))))
+    found = np.asarray(jitted(attend, q, dirty, v, mask))
     for i in range(3):
         expected = reference(q[i][None], k[i][:, None], v[i][:, None], mask[i][None])[0]
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT)

@@ -10,6 +10,7 @@ from icejax.ops.attention import attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, Digests, digest, merge, score
 from tests import tolerances
 from tests.reference import outlier_first
+from tests.run import jitted
 
 
 def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1):
@@ -33,6 +34,21 @@ def float64(keys, values, mask):
     return len(kept), kept[tokens[0]], others.mean(0), others.var(0), meant.mean(0)
 
 
+def tree_of(keys, values, mask):
+    """Returns the digest tree of pages."""
+    return tree.build(digest(keys, values, mask))
+
+
+def nodes_of(pages: Digests) -> Digests:
+    """Returns the digests of three nodes of 16 pages."""
+    return merge(jax.tree.map(lambda x: x.reshape(1, 1, 3, 16, *x.shape[3:]), pages))
+
+
+def put_in(levels, keys, values, mask, at):
+    """Returns the tree with other pages from page `at` on, as a flush puts them in."""
+    return tree.replace(levels, tree.lineage(levels, digest(keys, values, mask), at), at)
+
+
 def check(found: Digests, at: tuple[int, ...], expected) -> None:
     assert found.count[at] == expected[0]
     for x, reference in zip((found.outlier, found.mean, found.variance, found.value), expected[1:], strict=True):
@@ -44,7 +60,7 @@ def test_digest_equals_float64(size):
     rng = np.random.default_rng(2)
     keys, values, mask = pages_of(rng, 20, size, heads=3)
     keys[~mask], values[~mask] = np.nan, np.nan
-    found = jax.tree.map(np.asarray, digest(*map(jnp.asarray, (keys, values, mask))))
+    found = jax.tree.map(np.asarray, jitted(digest, keys, values, mask))
     for at in np.ndindex(1, 3, 20):
         check(found, at, float64(keys[at], values[at], mask[at]))
 
@@ -52,8 +68,8 @@ def test_digest_equals_float64(size):
 def test_merging_is_exact():
     keys, values, mask = pages_of(np.random.default_rng(3), 48)
     mask[:, :, :16] = False  # a whole family of empty pages
-    pages = digest(*map(jnp.asarray, (keys, values, mask)))
-    found = jax.tree.map(np.asarray, merge(jax.tree.map(lambda x: x.reshape(1, 1, 3, 16, *x.shape[3:]), pages)))
+    pages = jitted(digest, keys, values, mask)
+    found = jax.tree.map(np.asarray, jitted(nodes_of, pages))
     for node in range(3):
         part = np.s_[0, 0, 16 * node : 16 * node + 16]
         check(found, (0, 0, node), float64(keys[part], values[part], mask[part]))
@@ -67,14 +83,13 @@ def small_top(monkeypatch):
 def test_every_level_stays_exact_when_pages_are_put_in(small_top):
     keys, values, mask = pages_of(np.random.default_rng(4), 600)
     mask[:, :, 570:] = False
-    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    levels = jitted(tree_of, keys, values, mask)
     assert [x.count.shape[-1] for x in levels] == [608, 38]
     for at, count in ((570, 1), (571, 1), (599, 1), (3, 1), (583, 17), (31, 2), (96, 16), (15, 34), (592, 8)):
         new = pages_of(np.random.default_rng(at), count)
         for old, x in zip((keys, values, mask), new, strict=True):
             old[:, :, at : at + count] = x
-        found = tree.lineage(levels, digest(*map(jnp.asarray, new)), jnp.int32(at))
-        levels = tree.replace(levels, found, jnp.int32(at))
+        levels = jitted(put_in, levels, *new, jnp.int32(at))
     found = jax.tree.map(np.asarray, levels)
     for at in range(600):
         check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
@@ -87,7 +102,7 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found = map(np.asarray, score(jnp.asarray(q), digest(*map(jnp.asarray, (keys, values, mask)))))
+    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask)))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -112,9 +127,9 @@ def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
     keys[0, 0, 77, 5] = 16 * direction
     keys[0, 0, 77] -= (16 * direction / 16).astype(np.float32)
     q = jnp.asarray((7 * direction).astype(np.float32))[None, None, None]
-    levels = tree.build(digest(*map(jnp.asarray, (keys, values, np.ones(keys.shape[:4], bool)))))
+    levels = jitted(tree_of, keys, values, np.ones(keys.shape[:4], bool))
     assert len(levels) == 2
-    found = tree.walk(q, levels, opened=1, selected=1, tail=True)
+    found = jitted(tree.walk, q, levels, opened=1, selected=1, tail=True)
     assert int(found.page_ids[0, 0, 0]) == 77
 
 
@@ -140,8 +155,8 @@ def test_a_flat_walk_equals_float64():
     rng = np.random.default_rng(6)
     keys, values, mask = pages_of(rng, 50)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
-    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
-    found = tree.walk(jnp.asarray(q), levels, opened=16, selected=6, tail=True)
+    levels = jitted(tree_of, keys, values, mask)
+    found = jitted(tree.walk, jnp.asarray(q), levels, opened=16, selected=6, tail=True)
     chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
     kept = np.asarray(found.counts)[0, 0] > 0
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
@@ -153,11 +168,11 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     rng = np.random.default_rng(7)
     keys, values, mask = pages_of(rng, 900, heads=2)
     q = jnp.asarray(rng.standard_normal((1, 2, 3, 16)).astype(np.float32) * 2)
-    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    levels = jitted(tree_of, keys, values, mask)
     assert len(levels) == 2
     options = dict(selected=12, tail=True)
-    flat = tree.walk(q, levels[:1], opened=1, **options)
-    whole = tree.walk(q, levels, opened=57, **options)
+    flat = jitted(tree.walk, q, levels[:1], opened=1, **options)
+    whole = jitted(tree.walk, q, levels, opened=57, **options)
     np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
     np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
@@ -166,9 +181,9 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
 def test_every_token_counts_once_however_few_nodes_are_open(small_top):
     """A zero query scores every node by its count alone."""
     keys, values, mask = pages_of(np.random.default_rng(7), 900)
-    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
+    levels = jitted(tree_of, keys, values, mask)
     for opened in (1, 8, 57):
-        found = tree.walk(jnp.zeros((1, 1, 1, 16)), levels, opened=opened, selected=5, tail=True)
+        found = jitted(tree.walk, jnp.zeros((1, 1, 1, 16)), levels, opened=opened, selected=5, tail=True)
         seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
         assert seen == pytest.approx(mask.sum(), rel=1e-5)
 
@@ -179,13 +194,12 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     keys, values = (np.repeat(rng.standard_normal((1, 1, 40, 1, 16)), 16, axis=3).astype(np.float32) for _ in range(2))
     mask = np.ones((1, 1, 40, 16), bool)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
-    levels = tree.build(digest(*map(jnp.asarray, (keys, values, mask))))
-    found = tree.walk(jnp.asarray(q), levels, opened=16, selected=3, tail=True)
+    levels = jitted(tree_of, keys, values, mask)
+    found = jitted(tree.walk, jnp.asarray(q), levels, opened=16, selected=3, tail=True)
     chosen = np.asarray(found.page_ids)[0, 0]
-    exact = attend_with_lse(
-        *(jnp.asarray(x.reshape(1, -1, 16)) for x in (q, keys[0, 0, chosen], values[0, 0, chosen])), jnp.ones((1, 48), bool)
-    )
-    out, _ = merge_by_lse(*exact, found.tail_out[0], found.tail_lse[0])
+    flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
+    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool))
+    out, _ = jitted(merge_by_lse, *exact, found.tail_out[0], found.tail_lse[0])
     scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
     weights = np.exp(scores)
     expected = weights @ values.reshape(-1, 16) / weights.sum(-1, keepdims=True)
@@ -199,8 +213,8 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     keys, values, mask = pages_of(rng, 600)
     mask[:, :, 100:500] = False
     q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
-    levels = tree.build(digest(jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), jnp.asarray(mask)))
-    found = tree.walk(q, levels, opened=16, selected=4, tail=True)
+    levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
+    found = jitted(tree.walk, q, levels, opened=16, selected=4, tail=True)
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
     assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
 
@@ -209,8 +223,8 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
 def test_narrow_digests_are_within_a_step_and_merge(dtype, step):
     """A value is off by half a step: of its vector's largest (int8), of itself (fp8, three bits of mantissa)."""
     keys, values, mask = pages_of(np.random.default_rng(10), 48)
-    wide, narrow = (digest(*map(jnp.asarray, (keys, values, mask)), dtype) for dtype in (None, dtype))
-    families = [merge(jax.tree.map(lambda x: x.reshape(1, 1, 3, 16, *x.shape[3:]), x)) for x in (wide, narrow)]
+    wide, narrow = (jitted(digest, keys, values, mask, dtype=dtype) for dtype in (None, dtype))
+    families = [jitted(nodes_of, x) for x in (wide, narrow)]
     # Which outlier of its pages a node keeps may hang on their rounding.
     vectors = ("mean", "variance", "value")
     for exact, found, names, steps in ((wide, narrow, ("outlier", *vectors), 0.51), (*families, vectors, 2.0)):
@@ -225,9 +239,9 @@ def test_narrow_digests_are_within_a_step_and_merge(dtype, step):
 def test_group_rules_choose_as_written(group):
     keys, values, mask = pages_of(np.random.default_rng(11), 60)
     q = np.random.default_rng(12).standard_normal((1, 1, 3, 16)).astype(np.float32) * 3
-    digests = digest(*map(jnp.asarray, (keys, values, mask)))
-    found = tree.walk(jnp.asarray(q), tree.build(digests), opened=1, selected=7, tail=False, rule="mean", group=group)
-    scores = np.asarray(score(jnp.asarray(q), digests, "mean")[0])[0, 0].astype(np.float64)
+    digests = jitted(digest, keys, values, mask)
+    found = jitted(tree.walk, jnp.asarray(q), jitted(tree.build, digests), opened=1, selected=7, tail=False, rule="mean", group=group)
+    scores = np.asarray(jitted(score, q, digests, rule="mean")[0])[0, 0].astype(np.float64)
     for page in np.flatnonzero(mask[0, 0].any(-1)):
         kept = keys[0, 0, page][mask[0, 0, page]]
         np.testing.assert_allclose(scores[:, page], q[0, 0] / 4 @ kept.mean(0) + np.log(len(kept)), atol=1e-4)
@@ -243,8 +257,9 @@ def test_group_rules_choose_as_written(group):
 
 
 def test_an_empty_tree_has_no_tail(small_top):
-    nothing = digest(jnp.ones((1, 1, 600, 16, 8)), jnp.ones((1, 1, 600, 16, 8)), jnp.zeros((1, 1, 600, 16), bool))
-    found = tree.walk(jnp.ones((1, 1, 1, 8)), tree.build(nothing), opened=16, selected=4, tail=True)
+    ones = np.ones((1, 1, 600, 16, 8), np.float32)
+    levels = jitted(tree_of, ones, ones, np.zeros((1, 1, 600, 16), bool))
+    found = jitted(tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, opened=16, selected=4, tail=True)
     assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
     assert (np.asarray(found.tail_out) == 0).all()
     assert np.asarray(found.page_ids).max() < 600

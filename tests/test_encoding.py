@@ -37,8 +37,8 @@ def test_int8_pages_are_within_half_a_step(dtype):
     np.testing.assert_array_equal(np.asarray(again, np.float32), 0)
 
 
-def test_the_bundled_model_answers_from_int8_pages():
-    model, tokenizer = icejax.load()
+def test_the_bundled_model_answers_from_int8_pages(bundled):
+    model, tokenizer = bundled
     text, questions = document()
     options = dict(max_new_tokens=8)
     plain, narrow = (
@@ -50,8 +50,8 @@ def test_the_bundled_model_answers_from_int8_pages():
 
 
 @pytest.mark.slow
-def test_sessions_keep_int8_pages_bit_for_bit(tmp_path):
-    bundled, (text, questions) = icejax.load(), document()
+def test_sessions_keep_int8_pages_bit_for_bit(bundled, tmp_path):
+    text, questions = document()
     session = icejax.Session(*bundled, cache=Clustered(budget=64, page_dtype="int8", compact_every=32), context_length=3000)
     session.ask(text, max_new_tokens=70)
     session.save(tmp_path / "kept")

@@ -16,11 +16,6 @@ from icejax.plan import make_plan
 from icejax.sampling import Sampling
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    return icejax.load()
-
-
 def text_and_fact() -> tuple[str, range, task.Question]:
     context = task.context(np.random.default_rng(7), length=1500, facts=task.Facts(keys=1), split="heldout")
     (question,) = context.questions

@@ -114,9 +114,9 @@ def test_facts_in_the_models_own_turn_and_questions_in_one_text(capsys):
     assert [row["task"] for row in rows] == ["early", "multiquery-4"] and min(row["exact"] for row in rows) >= 3 / 4
 
 
-def test_questions_leave_the_text_as_it_was():
+def test_questions_leave_the_text_as_it_was(bundled):
     """The same question twice, with another and a flush between, and in a text of its own through `generate`."""
-    model, tokenizer = icejax.load()
+    model, tokenizer = bundled
     policy = icejax.Clustered(budget=64)
     text = task.context(np.random.default_rng(1), length=1500, facts=task.Facts(keys=2), split="heldout")
     reader = Reader(model, policy, prompt_tokens=1500, new_tokens=64)
@@ -130,8 +130,8 @@ def test_questions_leave_the_text_as_it_was():
     assert bytes(answers[0][:6]).decode() == whole.text == text.questions[0].answer
 
 
-def test_questions_that_cross_a_compaction_leave_the_pages_as_they_were():
-    model, _ = icejax.load()
+def test_questions_that_cross_a_compaction_leave_the_pages_as_they_were(bundled):
+    model, _ = bundled
     context = task.context(np.random.default_rng(1), length=800, facts=task.Facts(keys=1), split="heldout")
     reader = Reader(model, icejax.Clustered(budget=64, compact_every=32), prompt_tokens=800, new_tokens=64)
     reader.read(list(context.text))

@@ -1,5 +1,6 @@
 """Attention over pages, against float64: exact tokens, the rest of their pages, and the tail."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,10 +47,12 @@ def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
 
 def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, dtype="float32"):
     cast = lambda x: jnp.asarray(x, dtype)  # noqa: E731
-    return attend_paged(
-        cast(q), (*map(cast, resident), jnp.asarray(mask)), (*map(cast, pages), jnp.asarray(slots)),
-        tuple(jnp.asarray(x, "float32") for x in rest), room=jnp.asarray([room]), most=12, tail=tail,
-    )  # fmt: skip
+    pages = (*map(cast, pages), slots)
+    rest = tuple(x.astype(np.float32) for x in rest)
+    return ATTEND(cast(q), (*map(cast, resident), mask), pages, rest, room=np.asarray([room], np.int32), most=12, tail=tail)
+
+
+ATTEND = jax.jit(attend_paged, static_argnames=("most", "tail"))
 
 
 @pytest.mark.parametrize("room", [0, 5, 12])

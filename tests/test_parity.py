@@ -1,17 +1,17 @@
 """Logits and greedy texts equal transformers', for every row of the families table."""
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import icejax
 from icejax.cache import Clustered, Full
+from icejax.cache.policy import Lengths
 from icejax.generation import ASSETS
 from icejax.ops import attention
 from tests import families, tolerances
-from tests.run import all_logits, greedy
+from tests.run import all_logits, greedy, jitted, plan_for
 
 LENGTHS = (7, 150)
 
@@ -88,18 +88,25 @@ def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
 
 
 def test_chunked_prefill_equals_whole(tmp_path, monkeypatch):
+    """The layer's own code, traced anew with other sizes of its blocks."""
     ours = families.load(families.build(families.row("mistral-window")), tmp_path)
-    prompt = families.tokens(250)
-    whole = all_logits(ours, prompt, Full())
+    lengths, policy = Lengths(jnp.asarray([250]), jnp.int32(0), jnp.int32(0)), Full()
+    spec = plan_for(ours, policy, [families.tokens(250)], 1).spec
+
+    def output(layer, x):
+        return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=families.WINDOW)[0]
+
+    x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
+    whole = jitted(output, ours.model.layers[0], x)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
-    jax.clear_caches()
-    np.testing.assert_allclose(all_logits(ours, prompt, Full()), whole, rtol=0, atol=tolerances.EXACT)
+    chunked = jitted(output, ours.model.layers[0], x)
+    np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)
 
 
-def test_bundled_checkpoint_has_the_logits_of_transformers():
+def test_bundled_checkpoint_has_the_logits_of_transformers(bundled):
     """To 1e-5 of the largest logit, which is about 30; measured 1.3e-6 of it."""
-    model, _ = icejax.load(dtype="float32")
+    model, _ = bundled
     prompt = list((ASSETS / "prompt.txt").read_bytes()[-700:])
     theirs = reference(LlamaForCausalLM.from_pretrained(ASSETS, dtype=torch.float32), prompt)
     ours = all_logits(model, prompt, Full())

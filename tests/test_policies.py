@@ -6,7 +6,7 @@ import pytest
 
 from icejax.cache import Clustered
 from tests import tolerances
-from tests.layer import Layer, decode_program, dense, draw
+from tests.layer import Layer, dense, draw, programs
 from tests.policies import POLICIES
 
 LENGTHS, STEPS = (250, 9, 100), 40
@@ -65,12 +65,12 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
 
 @policies
 def test_one_trace_of_the_decode_program(row):
-    decode_program.cache_clear()
+    programs.cache_clear()
     prompt, new = draw(LENGTHS, STEPS)
     layer = Layer(row.small, LENGTHS, *prompt)
     for step in range(STEPS):
         layer.step(*(x[step] for x in new))
-    assert layer.traces == [1]
+    assert layer.programs.traces == [1]
 
 
 @policies

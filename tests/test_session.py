@@ -15,11 +15,6 @@ from tests import families
 from tests.layer import assert_digests
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    return icejax.load()
-
-
 def document(seed: int = 3) -> tuple[str, tuple[task.Question, ...]]:
     context = task.context(np.random.default_rng(seed), length=1500, facts=task.Facts(keys=4), split="heldout")
     return context.text.decode(), context.questions

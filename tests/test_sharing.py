@@ -12,7 +12,7 @@ from icejax.cache.policy import CacheSpec, Lengths
 from icejax.ops import tree
 from icejax.ops.digests import digest
 from tests import families, tolerances
-from tests.run import greedy, plan_for
+from tests.run import greedy, jitted, plan_for
 
 LAYERS = 5  # with reuse=3 the last group is not whole
 SMALL = Clustered(budget=64, compact_every=32)
@@ -53,9 +53,13 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
     q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))
     where = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
     lengths = Lengths(jnp.asarray([200]), jnp.int32(0), jnp.int32(0))
-    _, leader, order = policy.prefill(policy.init(spec), q, k, where, lengths)
-    _, alone, _ = policy.prefill(policy.init(spec), q, noise, where, lengths)
-    state, follower, _ = policy.prefill(policy.init(spec), q, noise, where, lengths, order)
+
+    def prefill(k, order=None):
+        return policy.prefill(policy.init(spec), q, k, where, lengths, order)
+
+    _, leader, order = jitted(prefill, k)
+    _, alone, _ = jitted(prefill, noise)
+    state, follower, _ = jitted(prefill, noise, order)
     positions = np.asarray(follower)[:, :, :, 1, :, 0].astype(int)
     np.testing.assert_array_equal(positions, np.asarray(leader)[:, :, :, 1, :, 0])
     assert (positions != np.asarray(alone)[:, :, :, 1, :, 0]).any()
@@ -75,19 +79,19 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
         jnp.asarray(rng.standard_normal(s), jnp.float32)
         for s in ((1, 1, 128, 4, 8), (1, 1, 128, 4, 8), (1, 1, 2, 8), (1, 1, 2, 8))
     )
-    levels = tree.build(digest(k, v, jnp.ones((1, 1, 128, 4), bool)))
+    levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, np.ones((1, 1, 128, 4), bool))
     assert len(levels) == 2
     options = dict(opened=4, selected=6, tail=True)
-    own, other = tree.walk(q, levels, **options), tree.walk(guess, levels, **options)
-    found = tree.walk(q, levels, guess=guess, **options)
-    followed = tree.walk(q, levels, path=other.path, **options)
+    own, other = jitted(tree.walk, q, levels, **options), jitted(tree.walk, guess, levels, **options)
+    found = jitted(lambda q, levels, guess: tree.walk(q, levels, guess=guess, **options), q, levels, guess)
+    followed = jitted(lambda q, levels, path: tree.walk(q, levels, path=path, **options), q, levels, other.path)
     for each in (found, followed):
         np.testing.assert_array_equal(each.page_ids, other.page_ids)
         assert set(np.asarray(each.page_ids).ravel()) != set(np.asarray(own.page_ids).ravel())
     for name in ("tail_out", "tail_lse"):
         np.testing.assert_array_equal(getattr(found, name), getattr(followed, name))
         assert not np.allclose(getattr(found, name), getattr(other, name))
-    exact = tree.walk(q, levels, guess=q, **options)
+    exact = jitted(lambda q, levels: tree.walk(q, levels, guess=q, **options), q, levels)
     for name in ("page_ids", "tail_out", "tail_lse"):
         np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
 
@@ -105,4 +109,4 @@ def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
     expected = np.concatenate(
         [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
     )
-    np.testing.assert_allclose(layer.guess(jnp.asarray(x), lengths)[0], expected, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(jitted(lambda x: layer.guess(x, lengths), x)[0], expected, rtol=0, atol=tolerances.EXACT)
