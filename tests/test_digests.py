@@ -240,7 +240,9 @@ def test_group_rules_choose_as_written(group):
     keys, values, mask = pages_of(np.random.default_rng(11), 60)
     q = np.random.default_rng(12).standard_normal((1, 1, 3, 16)).astype(np.float32) * 3
     digests = jitted(digest, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), jitted(tree.build, digests), opened=1, selected=7, tail=False, rule="mean", group=group)
+    found = jitted(
+        tree.walk, jnp.asarray(q), jitted(tree.build, digests), opened=1, selected=7, tail=False, rule="mean", group=group
+    )
     scores = np.asarray(jitted(score, q, digests, rule="mean")[0])[0, 0].astype(np.float64)
     for page in np.flatnonzero(mask[0, 0].any(-1)):
         kept = keys[0, 0, page][mask[0, 0, page]]
