@@ -1,13 +1,26 @@
 """Long-context inference in JAX and Flax: the KV cache in host memory, in pages of tokens that mean similar things."""
 
-from icejax.cache import POLICIES, CachePolicy, Clustered, Full
-from icejax.errors import InputError
-from icejax.generation import GenerationResponse, generate, load, stream_generate
-from icejax.prompts import chat
-from icejax.sampling import Sampling
-from icejax.session import Session
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from icejax.cache import POLICIES, CachePolicy, Clustered, Full
+    from icejax.errors import InputError
+    from icejax.generation import GenerationResponse, generate, load, stream_generate
+    from icejax.prompts import chat
+    from icejax.sampling import Sampling
+    from icejax.session import Session
 
 __version__ = "0.1.0"
+# Imported when first asked for: JAX takes seconds, in which a command line is to listen to Ctrl-C already.
+_MODULES = {
+    "cache": ("POLICIES", "CachePolicy", "Clustered", "Full"),
+    "errors": ("InputError",),
+    "generation": ("GenerationResponse", "generate", "load", "stream_generate"),
+    "prompts": ("chat",),
+    "sampling": ("Sampling",),
+    "session": ("Session",),
+}
 __all__ = [
     "POLICIES",
     "CachePolicy",
@@ -22,3 +35,14 @@ __all__ = [
     "load",
     "stream_generate",
 ]
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"icejax.{module}"), name)
+    raise AttributeError(f"module 'icejax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

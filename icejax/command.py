@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +20,32 @@ from icejax.cache import CachePolicy
 from icejax.errors import InputError
 from icejax.explain import Explanation, check
 from icejax.generation import ASSETS, GenerationResponse, join, load, stream_generate
+from icejax.launch import ending, is_unicode, write
 from icejax.models import CausalLM
 from icejax.options import DEFAULT_CACHE, build_parser, cache_options, make_policy, read_prompts
 from icejax.prompts import chat, encode
 from icejax.sampling import Sampling
 from icejax.session import Session
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status: 2 for bad input, 130 for Ctrl-C."""
-    arguments = build_parser().parse_args(argv)
+    """Runs the command line and returns its exit status, as `launch.ending` has it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that there is no PyTorch
-    console = Console(stderr=True)
+    return ending("icejax.generate", lambda: _parse_and_run(argv))
+
+
+def _parse_and_run(argv: list[str] | None) -> None:
+    arguments = build_parser().parse_args(argv)
     try:
-        run(arguments, console)
-        sys.stdout.flush()
-    except InputError as error:
-        print(f"icejax.generate: error: {error}", file=sys.stderr)
-        return 2
+        run(arguments, Console(stderr=True))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         there = arguments.session is not None and arguments.session.exists()
         kept = f"; {arguments.session} holds the session up to its last whole answer" if there else ""
-        print(f"icejax.generate: error: out of memory on {_side(error)}: use a shorter prompt, a smaller --batch-size, "
-              f"or a 16-bit --dtype{kept}", file=sys.stderr)  # fmt: skip
-        return 2
-    except KeyboardInterrupt:
-        console.print("\ninterrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # What Python would flush at exit goes nowhere, or it complains.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    return 0
+        raise InputError(
+            f"out of memory on {_side(error)}: use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype{kept}"
+        ) from None
 
 
 def _side(error: Exception) -> str:
@@ -188,7 +177,7 @@ def _show(stream, arguments: argparse.Namespace, bars: Progress, *, alone: bool)
     for piece in stream:
         if streaming:
             bars.stop()  # the text is progress enough, and shares the terminal
-            print(piece.text, end="", flush=True)
+            write(piece.text)
         elif tokens is None:
             tokens = bars.add_task("tokens", total=arguments.max_new_tokens)
         else:
@@ -197,17 +186,17 @@ def _show(stream, arguments: argparse.Namespace, bars: Progress, *, alone: bool)
     bars.stop()
     whole = [join(pieces[row]) for row in sorted(pieces)]
     if streaming:
-        print(flush=True)
+        write("\n")
     else:
         for response in whole:
-            print(_json(response) if arguments.json else response.text, flush=True)
+            write((_json(response) if arguments.json else response.text) + "\n")
     return whole
 
 
 def _json(response: GenerationResponse) -> str:
     fields = dataclasses.asdict(response)
     del fields["row"]  # the order of the lines
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps(fields, ensure_ascii=not is_unicode())
 
 
 def _use_compile_cache(folder: str | None) -> None:

@@ -1,12 +1,6 @@
 """``python -m icejax.generate``: the command line of `icejax.command`."""
 
-import os
-import sys
-
-from icejax.command import BROKEN_PIPE, INTERRUPTED, main
+from icejax.launch import launch
 
 if __name__ == "__main__":
-    status = main()
-    if status in (INTERRUPTED, BROKEN_PIPE):  # Python's own way out crashes while an abandoned program still runs
-        os._exit(status)
-    sys.exit(status)
+    launch("icejax.command", name="icejax.generate")

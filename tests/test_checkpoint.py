@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import icejax.checkpoint.convert as converters
-from convert import hf_to_orbax, orbax_to_hf
+from convert.command import main as convert
 from icejax.cache import Full
 from icejax.checkpoint import huggingface, load_model
 from icejax.checkpoint.folder import ORBAX
@@ -148,8 +148,8 @@ def test_unknown_dtype_is_refused(folder):
 
 
 def test_round_trip_is_bit_exact_and_transformers_loads_it(folder, tmp_path, capsys):
-    assert hf_to_orbax.main([str(folder), str(tmp_path / "orbax")]) == 0
-    assert orbax_to_hf.main([str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
+    assert convert("orbax_to_hf", [str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
     assert capsys.readouterr().out == ""
     stored = {}
     for shard in folder.glob("*.safetensors"):
@@ -182,37 +182,38 @@ def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
     target = tmp_path / "orbax"
     target.mkdir()
     (target / "precious").touch()
-    assert hf_to_orbax.main([str(folder), str(target), "--force"]) == 2
+    assert convert("hf_to_orbax", [str(folder), str(target), "--force"]) == 2
     assert "exists and is no checkpoint folder: choose another place" in capsys.readouterr().err
     (target / "config.json").touch()
-    assert hf_to_orbax.main([str(folder), str(target)]) == 2
+    assert convert("hf_to_orbax", [str(folder), str(target)]) == 2
     error = capsys.readouterr().err
     assert error == f"convert.hf_to_orbax: error: {target} exists: choose another place, or give --force to replace it\n"
     assert (target / "precious").exists()
-    assert hf_to_orbax.main([str(folder), str(target), "--force"]) == 0
+    assert convert("hf_to_orbax", [str(folder), str(target), "--force"]) == 0
     assert (target / ORBAX).is_dir() and not (target / "precious").exists()
 
 
 def test_a_failed_conversion_leaves_nothing_and_the_old_one_whole(folder, tmp_path, capsys, monkeypatch):
     target = tmp_path / "orbax"
-    assert hf_to_orbax.main([str(folder), str(target)]) == 0
+    assert convert("hf_to_orbax", [str(folder), str(target)]) == 0
     before = sorted(p.name for p in tmp_path.iterdir())
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(converters.orbax, "save", interrupt)
-    assert hf_to_orbax.main([str(folder), str(target), "--force"]) == 130
-    assert hf_to_orbax.main([str(folder), str(tmp_path / "new")]) == 130
+    for line in ([str(target), "--force"], [str(tmp_path / "new")]):
+        with pytest.raises(KeyboardInterrupt):
+            convert("hf_to_orbax", [str(folder), *line])
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     load_model(target)
 
 
 def test_converters_refuse_the_other_form_and_broken_ones(folder, tmp_path, capsys):
-    assert orbax_to_hf.main([str(folder), str(tmp_path / "a")]) == 2
+    assert convert("orbax_to_hf", [str(folder), str(tmp_path / "a")]) == 2
     assert "expected an icejax folder" in capsys.readouterr().err
-    assert hf_to_orbax.main([str(folder), str(tmp_path / "orbax")]) == 0
-    assert hf_to_orbax.main([str(tmp_path / "orbax"), str(tmp_path / "b")]) == 2
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
+    assert convert("hf_to_orbax", [str(tmp_path / "orbax"), str(tmp_path / "b")]) == 2
     assert "is an icejax folder already" in capsys.readouterr().err
     families.edit_config(tmp_path / "orbax", intermediate_size=100)
     with pytest.raises(InputError, match=r"up_proj.weight has shape \[96, 64\], expected \[100, 64\]"):

@@ -4,10 +4,8 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -17,7 +15,6 @@ from bench.needle import task
 from icejax import command, options, session
 from icejax.generation import ASSETS, GenerationResponse
 from icejax.options import BUNDLED_PROMPT
-from tests import families
 
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(
@@ -285,45 +282,6 @@ def test_two_processes_draw_the_same_text(capsys):
     found = [json.loads(run(capsys, *line, "--compile-cache", "none")[1])]
     found += [json.loads(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout) for _ in range(2)]
     assert len({(tuple(each["token_ids"]), each["pages_selected"]) for each in found}) == 1
-
-
-def start_endless(folder) -> subprocess.Popen:
-    """Starts the real command in a process of its own, on a text that no token ends, and waits for its first letter."""
-    shutil.copytree(ASSETS, folder)
-    (folder / "generation_config.json").unlink()
-    families.edit_config(folder, eos_token_id=None)
-    line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", "--model", str(folder), "--prompt", "import"]
-    process = subprocess.Popen(
-        [*line, "--max-new-tokens", "20000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
-    )
-    assert process.stdout.read(1)
-    return process
-
-
-@pytest.mark.parametrize("after_s", [0.1, 2.0])  # while later programs are compiled, and while they run
-def test_ctrl_c_while_streaming_ends_cleanly(tmp_path, after_s):
-    process = start_endless(tmp_path / "model")
-    time.sleep(after_s)
-    for _ in range(3):  # Python drops an interrupt that falls into JAX's callback of a garbage collection: one presses again
-        process.send_signal(signal.SIGINT)
-        try:
-            _, err = process.communicate(timeout=20)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    assert process.returncode == 130
-    lines = err.decode().strip().splitlines()
-    assert lines[-1] == "interrupted" and (len(lines) == 1 or "_xla_gc_callback" in lines[0])
-
-
-def test_a_closed_stdout_pipe_ends_quietly(tmp_path):
-    process = start_endless(tmp_path / "model")
-    process.stdout.close()
-    assert process.wait(timeout=60) == 141
-    assert process.stderr.read() == b""
 
 
 def test_response_is_documented():

@@ -11,15 +11,15 @@ PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
     ("errors",),
-    ("config",),
+    ("launch", "config"),
     ("ops",),
     ("cache",),
     ("models",),
     ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts"),
     ("generation", "explain"),
     ("session",),
-    ("options", "command", "doctor"),
-    ("generate", "__init__"),
+    ("options", "command", "examine"),
+    ("generate", "doctor", "__init__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -55,10 +55,18 @@ def test_models_name_no_concrete_policy():
         assert not concrete, f"{file.name} imports {concrete}"
 
 
-def test_importing_icejax_imports_neither_torch_nor_transformers():
-    code = "import sys, icejax; print(*(m for m in ('torch', 'transformers') if m in sys.modules))"
+def test_importing_icejax_takes_no_time():
+    """JAX comes with the first name that is asked for, transformers with the first tokenizer, torch never."""
+    code = "import sys, icejax, icejax.launch; print(*({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    code += "; icejax.generate; print(*({'torch', 'transformers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == ""
+    assert out == "\n\n"
+
+
+def test_every_public_name_is_there():
+    for name in icejax.__all__:
+        assert name == "POLICIES" or getattr(icejax, name).__module__.startswith("icejax.")
+    assert set(icejax.__all__) <= set(dir(icejax)) and not hasattr(icejax, "nothing")
 
 
 def test_files_stay_small():

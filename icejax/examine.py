@@ -1,0 +1,101 @@
+"""What this machine has, which ways of reading host memory work on it, and how fast they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from icejax.cache import fetch, host
+from icejax.launch import ending, write
+
+PAGES, FETCHED = 8192, 512
+PAGE = (2 * 16, 128)  # of 16-bit keys and values: 8 KiB
+REPEATS = 20
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Returns whether a backend brings exact bits here, and its median time for 512 pages of 8 KiB."""
+    fault = fetch.fault(name)
+    if fault is not None:
+        return dict(backend=name, exact=False, fault=fault)
+    pool = host.allocate((PAGES, 1, 1, 1, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
+    pool = jax.device_put(pool, fetch.sharding(host=True))
+    rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
+    read, seconds = jax.jit(fetch.BACKENDS[name]), []
+    jax.block_until_ready(read(pool, rows))
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        jax.block_until_ready(read(pool, rows))
+        seconds.append(time.perf_counter() - started)
+    median = float(np.median(seconds))
+    rate = FETCHED * math.prod(PAGE) * 2 / median / 1e9
+    return dict(backend=name, exact=True, microseconds=round(1e6 * median, 1), gb_per_s=round(rate, 2))
+
+
+def examine() -> dict[str, Any]:
+    """Returns all that the command prints."""
+    memory, devices = psutil.virtual_memory(), []
+    for device in jax.devices():
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        kinds = [kind.kind for kind in device.addressable_memories()]
+        devices.append(dict(device=f"{device.platform}: {device.device_kind}", memory_kinds=kinds, bytes_limit=limit))
+    measured = [measure(name) for name in fetch.candidates()]
+    return dict(
+        versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),
+        devices=devices,
+        host_memory=dict(total=memory.total, free=memory.available),
+        pinned_limit_gib=host.pinned_limit() // 2**30 if jax.default_backend() == "gpu" else None,
+        fetch=measured,
+        fetch_backend=next((row["backend"] for row in measured if row["exact"]), None),
+    )
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    console.print("  ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    for device in found["devices"]:
+        size = f", {device['bytes_limit'] / 2**30:.1f} GiB for JAX" if device["bytes_limit"] else ""
+        console.print(f"device {device['device']}{size}; memory kinds: {', '.join(device['memory_kinds'])}")
+    memory = {name: f"{size / 2**30:.1f} GiB" for name, size in found["host_memory"].items()}
+    pinned = f", {found['pinned_limit_gib']} GiB may be pinned" if found["pinned_limit_gib"] is not None else ""
+    console.print(f"host memory {memory['total']}, {memory['free']} free{pinned}")
+    table = Table(box=None, header_style="bold", padding=(0, 2))
+    for name in ("fetch backend", "exact bits", "512 pages of 8 KiB", "GB/s"):
+        table.add_column(name, justify="left" if name == "fetch backend" else "right")
+    for row in found["fetch"]:
+        speed = (f"{row['microseconds']} us", str(row["gb_per_s"])) if row["exact"] else (row["fault"], "")
+        table.add_row(row["backend"], "yes" if row["exact"] else "no", *speed)
+    console.print(table)
+    console.print(f"used: {found['fetch_backend'] or 'none, only --cache full works'} (another: {fetch.CHOICE}=NAME)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what was found; exit status 2 if pages cannot be fetched here."""
+    return ending("icejax.doctor", lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog="icejax.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args(argv)
+    host.raise_pinned_limit()
+    found = examine()
+    if arguments.json:
+        write(json.dumps(found) + "\n")
+    else:
+        console = Console()
+        with console.capture() as shown:
+            _show(found, console)
+        write(shown.get())
+    return 0 if found["fetch_backend"] is not None else 2

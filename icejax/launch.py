@@ -1,0 +1,134 @@
+"""How a command begins and how it ends: by a status, with at most one line, whatever happens to its signals and streams."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from icejax.errors import InputError
+
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
+REMOVE_S = 2.0  # while what was being written is removed
+
+unfinished: set[Path] = set()  # what an interrupt is to remove
+_instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
+_wakeup: list[socket.socket] = []
+
+
+def launch(module: str, *arguments: str, name: str) -> NoReturn:
+    """Runs `main(*arguments)` of `module`, which is imported only now, and ends the process with the status it returns.
+
+    From here on Ctrl-C ends the process with one line and status 130, also while it imports, compiles or computes: Python's
+    own exception waits for the C code to return, and is lost when it falls into a callback.
+    """
+    if sys.stdin is None:  # closed: the next file opened would take its number
+        sys.stdin = open(os.devnull)
+    if sys.stdout is None:
+        _complain(f"{name}: error: stdout is closed: expected a terminal, a pipe or a file for the answer")
+        os._exit(2)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    _own_interrupts()
+    if not is_unicode():
+        sys.stdout.reconfigure(errors="backslashreplace")
+        _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as \\uXXXX")
+    status = ending(name, lambda: importlib.import_module(module).main(*arguments))
+    if status in (INTERRUPTED, BROKEN_PIPE):  # Python's own way out crashes while an abandoned program still runs
+        os._exit(status)
+    sys.exit(status)
+
+
+def ending(name: str, work: Callable[[], int | None]) -> int:
+    """Runs `work` and returns the exit status: its own or 0, 2 with one line for an InputError, 141 for a closed pipe."""
+    try:
+        try:
+            status = work() or 0
+        except SystemExit as end:  # argparse's
+            status = end.code
+        write("")
+        return status
+    except InputError as error:
+        _complain(f"{name}: error: {error}")
+        return 2
+    except BrokenPipeError:
+        _discard_output()
+        return BROKEN_PIPE
+
+
+def write(text: str) -> None:
+    """Writes `text` to stdout at once; InputError if there is no room for it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_output()
+        raise InputError(f"stdout cannot be written ({error.strerror}): choose another place for the answer") from None
+
+
+def is_unicode() -> bool:
+    """Says whether stdout takes every character."""
+    return (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+
+
+@contextlib.contextmanager
+def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
+    """Makes Ctrl-C call `action`, in a thread of its own, while the block runs."""
+    if _wakeup:  # a prompt for input takes the signal for itself
+        _listen()
+    _instead.append(action)
+    try:
+        yield
+    finally:
+        _instead.remove(action)
+
+
+def _own_interrupts() -> None:
+    _wakeup.extend(socket.socketpair())
+    for end in _wakeup:
+        end.setblocking(end is _wakeup[0])
+    _listen()
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _listen() -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)  # the byte that C code sends is enough
+    signal.set_wakeup_fd(_wakeup[1].fileno(), warn_on_full_buffer=False)
+
+
+def _watch() -> None:
+    while True:
+        if signal.SIGINT not in _wakeup[0].recv(64):
+            continue
+        if _instead:
+            _instead[-1]()
+            continue
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
+        _complain(f"{show_cursor}\ninterrupted")
+        stop = time.monotonic() + REMOVE_S
+        while any(path.exists() for path in unfinished) and time.monotonic() < stop:
+            for path in tuple(unfinished):  # what is writing goes on until the end
+                shutil.rmtree(path, ignore_errors=True)
+        os._exit(INTERRUPTED)
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # stderr may be full or closed too
+        print(line, file=sys.stderr, flush=True)
+
+
+def _discard_output() -> None:
+    """Sends what Python would flush at exit nowhere, or it complains."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
