@@ -53,6 +53,7 @@ def test_rope_scaling_put_into_a_new_config_wins():
 
 def test_scalings_that_configs_do_not_count_in_lengthen_the_context():
     assert read(rope_scaling={"type": "linear", "factor": 8.0}).context_length == 4096
+    assert read(rope_scaling={"type": "dynamic", "factor": 4.0}).context_length == 2048
     assert read(rope_scaling={"type": "yarn", "factor": 8.0}).context_length == 512
     assert read().context_length == 512
 

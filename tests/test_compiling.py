@@ -1,0 +1,36 @@
+"""The seconds that go into programs: each counts once, and none when nothing is compiled."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from icejax import compiling
+
+
+def test_what_lies_inside_counts_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", lambda _: None)
+    clock, part = compiling.Clock(), "/jax/core/compile/part"
+    for now[0], event, duration, total in (
+        (10.0, part, 1.0, 1.0),
+        (12.0, part, 1.0, 2.0),
+        (13.0, part, 6.0, 6.0),  # from 7 to 13, around both
+        (15.0, part, 1.0, 7.0),
+        (16.0, part, 1.5, 8.0),  # half of it has been counted
+        (17.0, "/jax/other", 1.0, 8.0),
+    ):
+        clock._add(event, duration)
+        assert clock.seconds == pytest.approx(total)
+
+
+def test_a_program_is_compiled_once():
+    program, x = jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x) + jnp.tan(x)), jnp.ones((17, 17))
+    before, started = compiling.clock().seconds, time.perf_counter()
+    program(x).block_until_ready()
+    first, took = compiling.clock().seconds, time.perf_counter() - started
+    assert 0 < first - before <= took
+    program(x).block_until_ready()
+    assert compiling.clock().seconds == first

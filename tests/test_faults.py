@@ -1,0 +1,67 @@
+"""That the default tests can fail: a fault is planted in a copy of every module, and the file named beside it notices."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Module, text that occurs once, the fault in its place, the file of tests that is to notice.
+FAULTS = (
+    ("ops/rope.py", "[-second, first]", "[second, first]", "parity"),
+    ("ops/attention.py", "key_position[None, :] > position[:, None] - window", "key_position[None, :] >= position[:, None] - window", "attention"),
+    ("ops/digests.py", "variance + wide), (others, far)", "variance), (others, far)", "digests"),
+    ("ops/tree.py", "if below is None else opened, estimates", "if below is None else 1, estimates", "digests"),
+    ("ops/pages.py", "top_k(-distance, group)", "top_k(distance, group)", "pages"),
+    ("ops/paged.py", "< room[:, None]", "<= room[:, None]", "paged"),
+    ("ops/topk.py", "lax.top_k(x, k, **_UNSTABLE)", "lax.top_k(-x, k, **_UNSTABLE)", "sampling"),
+    ("cache/encoding.py", "(largest / 127)", "(largest / 100)", "encoding"),
+    ("cache/host.py", "missing &= ~self.ended[:, None, None]", "pass", "inference"),
+    ("cache/fetch.py", "if not exact:", "if False:", "host"),
+    ("cache/full.py", "slot=lengths.seen % state.k.shape[1]", "slot=lengths.seen % (state.k.shape[1] - 1)", "parity"),
+    ("cache/clustered.py", "slot = self._fill + lengths.decoded % self.page_size", "slot = self._fill", "policies"),
+    ("cache/growth.py", "leaving < policy.window_start(after)", "leaving <= policy.window_start(after)", "extend"),
+    ("cache/__init__.py", "config.num_hidden_layers >= 16", "config.num_hidden_layers > 16", "inference"),
+    ("config.py", '("linear", "dynamic")', '("linear",)', "config"),
+    ("models/decoder.py", "normal.astype(x.dtype) * self.weight[...]", "normal.astype(x.dtype) + 0 * self.weight[...]", "parity"),
+    ("models/reading.py", "for name, value in self._raw.items():", "for name, value in ():", "config"),
+    ("models/qwen.py", "qkv_bias=True", "qkv_bias=False", "parity"),
+    ("checkpoint/load.py", 'faults.append(f"{key} is stored twice")', "pass", "checkpoint"),
+    ("checkpoint/huggingface.py", "> shard_bytes:", ">= shard_bytes * 2:", "checkpoint"),
+    ("sampling.py", "logits / self.repetition_penalty, logits * self.repetition_penalty", "logits * self.repetition_penalty, logits / self.repetition_penalty", "sampling"),
+    ("plan.py", "capacity=prompt_tokens + new_tokens", "capacity=prompt_tokens", "parity"),
+    ("inference.py", "done=state.done | ended", "done=state.done", "inference"),
+    ("detokenize.py", "if text.endswith(UNFINISHED):", "if False:", "detokenize"),
+    ("generation.py", "1 - row.fetched /", "row.fetched /", "inference"),
+    ("session.py", "self.token_ids += piece.token_ids", "pass", "session"),
+    ("explain.py", "self.steps += 1", "self.steps += 2", "explain"),
+    ("compiling.py", "self.seconds -= inner[1] - inner[0]", "pass", "compiling"),
+    ("launch.py", "return BROKEN_PIPE", "return 1", "launch"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("module, text, _, __", FAULTS, ids=lambda x: str(x)[:24])
+def test_each_fault_has_its_place(module, text, _, __):
+    assert (ROOT / "icejax" / module).read_text().count(text) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module, text, fault, noticed_by", FAULTS, ids=lambda x: str(x)[:24])
+def test_the_default_tests_notice(tmp_path, module, text, fault, noticed_by):
+    for folder in ("icejax", "convert", "bench", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    file = tmp_path / "icejax" / module
+    file.write_text(file.read_text().replace(text, fault))
+    line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/test_{noticed_by}.py"]
+    done = subprocess.run(
+        line,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout[-2000:]
