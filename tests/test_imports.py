@@ -11,7 +11,7 @@ PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
     ("errors",),
-    ("config",),
+    ("config", "render", "templates"),
     ("ops",),
     ("cache",),
     ("models",),
