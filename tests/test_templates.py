@@ -122,6 +122,19 @@ def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
     assert render(holding("as before"), TALK) == "as before"
 
 
+def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
+    render(holding("begun"), TALK)
+    process = templates._RENDERER._process
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process, "stdout", SimpleNamespace(readline=interrupted, close=process.stdout.close))
+        render(holding("an answer that nobody reads"), TALK)
+    assert render(holding("the next"), TALK) == "the next" and process.returncode == -signal.SIGKILL
+
+
 PARENT = """
 import os, sys
 from types import SimpleNamespace
