@@ -15,7 +15,7 @@ LAYERS = (
     ("ops",),
     ("cache",),
     ("models",),
-    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "tokenizer"),
+    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "conversation", "tokenizer"),
     ("generation", "explain"),
     ("session",),
     ("options", "command", "doctor"),
