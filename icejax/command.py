@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             dtype=arguments.dtype,
             progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
         )
-    if arguments.chat:
+    if arguments.chat and arguments.session is None:
         prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
     if arguments.session is not None:
         _run_session(arguments, console, model, tokenizer, policy if _cache_named(arguments) else None, sampling, prompts)
@@ -137,20 +137,22 @@ def _run_session(
     if arguments.session.exists():
         if arguments.context_length is not None:
             raise InputError("a session's context length is set when it begins: leave --context-length out")
+        if arguments.system is not None:
+            raise InputError("a session's system message is set when it begins: leave --system out")
         session = Session.load(arguments.session, model, tokenizer, cache=policy, host_memory_limit=_memory_limit(arguments))
     else:
         limits = dict(context_length=arguments.context_length, host_memory_limit=_memory_limit(arguments))
-        session = Session(model, tokenizer, cache=policy, **limits)
+        session = Session(model, tokenizer, cache=policy, system=arguments.system, **limits)
+    respond = session.stream_chat if arguments.chat else session.stream
     responses = []
     for prompt in prompts:
         with _progress(console) as bars:
-            stream = session.stream(
+            stream = respond(
                 prompt,
                 sampling=sampling,
                 max_new_tokens=arguments.max_new_tokens,
                 stop=arguments.stop,
                 seed=arguments.seed,
-                special_tokens=not arguments.chat,
             )
             responses += _show(stream, arguments, bars, alone=len(prompts) == 1)
         session.save(arguments.session)

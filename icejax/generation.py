@@ -23,6 +23,7 @@ from icejax.models import CausalLM
 from icejax.plan import Plan, make_plan
 from icejax.prompts import encode
 from icejax.sampling import Sampling
+from icejax.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_NEW_TOKENS = 256
@@ -81,13 +82,7 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
     raise_pinned_limit()
     folder = resolve(path)
     read_config(folder)
-    from transformers import AutoTokenizer  # takes seconds to import
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # a broken file makes it raise nearly anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"{folder} has no tokenizer that loads: {reason}") from None
+    tokenizer = load_tokenizer(folder)
     return load_model(folder, dtype=dtype, progress=progress), tokenizer
 
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from icejax.errors import InputError
 from icejax.models import CausalLM
+from icejax.templates import render
 
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
-    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none or refuses."""
+    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none, refuses or fails."""
     if not prompt:
         raise InputError("a prompt is empty: expected some text")
-    if not tokenizer.chat_template:
-        raise InputError(
-            "the tokenizer has no chat template: give the prompt as it is (without --chat), in the model's own form"
-        )
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from None
+    return render(tokenizer, [*opening(system), {"role": "user", "content": prompt}])
+
+
+def opening(system: str | None) -> list[dict[str, str]]:
+    """Returns the messages that a chat begins with."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def encode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,16 @@ from icejax.cache import POLICIES, Clustered, host
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.checkpoint import orbax
 from icejax.checkpoint.folder import writing
+from icejax.conversation import next_turn, with_one_end
 from icejax.errors import InputError
 from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, check, join, still, stream
 from icejax.inference import DecodeState, Decoding, Step, extend, prefill
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
-from icejax.prompts import encode
+from icejax.prompts import encode, opening
 from icejax.sampling import Sampling
 
+LOG = logging.getLogger(__name__)
 BLOCK = 512  # pages that are read back at once
 ABOUT = "session.json"  # everything but the arrays
 STATE, POOL = "state", "pool"
@@ -36,10 +39,13 @@ class Session:
     """Texts and answers that follow one another in one cache of one row.
 
     The first text is prefilled. Later ones attend exactly to all tokens before them, which stay in the cache as they are:
-    nothing is computed twice. A session that has been saved and loaded answers bit for bit as it would have.
+    nothing is computed twice. A session that has been saved and loaded answers bit for bit as it would have. It takes texts as
+    they are, by `ask` and `stream`, or holds a chat in the tokenizer's template, by `chat` and `stream_chat`.
 
     Attributes:
         token_ids: all tokens so far, the texts' and the answers'.
+        messages: those of the chat, each with a role and a content.
+        started: unix time at which it began, which a chat template takes for the present.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Session:
         cache: CachePolicy | None = None,
         context_length: int | None = None,
         host_memory_limit: int | None = None,
+        system: str | None = None,
     ) -> None:
         """Begins an empty session.
 
@@ -57,12 +64,16 @@ class Session:
             cache: the cache policy; None: `Clustered()`.
             context_length: tokens of all texts and answers together, for which host memory is taken; None: the model's own.
             host_memory_limit: bytes of it that may be taken; None: what is free.
+            system: the message that a chat begins with; None: none, or the template's own.
         """
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
         self._context_length = model.config.context_length if context_length is None else context_length
         self._limit = host_memory_limit
         self.token_ids: list[int] = []
+        self.messages = opening(system)
+        self.started = time.time()
+        self._rewritten = False  # whether it was told that the template rewrites
         self._first = 0  # tokens of the first text
         self._plan: Plan | None = None
         self._run: Run | None = None
@@ -87,35 +98,73 @@ class Session:
             special_tokens: whether the tokenizer adds its own, which it does before the first text only.
 
         Raises:
-            InputError: the text is empty, or there is no room for it.
+            InputError: the text is empty, there is no room for it, or the session holds a chat.
         """
+        if self.messages:
+            raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
+        new = self._encode(text, special_tokens=special_tokens and self._run is None)
+        options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed)
+        yield from self._answer(self.token_ids, new, [], **options)
+
+    def chat(self, text: str, **options: Any) -> GenerationResponse:
+        """Returns the whole answer to the message `text`; the options are those of `stream_chat`."""
+        return join(list(self.stream_chat(text, **options)))
+
+    def stream_chat(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
+        """Puts `text` as the user's next message into the chat and yields the answer; options as of `stream`.
+
+        What the template writes behind the last answer, which may have been left before its end, is added to the tokens there
+        are. A template that rewrites those has the whole chat prefilled anew, with a warning in the log the first time.
+
+        Raises:
+            InputError: the message is empty, there is no room for it, the template fails, or the session holds other text.
+        """
+        if self._run is not None and not self.messages:
+            raise InputError("the session holds text as it is: go on with ask, or begin another session for a chat")
+        turn = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+        whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
+        if self._run is None or added is None:
+            if self._run is not None and not self._rewritten:
+                LOG.warning("the chat template rewrites earlier turns: the conversation is prefilled anew")
+                self._rewritten = True
+            held, new = [], self._encode(whole)
+        else:
+            ends = self._model.config.eos_token_ids
+            held, new = with_one_end(self.token_ids, self._encode(added), seen=self._seen, ends=ends)
+        yield from self._answer(held, new, turn, **options)
+
+    def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        limits = dict(special_tokens=special_tokens, context_length=self._context_length)
+        return encode(self._model, self._tokenizer, [text], **limits)[0]
+
+    def _answer(
+        self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS, stop: Sequence[str] = (), seed: int = 0,
+    ) -> Iterator[GenerationResponse]:  # fmt: skip
+        """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
         check(stop, max_new_tokens, seed)
-        first = self._run is None
-        if not first and self._tokenizer.bos_token:
-            text = text.removeprefix(self._tokenizer.bos_token)  # a chat template begins every turn as if it were the first
-        (new,) = encode(
-            self._model, self._tokenizer, [text], special_tokens=special_tokens and first, context_length=self._context_length
-        )
-        pending = self.token_ids[self._seen :] + new
-        room = self._context_length - len(self.token_ids) - len(new)
+        room = self._context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
-                f"the session holds {len(self.token_ids)} tokens and the text has {len(new)}: its context of "
+                f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
                 f"{self._context_length} is full; begin a new one, or one with a larger context_length"
             )
         started = time.perf_counter()
-        if first:
-            self._first = len(new)
+        if not held:
+            self._run, self._first = None, len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new), sampling)
             begun = prefill(self._model, [new], self._plan, seed=seed, host_memory_limit=self._limit)
             self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
-            self._extend(pending, sampling, seed)
-        self.token_ids += new
+            self._extend(held[self._seen :] + new, sampling, seed)
+        self.token_ids = held + new
+        self.messages += turn
         row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, len(self.token_ids), min(max_new_tokens, room))
         fixed = still(self._model, self._cache, self._plan, self._run)
         for piece in stream([row], fixed, self._plan, self._run, started):
             self.token_ids += piece.token_ids
+            for answer in turn[1:]:
+                answer["content"] += piece.text
             yield piece
 
     @property
@@ -156,6 +205,8 @@ class Session:
             context_length=self._context_length,
             first=self._first,
             token_ids=self.token_ids,
+            messages=self.messages,
+            started=self.started,
         )
         with writing(Path(path), force=True, mark=ABOUT) as part:
             (part / ABOUT).write_text(json.dumps(about))
@@ -185,7 +236,7 @@ class Session:
         path = Path(path)
         try:
             about = json.loads((path / ABOUT).read_text())
-            saved = about["identity"]
+            saved, messages, started = about["identity"], about["messages"], about["started"]
             options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
             kind = POLICIES[options.pop("name")]
             unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(kind)})
@@ -205,6 +256,7 @@ class Session:
         limits = dict(context_length=about["context_length"], host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=policy, **limits)
         session.token_ids, session._first = about["token_ids"], about["first"]
+        session.messages, session.started = messages, started
         session._plan = plan = session._plan_for(session._first, None)
         empty = jax.eval_shape(lambda: KVCache(tuple(p.init(plan.spec) for p in plan.policies), _no_tokens()))
         found = orbax.read(path / STATE, {name: x.shape for name, x in _leaves(empty).items()})

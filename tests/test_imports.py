@@ -11,11 +11,11 @@ PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
     ("errors",),
-    ("launch", "config"),
+    ("launch", "config", "render", "templates"),
     ("ops",),
     ("cache",),
     ("models",),
-    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts"),
+    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "conversation", "tokenizer"),
     ("generation", "explain"),
     ("session",),
     ("options", "command", "examine"),

@@ -1,0 +1,57 @@
+"""The tokenizer of a checkpoint folder. The folder is data: nothing in it is run."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from icejax.checkpoint.huggingface import read_json
+from icejax.errors import InputError
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Returns the tokenizer of a checkpoint folder; none of its code or pickles is run, and nothing is asked or fetched.
+
+    Raises:
+        InputError: the tokenizer's files are missing or broken, or only the folder's own code can read them.
+    """
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
+
+    config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
+    settings = read_json(file) if file.exists() else {}
+    known = [_is_known(folder, found.get("tokenizer_class")) for found in (settings, config)]
+    mapped = settings.get("auto_map")
+    if (mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped) and not any(known):
+        raise InputError(
+            f"{folder}: the tokenizer needs the folder's own code (auto_map in {file.name}), which is never run: "
+            "expected a tokenizer_class that transformers has"
+        )
+    try:
+        # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
+        kind = AutoConfig.for_model(config["model_type"], tokenizer_class=config.get("tokenizer_class"))
+        return AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a broken file makes it raise nearly anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{folder} has no tokenizer that loads: {reason}") from None
+
+
+def _is_known(folder: Path, name: Any) -> bool:
+    """Says whether transformers has the tokenizer class `name`; InputError if that is another thing of its.
+
+    It would load any class by its name, as AutoModel, which asks whether to run the folder's code.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if name is None:
+        return False
+    if not isinstance(name, str):
+        raise InputError(f"{folder}: tokenizer_class must be a name, found {name!r}")
+    found = [tokenizer_class_from_name(each) for each in (name, name.removesuffix("Fast") + "Fast")]
+    for each in found:
+        if each is not None and not (inspect.isclass(each) and issubclass(each, PreTrainedTokenizerBase)):
+            raise InputError(
+                f"{folder}: tokenizer_class {name!r} is no tokenizer: expected one such as PreTrainedTokenizerFast"
+            )
+    return any(each is not None for each in found)

@@ -1,0 +1,145 @@
+"""A folder's tokenizer is read, and nothing in the folder is run: every way in that publishers' folders have is planted."""
+
+import io
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import icejax
+from icejax.generation import ASSETS
+from icejax.tokenizer import load_tokenizer
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, ProcessorMixin
+class Config(LlamaConfig): pass
+class Model(LlamaForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+class Processor(ProcessorMixin): pass
+def generate(*_, **__): pass
+"""
+AUTO_MAP = {
+    "AutoConfig": "planted.Config",
+    "AutoModel": "planted.Model",
+    "AutoModelForCausalLM": "planted.Model",
+    "AutoTokenizer": ["planted.Tokenizer", "planted.Tokenizer"],
+    "AutoProcessor": "planted.Processor",
+}
+MAPPED = {"auto_map": AUTO_MAP}
+UNKNOWN, OTHER = (
+    "the tokenizer needs the folder's own code (auto_map in tokenizer_config.json)",
+    "is no tokenizer: expected one",
+)
+# What is written over which files, and the error where that leaves no tokenizer.
+WAYS = {
+    "config": ({"config.json": MAPPED}, None),
+    "config of an unknown kind": (
+        {"config.json": MAPPED | {"model_type": "planted"}},
+        "'model_type'|model_type 'planted'|planted",
+    ),
+    "tokenizer": ({"tokenizer_config.json": MAPPED}, None),
+    "tokenizer, old form": ({"tokenizer_config.json": {"auto_map": ["planted.Tokenizer", None]}}, None),
+    "tokenizer of an unknown class": ({"tokenizer_config.json": MAPPED | {"tokenizer_class": "Tokenizer"}}, UNKNOWN),
+    "tokenizer of no class": ({"tokenizer_config.json": MAPPED | {"tokenizer_class": None}}, UNKNOWN),
+    "model as tokenizer": ({"tokenizer_config.json": {"tokenizer_class": "AutoModel"}, "config.json": MAPPED}, OTHER),
+    "fast model": ({"tokenizer_config.json": {"tokenizer_class": "AutoModelForCausalLMFast"}, "config.json": MAPPED}, OTHER),
+    "processor": ({"tokenizer_config.json": {"tokenizer_class": "AutoProcessor"}, "processor_config.json": MAPPED}, OTHER),
+    "class in config": (
+        {"config.json": MAPPED | {"tokenizer_class": "AutoModel"}, "tokenizer_config.json": {"tokenizer_class": None}},
+        OTHER,
+    ),
+    "class that is no name": ({"tokenizer_config.json": {"tokenizer_class": ["AutoModel"]}}, "tokenizer_class must be a name"),
+    "code said to be trusted": ({"tokenizer_config.json": MAPPED | {"trust_remote_code": True}}, None),
+    "generation": ({"generation_config.json": MAPPED | {"custom_generate": "planted.generate"}}, None),
+    "processors": ({name: MAPPED for name in ("processor_config.json", "preprocessor_config.json")}, None),
+}
+
+
+class Bomb:
+    """Makes the marker when unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+def planted(folder, marker, files):
+    """Returns a copy of the bundled checkpoint with code and pickles that make `marker` when run."""
+    shutil.copytree(ASSETS, folder)
+    for name in (
+        "planted.py",
+        "custom_generate/generate.py",
+        "tokenization_planted.py",
+        "__init__.py",
+        "setup.py",
+        "conftest.py",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(CODE.format(marker=str(marker)))
+    for name in ("pytorch_model.bin", "model.pt", "tokenizer.pickle", "tokenizer.pkl", "training_args.bin", "vocab.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(marker)))
+    for name, changes in files.items():
+        old = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(old | changes))
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_code_of_a_folder_runs(tmp_path, monkeypatch, capsys, way):
+    files, error = WAYS[way]
+    folder, marker = planted(tmp_path / "model", tmp_path / "it ran", files), tmp_path / "it ran"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    monkeypatch.chdir(folder)  # where Python may look for modules
+    if error is None:
+        assert load_tokenizer(folder)("ab").input_ids == list(b"ab")
+    else:
+        with pytest.raises(icejax.InputError) as raised:
+            load_tokenizer(folder)
+        assert "\n" not in str(raised.value)
+        raised.match(error.replace("(", r"\(").replace(")", r"\)"))
+    assert not marker.exists() and capsys.readouterr().out == "" and sys.stdin.tell() == 0
+
+
+def test_the_command_line_runs_none_of_it_whatever_stdin_says(tmp_path):
+    everything = {name: changes for files, error in WAYS.values() if error is None for name, changes in files.items()}
+    marker = tmp_path / "it ran"
+    folder = planted(tmp_path / "model", marker, everything)
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    command = [sys.executable, "-m", "icejax.generate", "--model", folder, "--chat", "--prompt", "x", "--compile-cache", "none"]
+    done = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "chat template fails: access to attribute '__class__' of 'str' object is unsafe" in done.stderr
+    assert not marker.exists()
+
+
+def test_the_planted_pickles_and_code_would_run(tmp_path):
+    """What the others show not to happen can happen."""
+    marker = tmp_path / "it ran"
+    folder = planted(tmp_path / "model", marker, {})
+    with open(folder / "tokenizer.pickle", "rb") as file:
+        pickle.load(file).close()
+    assert marker.exists()
+    marker.unlink()
+    exec((folder / "planted.py").read_text(), {})
+    assert marker.exists()
+
+
+def test_a_model_config_that_transformers_refuses_is_no_fault_of_the_tokenizer(tmp_path):
+    rope = {"rope_parameters": {"rope_type": "no such", "factor": "x"}, "hidden_size": -1}
+    folder = planted(tmp_path / "model", tmp_path / "it ran", {"config.json": rope})
+    assert load_tokenizer(folder)("ab").input_ids == list(b"ab")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": 5}', "\x00"])
+def test_a_broken_tokenizer_is_told_in_one_line(tmp_path, content):
+    folder = planted(tmp_path / "model", tmp_path / "it ran", {})
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(icejax.InputError, match=r"^\S+/model has no tokenizer that loads: \S[^\n]*$"):
+        load_tokenizer(folder)
