@@ -11,12 +11,12 @@ PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
     ("errors",),
-    ("config",),
+    ("config", "folder"),
     ("ops",),
     ("cache",),
     ("models",),
     ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts"),
-    ("generation", "explain"),
+    ("generation", "explain", "identity", "saved"),
     ("session",),
     ("options", "command", "doctor"),
     ("generate", "__init__"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from icejax.errors import InputError
+from icejax.folder import present
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -27,7 +28,7 @@ def resolve(model: str | Path) -> Path:
     Raises:
         InputError: there is no such folder, or the hub does not bring it.
     """
-    folder = Path(model).expanduser()
+    folder = present(Path(model).expanduser())
     if folder.is_dir():
         if not any(folder.iterdir()):
             raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
