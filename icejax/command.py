@@ -19,12 +19,14 @@ from rich.table import Table
 from icejax.cache import CachePolicy
 from icejax.errors import InputError
 from icejax.explain import Explanation, check
+from icejax.folder import Claim, claim
 from icejax.generation import ASSETS, GenerationResponse, join, load, stream_generate
 from icejax.launch import ending, is_unicode, write
 from icejax.models import CausalLM
 from icejax.options import DEFAULT_CACHE, build_parser, cache_options, make_policy, read_prompts
 from icejax.prompts import chat, encode
 from icejax.sampling import Sampling
+from icejax.saved import ABOUT
 from icejax.session import Session
 
 
@@ -71,18 +73,13 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
     prompts = read_prompts(arguments)
     _use_compile_cache(arguments.compile_cache)
-    with _progress(console) as bars:
-        bar = bars.add_task("load", total=None)
-        model, tokenizer = load(
-            arguments.model or ASSETS,
-            dtype=arguments.dtype,
-            progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
-        )
-    if arguments.chat and arguments.session is None:
-        prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
     if arguments.session is not None:
-        _run_session(arguments, console, model, tokenizer, policy if _cache_named(arguments) else None, sampling, prompts)
+        with claim(arguments.session, mark=ABOUT) as held:
+            _run_session(arguments, console, held, policy if _cache_named(arguments) else None, sampling, prompts)
         return
+    model, tokenizer = _load(arguments, console)
+    if arguments.chat:
+        prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
     encode(
         model, tokenizer, prompts, special_tokens=not arguments.chat, context_length=arguments.context_length
     )  # all, before any
@@ -124,16 +121,26 @@ def _explanation(
     return Explanation(model, ids, policy, new_tokens=min(arguments.max_new_tokens, context_length - len(ids)))
 
 
+def _load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
+    with _progress(console) as bars:
+        bar = bars.add_task("load", total=None)
+        return load(
+            arguments.model or ASSETS,
+            dtype=arguments.dtype,
+            progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
+        )
+
+
 def _run_session(
     arguments: argparse.Namespace,
     console: Console,
-    model: CausalLM,
-    tokenizer: Any,
+    held: Claim,
     policy: CachePolicy | None,
     sampling: Sampling,
     prompts: list[str],
 ) -> None:
     """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
+    model, tokenizer = _load(arguments, console)
     if arguments.session.exists():
         if arguments.context_length is not None:
             raise InputError("a session's context length is set when it begins: leave --context-length out")
@@ -146,16 +153,12 @@ def _run_session(
     respond = session.stream_chat if arguments.chat else session.stream
     responses = []
     for prompt in prompts:
+        limit = dict(max_new_tokens=arguments.max_new_tokens)
+        held.check_room(session.size_with(prompt, chat=arguments.chat, **limit))
         with _progress(console) as bars:
-            stream = respond(
-                prompt,
-                sampling=sampling,
-                max_new_tokens=arguments.max_new_tokens,
-                stop=arguments.stop,
-                seed=arguments.seed,
-            )
+            stream = respond(prompt, sampling=sampling, stop=arguments.stop, seed=arguments.seed, **limit)
             responses += _show(stream, arguments, bars, alone=len(prompts) == 1)
-        session.save(arguments.session)
+        session.save(held)
     if console.is_terminal:
         console.print(_table(responses))
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from icejax.cache import Clustered
+from icejax.cache import Clustered, name_of
 from icejax.cache.host import raise_pinned_limit
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
@@ -254,7 +254,7 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
     item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
     device = jax.devices()[0]
     fields = dict(
-        cache=type(cache).__name__.lower(),
+        cache=name_of(cache) or type(cache).__name__.lower(),
         budget=cache.budget,
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,

@@ -20,7 +20,7 @@ from icejax.errors import InputError
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 REMOVE_S = 2.0  # while what was being written is removed
 
-unfinished: set[Path] = set()  # what an interrupt is to remove
+_unfinished: list[Path] = []  # what an interrupt is to remove
 _instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
 _wakeup: list[socket.socket] = []
 
@@ -83,6 +83,16 @@ def is_unicode() -> bool:
 
 
 @contextlib.contextmanager
+def unfinished(path: Path) -> Iterator[None]:
+    """Has an interrupt remove the file or folder `path` while the block runs."""
+    _unfinished.append(path)
+    try:
+        yield
+    finally:
+        _unfinished.remove(path)
+
+
+@contextlib.contextmanager
 def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
     """Makes Ctrl-C call `action`, in a thread of its own, while the block runs."""
     if _wakeup:  # a prompt for input takes the signal for itself
@@ -117,9 +127,11 @@ def _watch() -> None:
         show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
         _complain(f"{show_cursor}\ninterrupted")
         stop = time.monotonic() + REMOVE_S
-        while any(path.exists() for path in unfinished) and time.monotonic() < stop:
-            for path in tuple(unfinished):  # what is writing goes on until the end
+        while any(path.exists() for path in _unfinished) and time.monotonic() < stop:
+            for path in reversed(_unfinished):  # what is writing goes on until the end
                 shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
         os._exit(INTERRUPTED)
 
 

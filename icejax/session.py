@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import logging
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from icejax.cache import POLICIES, Clustered, host
-from icejax.cache.policy import CachePolicy, KVCache, Lengths
-from icejax.checkpoint import orbax
-from icejax.checkpoint.folder import writing
+from icejax import saved
+from icejax.cache import Clustered, name_of
+from icejax.cache.policy import CachePolicy
 from icejax.conversation import next_turn, with_one_end
 from icejax.errors import InputError
+from icejax.folder import Claim, claim
 from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, check, join, still, stream
+from icejax.identity import identity
 from icejax.inference import DecodeState, Decoding, Step, extend, prefill
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
@@ -30,9 +29,6 @@ from icejax.prompts import encode, opening
 from icejax.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
-BLOCK = 512  # pages that are read back at once
-ABOUT = "session.json"  # everything but the arrays
-STATE, POOL = "state", "pool"
 
 
 class Session:
@@ -121,17 +117,20 @@ class Session:
         """
         if self._run is not None and not self.messages:
             raise InputError("the session holds text as it is: go on with ask, or begin another session for a chat")
+        turn, held, new = self._chat_turn(text)
+        yield from self._answer(held, new, turn, **options)
+
+    def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
+        """Returns the messages of a turn, the tokens that stay, and those that come behind them."""
         turn = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
         whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
-        if self._run is None or added is None:
-            if self._run is not None and not self._rewritten:
-                LOG.warning("the chat template rewrites earlier turns: the conversation is prefilled anew")
-                self._rewritten = True
-            held, new = [], self._encode(whole)
-        else:
+        if self._run is not None and added is not None:
             ends = self._model.config.eos_token_ids
-            held, new = with_one_end(self.token_ids, self._encode(added), seen=self._seen, ends=ends)
-        yield from self._answer(held, new, turn, **options)
+            return turn, *with_one_end(self.token_ids, self._encode(added), seen=self._seen, ends=ends)
+        if self._run is not None and not self._rewritten:
+            LOG.warning("the chat template rewrites earlier turns: the conversation is prefilled anew")
+            self._rewritten = True
+        return turn, [], self._encode(whole)
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         limits = dict(special_tokens=special_tokens, context_length=self._context_length)
@@ -191,28 +190,44 @@ class Session:
         decoding = Decoding(self._model, plan)
         self._plan, self._run = plan, Run(decoding, *extend(self._model, tokens, plan, state, run.pool))
 
-    def save(self, path: str | Path) -> None:
+    def size_with(self, text: str, *, chat: bool = False, max_new_tokens: int = MAX_NEW_TOKENS) -> int:
+        """Returns the bytes that `save` will write, at most, once `text`, or the message `text`, has been answered."""
+        held, new = self._chat_turn(text)[1:] if chat else (self.token_ids, self._encode(text, special_tokens=True))
+        coming = len(held) - (self._seen if held else 0) + len(new)
+        plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new), None), 0)
+        if plan.pooled:
+            pages = min(plan.pool_shape[0], pages + (plan.padded(coming) + max_new_tokens) // plan.page_size)
+        return saved.size(plan, tokens=len(held) + len(new) + max_new_tokens, pages=pages)
+
+    def save(self, path: str | Path | Claim) -> None:
         """Writes the session to the folder `path`, in place of one that is there; it appears whole or not at all.
 
+        Args:
+            path: the folder, or the claim on it that the caller holds (`icejax.folder.claim`, marked `saved.ABOUT`).
+
         Raises:
-            InputError: nothing has been asked yet, or `path` is there and no session.
+            InputError: nothing has been asked yet, the cache is not registered, another process writes `path`, or it is there
+                and no session, or cannot be written: then what was there before is kept.
         """
         if self._run is None:
             raise InputError("the session is empty: ask something before saving it")
-        cache, pool = self._run.state.cache, self._run.pool
-        about = dict(
-            identity=_identity(self._model, self._cache),
+        if name_of(self._cache) is None:
+            raise InputError(
+                f"a session with a {type(self._cache).__name__} cache cannot be saved: register it in icejax.POLICIES"
+            )
+        cache = self._run.state.cache
+        about = saved.About(
             context_length=self._context_length,
             first=self._first,
-            token_ids=self.token_ids,
-            messages=self.messages,
+            tokens=len(self.token_ids),
+            pages=int(cache.lengths.pages),
             started=self.started,
+            messages=self.messages,
         )
-        with writing(Path(path), force=True, mark=ABOUT) as part:
-            (part / ABOUT).write_text(json.dumps(about))
-            orbax.save(part / STATE, _leaves(cache))
-            if pool is not None:
-                orbax.save(part / POOL, {"pages": np.asarray(pool)[: int(cache.lengths.pages)]})
+        same = identity(self._model, self._cache)
+        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(Path(path), mark=saved.ABOUT)
+        with claimed as held, held.writing() as part:
+            saved.write(part, same, about, self.token_ids, cache, self._run.pool)
 
     @classmethod
     def load(
@@ -231,69 +246,18 @@ class Session:
             host_memory_limit: as of a new session.
 
         Raises:
-            InputError: there is none, or it was saved with another model or cache; the message names the difference.
+            InputError: there is none, it is damaged, or it was saved with another model or cache; the message names the
+                difference.
         """
-        path = Path(path)
-        try:
-            about = json.loads((path / ABOUT).read_text())
-            saved, messages, started = about["identity"], about["messages"], about["started"]
-            options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
-            kind = POLICIES[options.pop("name")]
-            unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(kind)})
-            policy = None if unknown else kind(**options)
-        except (OSError, ValueError, KeyError, TypeError):
-            raise InputError(f"{path} is no session: expected a folder that Session.save or --session wrote") from None
-        if unknown:
-            raise InputError(
-                f"{path} was saved with cache.{unknown[0]} = {options[unknown[0]]}, which this version has not: "
-                "use the version that saved it, or another folder"
-            )
-        for key, here in _identity(model, policy if cache is None else cache).items():
-            if saved.get(key) != here:
-                raise InputError(
-                    f"{path} was saved with {key} = {saved.get(key)}, here it is {here}: use the same, or another folder"
-                )
-        limits = dict(context_length=about["context_length"], host_memory_limit=host_memory_limit)
-        session = cls(model, tokenizer, cache=policy, **limits)
-        session.token_ids, session._first = about["token_ids"], about["first"]
-        session.messages, session.started = messages, started
+        found = saved.find(Path(path), model, cache)
+        limits = dict(context_length=found.about.context_length, host_memory_limit=host_memory_limit)
+        session = cls(model, tokenizer, cache=found.policy, **limits)
+        session.messages, session.started, session._first = found.about.messages, found.about.started, found.about.first
         session._plan = plan = session._plan_for(session._first, None)
-        empty = jax.eval_shape(lambda: KVCache(tuple(p.init(plan.spec) for p in plan.policies), _no_tokens()))
-        found = orbax.read(path / STATE, {name: x.shape for name, x in _leaves(empty).items()})
-        kept = jax.tree.unflatten(
-            jax.tree.structure(empty),
-            [found[name] if x.size else jnp.zeros(x.shape, x.dtype) for name, x in _leaves(empty, of_size=False).items()],
+        session.token_ids, kept, pool = found.read(
+            plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
-        pool = None
-        if plan.pool_shape is not None:
-            pool = host.allocate(plan.pool_shape, plan.pool_dtype, limit=host_memory_limit)
-            shape = (int(kept.lengths.pages), *plan.pool_shape[1:])
-            pages = orbax.read(path / POOL, {"pages": shape}, device=jax.devices("cpu")[0])["pages"]
-            for first in range(0, shape[0], BLOCK):
-                pool = host.write_pages(pool, np.asarray(pages[first : first + BLOCK]), jnp.int32(first))
         none = jnp.zeros(1, jnp.int32)
         state = DecodeState(kept, none, none > 0, jax.random.key(0), None)
         session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 3), jnp.zeros((1, 1))), pool)
         return session
-
-
-def _no_tokens() -> Lengths:
-    return Lengths(jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.int32(0))
-
-
-def _leaves(tree: Any, *, of_size: bool = True) -> dict[str, Any]:
-    """Returns the leaves of a pytree under the names of their paths, by default only those that are not empty."""
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in named if leaf.size or not of_size}
-
-
-def _identity(model: CausalLM, cache: CachePolicy) -> dict[str, Any]:
-    """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
-    config = {f"config.{key}": value for key, value in dataclasses.asdict(model.config).items()}
-    options = {f"cache.{key}": value for key, value in dataclasses.asdict(cache).items()}
-    weights = 0
-    for leaf in jax.tree.leaves(nnx.state(model)):  # a piece of each tells one checkpoint from another
-        weights = zlib.crc32(np.asarray(leaf.reshape(-1)[:1024]).tobytes(), weights)
-    name = {"cache.name": type(cache).__name__.lower()}
-    found = config | {"dtype": model.dtype, "weights": weights} | name | options
-    return json.loads(json.dumps(found, default=str))  # as it is read back

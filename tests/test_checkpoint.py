@@ -1,6 +1,8 @@
 """Checkpoint folders: every key once, every fault told, both forms bit for bit, nothing half-written."""
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +19,7 @@ from icejax.cache import Full
 from icejax.checkpoint import huggingface, load_model
 from icejax.checkpoint.folder import ORBAX
 from icejax.errors import InputError
+from icejax.folder import claim
 from tests import families, tolerances
 from tests.run import all_logits
 
@@ -207,6 +210,41 @@ def test_a_failed_conversion_leaves_nothing_and_the_old_one_whole(folder, tmp_pa
             convert("hf_to_orbax", [str(folder), *line])
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     load_model(target)
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_a_conversion_that_cannot_be_written_is_one_line_and_leaves_the_old_one(folder, tmp_path, capfd, monkeypatch, to):
+    """The limit makes Orbax and safetensors fail in their own code, at the first file of some size."""
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
+    assert convert("orbax_to_hf", [str(tmp_path / "orbax"), str(tmp_path / "hf2")]) == 0
+    name, source = ("hf_to_orbax", folder) if to == "orbax" else ("orbax_to_hf", tmp_path / "orbax")
+    if to == "hf":
+        (tmp_path / "hf2").rename(tmp_path / "target")
+    else:
+        shutil.copytree(tmp_path / "orbax", tmp_path / "target")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    capfd.readouterr()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        status = convert(name, [str(source), str(tmp_path / "target"), "--force"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    expected = f"{tmp_path / 'target'} cannot be written (File too large): what was there before is kept"
+    assert (status, capfd.readouterr().err.splitlines()[-1].partition("error: ")[2]) == (2, expected)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    load_model(tmp_path / "target")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 1000))
+    assert convert(name, [str(source), str(tmp_path / "target"), "--force"]) == 2
+    assert "GiB and 9.31e-07 GiB is free on its disk: make room" in capfd.readouterr().err
+    with claim(tmp_path / "target", mark="config.json"):
+        assert convert(name, [str(source), str(tmp_path / "target"), "--force"]) == 2
+    assert "is in use by another writer of this process" in capfd.readouterr().err
+
+
+def test_a_checkpoint_whose_replacement_was_cut_short_still_loads(folder):
+    folder.rename(folder.parent / ".hf.old")
+    load_model(folder)
 
 
 def test_converters_refuse_the_other_form_and_broken_ones(folder, tmp_path, capsys):

@@ -245,7 +245,9 @@ def test_the_shell_chats_on_in_a_session(tmp_path, capsys):
     assert [m["role"] for m in about["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in about["messages"][:-1]) + "[assistant] "
     last = json.loads(shown.splitlines()[-1])
-    assert about["token_ids"][: -last["new_tokens"]] == icejax.load()[1](text).input_ids and err == ""
+    model, tokenizer = icejax.load(tmp_path / "model")
+    token_ids = Session.load(tmp_path / "kept", model, tokenizer).token_ids
+    assert token_ids[: -last["new_tokens"]] == tokenizer(text).input_ids and err == ""
     assert command.main([*chats, "--prompt", "c", "--system", "s"]) == 2
     message = "a session's system message is set when it begins: leave --system out"
     assert capsys.readouterr() == ("", f"icejax.generate: error: {message}\n")

@@ -12,14 +12,15 @@ PACKAGE = Path(icejax.__file__).parent
 LAYERS = (
     ("errors",),
     ("launch", "config", "render", "templates"),
+    ("folder",),
     ("ops",),
     ("cache",),
     ("models",),
     ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "conversation", "tokenizer"),
-    ("generation", "explain"),
+    ("generation", "explain", "identity", "saved", "compiling"),
     ("session",),
     ("options", "command", "examine"),
-    ("generate", "doctor", "__init__"),
+    ("generate", "doctor", "__init__", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -1,15 +1,15 @@
 """Sessions: a later question sees all before it, and what is saved goes on as if it had not been."""
 
-import json
-import shutil
+import dataclasses
 
 import numpy as np
 import pytest
 
 import icejax
 from bench.needle import task
-from icejax import session as module
 from icejax.cache import Clustered, Full
+from icejax.generation import still
+from icejax.saved import ARRAYS
 from icejax.session import Session
 from tests import families
 from tests.layer import assert_digests
@@ -64,14 +64,37 @@ NARROW = pytest.param(Clustered(budget=64, digest_dtype="int8"), marks=pytest.ma
 def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, cache):
     text, questions = document()
     session = Session(*bundled, cache=cache, context_length=3000)
+    estimate = session.size_with(text + questions[0].text, max_new_tokens=40)
     session.ask(text + questions[0].text, max_new_tokens=40)
     session.save(tmp_path / "kept")
     loaded = Session.load(tmp_path / "kept", *bundled)
     for question in questions[1:3]:
+        session.save(tmp_path / "kept")
+        assert 0.5 * estimate < (tmp_path / "kept" / ARRAYS).stat().st_size <= estimate
+        estimate = session.size_with(question.text, max_new_tokens=20)
         for each in (session, loaded):
             each.last = each.ask(question.text, max_new_tokens=20)
         assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
         np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
+
+
+def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Full):
+        weights: tuple[int, ...] = (1, 2)
+
+    session = Session(*bundled, cache=Mine(), context_length=300)
+    assert session.ask("hello " * 30, max_new_tokens=1).cache == "mine"
+    with pytest.raises(icejax.InputError, match="Mine cache cannot be saved: register it in icejax.POLICIES"):
+        session.save(tmp_path / "kept")
+    with monkeypatch.context() as patch:
+        patch.setitem(icejax.POLICIES, "another-name", Mine)
+        assert still(bundled[0], Mine(), session._plan, session._run)["fields"]["cache"] == "another-name"
+        session.save(tmp_path / "kept")
+        loaded = Session.load(tmp_path / "kept", *bundled, cache=Mine())
+        assert loaded._cache == Mine() and loaded.token_ids == session.token_ids
+    with pytest.raises(icejax.InputError, match="saved with cache.name = another-name: register it in icejax.POLICIES, or"):
+        Session.load(tmp_path / "kept", *bundled)
 
 
 def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
@@ -98,12 +121,6 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
         Session.load(tmp_path / "kept", other, bundled[1])
     with pytest.raises(icejax.InputError, match=r"saved with cache\.budget = 64, here it is 128: use the same"):
         Session.load(tmp_path / "kept", *bundled, cache=Clustered(budget=128))
-    about = tmp_path / "kept" / module.ABOUT
-    saved = about.read_text()
-    about.write_text(saved.replace('"cache.tail"', '"cache.magic": 7, "cache.tail"'))
-    with pytest.raises(icejax.InputError, match=r"saved with cache\.magic = 7, which this version has not: use the version"):
-        Session.load(tmp_path / "kept", *bundled)
-    about.write_text(saved)
     model, tokenizer = icejax.load()
     weight = model.model.layers[0].mlp.up_proj.weight
     weight[...] = weight[...] + 1
@@ -111,30 +128,6 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
         Session.load(tmp_path / "kept", model, tokenizer)
     with pytest.raises(icejax.InputError, match="is no session: expected a folder that Session.save or --session wrote"):
         Session.load(tmp_path, *bundled)
-
-
-def test_an_interrupted_save_leaves_the_old_one_whole(bundled, tmp_path, monkeypatch):
-    text, questions = document()
-    session = Session(*bundled, cache=Clustered(budget=64), context_length=3000)
-    session.ask(text, max_new_tokens=2)
-    session.save(tmp_path / "kept")
-    old = json.loads((tmp_path / "kept" / module.ABOUT).read_text())
-    session.ask(questions[0].text, max_new_tokens=2)
-
-    def interrupted(path, leaves):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module.orbax, "save", interrupted)
-        session.save(tmp_path / "kept")
-    assert [x.name for x in tmp_path.iterdir()] == ["kept"]
-    assert Session.load(tmp_path / "kept", *bundled).token_ids == old["token_ids"]
-    session.save(tmp_path / "kept")
-    assert Session.load(tmp_path / "kept", *bundled).token_ids == session.token_ids
-    shutil.rmtree(tmp_path / "kept")
-    (tmp_path / "kept").mkdir()
-    with pytest.raises(icejax.InputError, match="exists and is no session folder: choose another place"):
-        session.save(tmp_path / "kept")
 
 
 def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_path):

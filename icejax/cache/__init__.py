@@ -17,6 +17,11 @@ POLICIES: dict[str, type[CachePolicy]] = {
 }
 
 
+def name_of(policy: CachePolicy) -> str | None:
+    """Returns the name that the class of `policy` is registered by; None if it is not."""
+    return next((name for name, kind in POLICIES.items() if kind is type(policy)), None)
+
+
 def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
     """Returns the policy of every layer: a ring for sliding layers, `Full` for the first dense layers, else `policy`.
 

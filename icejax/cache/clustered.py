@@ -111,7 +111,7 @@ class Clustered(CachePolicy):
             raise InputError(f"compact_every must be 0 or at least two pages ({2 * self.page_size}), got {self.compact_every}")
         if self.window is not None and self.window <= self.page_size:
             raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
-        least = max(8, self.page_size)
+        least = max(8, (self.sinks or 0) + (self.window or 0) + self.page_size)
         while sum(self._resident(least)) + self.page_size > least:
             least += 1
         if self.budget < least:

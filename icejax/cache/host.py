@@ -180,6 +180,12 @@ def write_pages(pool: jax.Array, pages: jax.Array, first: jax.Array) -> jax.Arra
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
 def read_pages(pool: jax.Array, first: jax.Array, *, count: int, dtype: str) -> jax.Array:
     """Returns `count` pages of all layers, dtype[count, L, B, K, 2, p, H], on the device."""
+    return decode(read_bits(pool, first, count=count), dtype)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def read_bits(pool: jax.Array, first: jax.Array, *, count: int) -> jax.Array:
+    """Returns `count` pages of all layers as they stand in the pool, uint[count, L, B, K, 2, rows, H], on the device."""
     zero = jax.device_put(jnp.int32(0), HOST)
     start = (jax.device_put(first, HOST), *(zero,) * (pool.ndim - 1))
-    return decode(jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), DEVICE), dtype)
+    return jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), DEVICE)

@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from icejax.checkpoint import huggingface, orbax
-from icejax.checkpoint.folder import ORBAX, copy_companions, resolve, writing
+from icejax.checkpoint.folder import ORBAX, copy_companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config, tensors
 from icejax.errors import InputError
+from icejax.folder import claim
+
+CONFIG = "config.json"  # by which a checkpoint folder is known
 
 
 def hf_to_orbax(source: str | Path, target: Path, *, force: bool = False, progress: Progress | None = None) -> None:
     """Writes the Hugging Face folder (or hub id) `source` as the icejax folder `target`, whole or not at all.
 
     Raises:
-        InputError: `source` is not a sound Hugging Face checkpoint, or `target` exists and `force` is False.
+        InputError: `source` is not a sound Hugging Face checkpoint, or `target` cannot be written, or exists and `force` is
+            False.
     """
     folder = resolve(source)
     if (folder / ORBAX).is_dir():
         raise InputError(f"{folder} is an icejax folder already: expected a Hugging Face folder")
-    with writing(target, force=force) as part:
+    with claim(target, mark=CONFIG, replace=force) as held:
         shapes = _shapes(folder)
-        parameters = {}
-        for done, (key, tensor) in enumerate(tensors(folder, read_config(folder), shapes), start=1):
-            parameters[key] = tensor
-            _tell(progress, key, done, len(shapes))
-        copy_companions(folder, part)
-        orbax.save(part / ORBAX, parameters)
+        held.check_room(sum(shard.stat().st_size for shard in huggingface.shards(folder)))
+        with held.writing() as part:
+            parameters = {}
+            for done, (key, tensor) in enumerate(tensors(folder, read_config(folder), shapes), start=1):
+                parameters[key] = tensor
+                _tell(progress, key, done, len(shapes))
+            copy_companions(folder, part)
+            orbax.save(part / ORBAX, parameters)
 
 
 def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Progress | None = None) -> None:
     """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all.
 
     Raises:
-        InputError: `source` is not a sound icejax folder, or `target` exists and `force` is False.
+        InputError: `source` is not a sound icejax folder, or `target` cannot be written, or exists and `force` is False.
     """
     folder = resolve(source)
     if not (folder / ORBAX).is_dir():
         raise InputError(f"{folder} has no {ORBAX} folder in it: expected an icejax folder, as convert.hf_to_orbax writes")
-    with writing(target, force=force) as part:
+    with claim(target, mark=CONFIG, replace=force) as held:
         shapes = _shapes(folder)
+        held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
         stored = orbax.read(folder / ORBAX, shapes, device=jax.devices("cpu")[0])
-        copy_companions(folder, part)
         parameters = {key: np.asarray(stored[key]) for key in shapes}
-        for done, key in enumerate(huggingface.write(part, parameters), start=1):
-            _tell(progress, key, done, len(shapes))
+        with held.writing() as part:
+            copy_companions(folder, part)
+            for done, key in enumerate(huggingface.write(part, parameters), start=1):
+                _tell(progress, key, done, len(shapes))
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -1,16 +1,13 @@
-"""Where a checkpoint is, and writing a folder so that it is there whole or not at all."""
+"""Where a checkpoint is, and what belongs to it beside the weights."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from icejax.errors import InputError
+from icejax.folder import present
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -27,7 +24,7 @@ def resolve(model: str | Path) -> Path:
     Raises:
         InputError: there is no such folder, or the hub does not bring it.
     """
-    folder = Path(model).expanduser()
+    folder = present(Path(model).expanduser())
     if folder.is_dir():
         if not any(folder.iterdir()):
             raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
@@ -49,38 +46,3 @@ def copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
-
-
-@contextlib.contextmanager
-def writing(target: Path, *, force: bool, mark: str = "config.json") -> Iterator[Path]:
-    """Yields a folder beside `target` that takes its place by rename when the block ends well, and is removed else.
-
-    Raises:
-        InputError: `target` exists and `force` is False, or `target` is there and does not hold the file `mark`, by which
-            a folder of this kind is known.
-    """
-    if target.exists() and not (target / mark).exists():
-        kind = "checkpoint" if mark == "config.json" else mark.removesuffix(".json")
-        raise InputError(f"{target} exists and is no {kind} folder: choose another place")
-    if target.exists() and not force:
-        raise InputError(f"{target} exists: choose another place, or give --force to replace it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield part
-        part.chmod(0o755)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            os.rename(target, old / "old")
-            try:
-                os.rename(part, target)
-            except OSError:
-                os.rename(old / "old", target)
-                raise
-            finally:
-                shutil.rmtree(old)
-        else:
-            os.rename(part, target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

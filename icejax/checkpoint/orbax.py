@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import jax
@@ -14,8 +15,13 @@ from icejax.errors import InputError
 
 def save(path: Path, parameters: dict[str, np.ndarray]) -> None:
     """Writes `parameters` in their own dtypes to the new folder `path`."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), parameters)
+    log, silent = logging.getLogger("absl"), logging.Filter("nothing")
+    log.addFilter(silent)  # Orbax prints a traceback of every error that it then raises
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path.absolute(), parameters)
+    finally:
+        log.removeFilter(silent)
 
 
 def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:

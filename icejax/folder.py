@@ -1,0 +1,208 @@
+"""A folder that is there whole or not at all: who may write it, whether it fits, and how it takes its place.
+
+Beside a folder NAME three hidden names are this module's own: `.NAME.part` is on its way to NAME, `.NAME.old` is a whole
+NAME on its way out, and `.NAME.lock` is held by the one process that may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from icejax.errors import InputError
+from icejax.launch import unfinished
+
+OWN = re.compile(r"\..+\.(part|old|lock)")
+# How Orbax and safetensors name the system's error inside their own.
+SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
+OLD_PART = "[a-z0-9_]" * 8  # what a folder on its way was called after its name in icejax 0.1
+
+
+def present(path: Path) -> Path:
+    """Returns where the folder `path` is: there, or beside it if its writer was killed while the two changed places."""
+    target = Path(os.path.realpath(path))
+    old = _beside(target, "old")
+    return old if old.is_dir() and not os.path.lexists(target) else path
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A folder that nobody else may write while the claim lasts.
+
+    Attributes:
+        path: the folder, as it was asked for.
+        mark: the file by which a folder of this kind is known.
+    """
+
+    path: Path
+    mark: str
+
+    @property
+    def _names(self) -> tuple[Path, Path, Path]:
+        """Where the folder, its next and its last version are, links followed."""
+        target = Path(os.path.realpath(self.path))
+        return target, _beside(target, "part"), _beside(target, "old")
+
+    def check_room(self, need: int) -> None:
+        """Raises InputError if the disk has less than `need` bytes free."""
+        with _told(self.path, "choose another place"):
+            free = shutil.disk_usage(self._names[0].parent).free
+        if need > free:
+            raise InputError(
+                f"{self.path} needs {need / 2**30:.3g} GiB and {free / 2**30:.3g} GiB is free on its disk: "
+                "make room, or choose another place"
+            )
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Path]:
+        """Yields an empty folder that takes the place of `path`, on the disk to its last byte, when the block ends well.
+
+        Raises:
+            InputError: the disk is full or broken; what was there before is as it was.
+        """
+        target, part, old = self._names
+        with _told(self.path, "what was there before is kept"), unfinished(part):
+            try:
+                part.mkdir()
+                yield part
+                _sync(part)
+                if target.exists():
+                    os.rename(target, old)
+                os.rename(part, target)
+            except BaseException:
+                self._settle()
+                raise
+            with contextlib.suppress(OSError):  # the new one is in its place; the next writer removes what is left
+                _sync_one(target.parent)
+                self._settle()
+
+    def _settle(self) -> None:
+        """Puts a folder that was on its way out back if no other took its place, and removes what writers left."""
+        target, part, old = self._names
+        shutil.rmtree(part, ignore_errors=True)
+        if (old / self.mark).exists():
+            if os.path.lexists(target):
+                os.rename(old, part)  # so that what is called old is whole, always
+                shutil.rmtree(part, ignore_errors=True)
+            else:
+                os.rename(old, target)
+        for stray in target.parent.glob(f".{glob.escape(target.name)}.{OLD_PART}"):
+            if self._was_on_its_way(stray):
+                shutil.rmtree(stray, ignore_errors=True)
+
+    def _was_on_its_way(self, stray: Path) -> bool:
+        """Says whether `stray` is what a killed writer of icejax 0.1 left, and nothing that is still needed."""
+        if stray.is_symlink() or not stray.is_dir() or stray.stat().st_mode & 0o777 != 0o700:
+            return False
+        names = [entry.name for entry in stray.iterdir()]
+        return not names or self.mark in names or (names == ["old"] and self._names[0].exists())
+
+
+@contextlib.contextmanager
+def claim(path: Path, *, mark: str, replace: bool = True) -> Iterator[Claim]:
+    """Yields the claim of this process on the folder `path`, and clears away what a killed writer left beside it.
+
+    Args:
+        mark: the file by which a folder of this kind is known.
+        replace: whether it may be there already.
+
+    Raises:
+        InputError: another writer has it, it cannot be written, it is there and must not be, or it is another kind of folder.
+    """
+    held = Claim(path, mark)
+    with contextlib.ExitStack() as stack:
+        with _told(path, "choose another place"):
+            target, part, _ = held._names
+            if not target.name or OWN.fullmatch(target.name):
+                raise InputError(f"{path} cannot be the name of a folder that is kept: choose another place")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(path, _beside(target, "lock")))
+            held._settle()
+            if os.path.lexists(target) and not (target / mark).exists():
+                kind = "checkpoint" if mark == "config.json" else mark.removesuffix(".json")
+                raise InputError(f"{path} exists and is no {kind} folder: choose another place")
+            if target.exists() and not replace:
+                raise InputError(f"{path} exists: choose another place, or give --force to replace it")
+            part.mkdir()  # a folder can be made there, not only the file of the lock be written
+            part.rmdir()
+        yield held
+
+
+@contextlib.contextmanager
+def _locked(path: Path, lock: Path) -> Iterator[None]:
+    while True:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(lock) and os.path.samestat(os.fstat(file), os.stat(lock)):
+                break
+        except BlockingIOError:
+            holder = os.pread(file, 20, 0).decode(errors="replace")
+            os.close(file)
+            other = "another writer of this process" if holder == str(os.getpid()) else f"another process (pid {holder or '?'})"
+            raise InputError(f"{path} is in use by {other}: wait for it, or choose another place") from None
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # the file was removed by who held it before
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
+        with unfinished(lock):
+            yield
+    finally:
+        try:
+            os.unlink(lock)
+        finally:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def _told(path: Path, then: str) -> Iterator[None]:
+    """Tells an error of the system in one line that ends with `then`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        number = SYSTEM_ERROR.search(str(error))
+        if not isinstance(error, OSError) and number is None:
+            raise
+        reason = os.strerror(int(number[1])) if number is not None else error.strerror or str(error)
+        if isinstance(error, OSError) and _elsewhere(error, path):
+            reason += f": {error.filename}"
+        raise InputError(f"{path} cannot be written ({reason}): {then}") from None
+
+
+def _elsewhere(error: OSError, path: Path) -> bool:
+    """Says whether the error is about a file that is neither `path` nor beside or in it: one that was to be read."""
+    if not isinstance(error.filename, str) or error.filename2 is not None:
+        return False
+    return Path(os.path.realpath(path)).parent not in Path(os.path.realpath(error.filename)).parents
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.parent / f".{target.name}.{what}"
+
+
+def _sync(folder: Path) -> None:
+    """Has all of `folder` written to the disk."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            _sync_one(os.path.join(where, name))
+        _sync_one(where)
+
+
+def _sync_one(path: str | Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,88 @@
+"""What a session was saved with, and whether it can go on with what there is here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+import zlib
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from flax import nnx
+
+from icejax.cache import POLICIES, name_of
+from icejax.cache.policy import CachePolicy
+from icejax.errors import InputError
+from icejax.models import CausalLM
+
+SCALARS = {int, float, str, bool, type(None)}
+
+
+def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
+    """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
+    config = {f"config.{key}": value for key, value in dataclasses.asdict(model.config).items()}
+    options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
+    weights = 0
+    for leaf in jax.tree.leaves(nnx.state(model)):  # a piece of each tells one checkpoint from another
+        weights = zlib.crc32(np.asarray(leaf.reshape(-1)[:1024]).tobytes(), weights)
+    found = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
+    return json.loads(json.dumps(found, default=str))  # as it is read back
+
+
+def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises InputError that names a difference between two identities, that of the session at `path` and the one here."""
+    for key in here | saved:
+        if saved.get(key) != here.get(key):
+            raise InputError(
+                f"{path} was saved with {key} = {_shown(saved.get(key))}, here it is {_shown(here.get(key))}: "
+                "use the same, or another folder"
+            )
+
+
+def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
+    """Returns the cache policy of an identity read from `path`; InputError if there is none of that name or of its options."""
+    options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
+    name = options.pop("name", None)
+    kind = POLICIES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise InputError(
+            f"{path} was saved with cache.name = {_shown(name)}: register it in icejax.POLICIES, or use another folder"
+        )
+    kinds = typing.get_type_hints(kind)
+    for key, value in options.items():
+        if key not in {field.name for field in dataclasses.fields(kind)}:
+            raise InputError(
+                f"{path} was saved with cache.{key} = {_shown(value)}, which this version has not: "
+                "use the version that saved it, or another folder"
+            )
+        if not _fits(value, kinds[key]):
+            damaged(path, f"cache.{key} is {_shown(value)}")
+    try:
+        policy = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        hash(policy)  # a program is compiled for it
+        return policy
+    except (TypeError, ValueError) as error:
+        damaged(path, f"its cache: {error}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Says whether a value read from JSON is one of `kind`, where that is a simple one."""
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    kinds = set(typing.get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
+    return not kinds <= SCALARS or type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(str(value).split())[:80]
+
+
+def damaged(path: Path, fault: str) -> NoReturn:
+    """Raises the InputError of a session that is not as it was saved."""
+    raise InputError(
+        f"{path} is a damaged session ({' '.join(fault.split())}): use a copy of it, or begin anew in another folder"
+    )

@@ -1,0 +1,248 @@
+"""A session in a folder: `session.json` says what it is, `arrays` holds its arrays' bytes one behind the other.
+
+How these are laid out follows from the model, the cache's options and a few sizes, so no array describes itself; each has
+a checksum, and so has the description. Nothing is allocated before the file has been found to be of the right size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import typing
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache import host
+from icejax.cache.encoding import bits_dtype
+from icejax.cache.policy import CachePolicy, KVCache, Lengths
+from icejax.errors import InputError
+from icejax.folder import present
+from icejax.identity import check_same, damaged, identity, policy_of
+from icejax.models import CausalLM
+from icejax.plan import Plan
+
+VERSION = 2
+ABOUT, ARRAYS = "session.json", "arrays"
+BLOCK = 2**25  # bytes of the pool that are read, checked and written at once
+MOST = 2**31  # tokens are counted in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a session is besides its arrays.
+
+    Attributes:
+        context_length: tokens that there is room for.
+        first: tokens of the first text.
+        tokens: tokens so far.
+        pages: pages of the pool in use.
+        started: when the session began, in seconds since 1970.
+        messages: the chat so far, a role and a content each.
+    """
+
+    context_length: int
+    first: int
+    tokens: int
+    pages: int
+    started: float
+    messages: list[dict[str, str]]
+
+
+def write(
+    part: Path, identity: dict[str, Any], about: About, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
+) -> None:
+    """Writes a session into the empty folder `part`."""
+    checksums = {}
+    with open(part / ARRAYS, "wb") as file:
+        for name, array in _arrays(token_ids, cache, pool, about.pages):
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            checksums[name] = zlib.crc32(data)
+            file.write(data)
+    fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), checksums=checksums)
+    (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
+
+
+def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pages: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of a session in the order of `_layout`."""
+    yield "token_ids", np.asarray(token_ids, np.int32)
+    for name, leaf in _leaves(cache):
+        yield name, np.asarray(leaf)
+    if pool is not None:
+        for name, first, count in _blocks(pool.shape, pool.dtype, pages):
+            start = min(first, len(pool) - _pages_of_block(pool.shape, pool.dtype))  # one size of block, one program
+            block = host.read_bits(pool, jnp.int32(start), count=_pages_of_block(pool.shape, pool.dtype))
+            yield name, np.asarray(block)[first - start : first - start + count]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A session in a folder that can be gone on from here; its arrays are still to be read.
+
+    Attributes:
+        policy: the cache's.
+    """
+
+    path: Path
+    about: About
+    policy: CachePolicy
+    checksums: dict[str, int]
+
+    def read(
+        self, plan: Plan, *, vocab_size: int, host_memory_limit: int | None
+    ) -> tuple[list[int], KVCache, jax.Array | None]:
+        """Returns the tokens, the device part of the cache, and the pool.
+
+        Args:
+            plan: that of the session.
+            host_memory_limit: bytes that the pool may take; None: what is free.
+
+        Raises:
+            InputError: the file is damaged or missing, or there is not enough host memory.
+        """
+        about, empty = self.about, _empty(plan)
+        if about.pages > (plan.pool_shape[0] if plan.pool_shape is not None else 0):
+            damaged(self.path, f"it has {about.pages} pages and there is no room for them")
+        expected = size(plan, tokens=about.tokens, pages=about.pages)
+        with _reading(self.path), open(present(self.path) / ARRAYS, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != expected:
+                damaged(self.path, f"{ARRAYS} has {found} bytes, expected {expected}")
+            blocks = list(_blocks(plan.pool_shape, bits_dtype(plan.pool_dtype), about.pages)) if plan.pooled else []
+            if list(self.checksums) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, *_ in blocks)]:
+                damaged(self.path, "its arrays are others than those of this cache")
+
+            def take(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+                data = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
+                if file.readinto(data) != len(data) or zlib.crc32(data) != self.checksums[name]:
+                    damaged(self.path, f"the bytes of {name} are not those that were saved")
+                return data.view(dtype).reshape(shape)
+
+            token_ids = take("token_ids", (about.tokens,), np.int32)
+            if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+                damaged(self.path, "it has tokens that the model does not know")
+            leaves = {name: take(name, leaf.shape, leaf.dtype) for name, leaf in _leaves(empty)}
+            pool = None
+            if plan.pool_shape is not None:
+                pool = host.allocate(plan.pool_shape, plan.pool_dtype, limit=host_memory_limit)
+                for name, first, count in blocks:
+                    block = take(name, (count, *plan.pool_shape[1:]), pool.dtype)
+                    pool = host.write_pages(pool, block, jnp.int32(first))
+        every = [leaves.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in _leaves(empty, of_size=False)]
+        # On CPU an array over numpy's memory could not be written in place.
+        every = [jax.device_put(x, jax.devices()[0], may_alias=False) for x in every]
+        cache = jax.tree.unflatten(jax.tree.structure(empty), every)
+        if int(cache.lengths.pages) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
+            damaged(self.path, "its cache holds other tokens than it says")
+        return token_ids.tolist(), cache, pool
+
+
+def find(path: Path, model: CausalLM, cache: CachePolicy | None) -> Saved:
+    """Returns the session at `path`.
+
+    Raises:
+        InputError: there is none, it is damaged or of another version, or it was saved with another model or cache than
+            `cache` (None: whatever it is); the message names the difference.
+    """
+    try:
+        with _reading(path):
+            text = (present(path) / ABOUT).read_text(encoding="utf-8")
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            damaged(path, f"{ABOUT} holds no object")
+        version = fields.get("version")
+        if version is None and "identity" in fields:
+            raise InputError(f"{path} was saved by an older icejax: begin a new session in another folder, or remove it")
+        if type(version) is int and version > VERSION:
+            raise InputError(f"{path} was saved by a newer icejax: use that, or another folder")
+        if version != VERSION or fields.pop("checksum", None) != _checksum(fields):
+            damaged(path, f"{ABOUT} is not as it was saved")
+        about = _about(path, fields)
+        policy = policy_of(path, fields["identity"])
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        damaged(path, f"{ABOUT} is no JSON")
+    check_same(path, fields["identity"], identity(model, policy if cache is None else cache))
+    return Saved(path, about, policy, fields["checksums"])
+
+
+def size(plan: Plan, *, tokens: int, pages: int) -> int:
+    """Returns the bytes of the arrays of a session of `plan`."""
+    page = 0 if plan.pool_shape is None else _page_bytes(plan.pool_shape, bits_dtype(plan.pool_dtype))
+    return 4 * tokens + sum(leaf.size * leaf.dtype.itemsize for _, leaf in _leaves(_empty(plan))) + pages * page
+
+
+def _about(path: Path, fields: dict[str, Any]) -> About:
+    """Returns what is said of the session in `fields`, if all of it can be true."""
+    for name, kind in typing.get_type_hints(About).items():
+        found = fields.get(name)
+        if kind in (int, float) and (type(found) is not kind or not -1 < found < math.inf):
+            damaged(path, f"{name} is {found!r:.40}")
+    about = About(**{field.name: fields.get(field.name) for field in dataclasses.fields(About)})
+    if not 0 < about.first <= about.tokens <= about.context_length < MOST:
+        damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
+    if not isinstance(about.messages, list) or not all(map(_is_message, about.messages)):
+        damaged(path, "messages are no list of roles and contents")
+    checksums, saved = fields.get("checksums"), fields.get("identity")
+    if not isinstance(saved, dict) or not isinstance(checksums, dict):
+        damaged(path, "it does not say what it was saved with")
+    return about
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, dict) and found.keys() == {"role", "content"} and all(isinstance(x, str) for x in found.values())
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Tells an error of the system in one line about the session at `path`."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        if (present(path) / ABOUT).exists():
+            damaged(path, f"{ARRAYS} is missing")
+        raise InputError(f"{path} is no session: expected a folder that Session.save or --session wrote") from None
+    except OSError as error:
+        raise InputError(f"{path} is a session that cannot be read ({error.strerror}): use a copy of it") from None
+
+
+def _checksum(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def _empty(plan: Plan) -> KVCache:
+    """Returns shapes and dtypes of the device part of the cache."""
+    none = jax.ShapeDtypeStruct((), jnp.int32)
+    lengths = Lengths(jax.ShapeDtypeStruct((plan.spec.batch_size,), jnp.int32), none, none)
+    return KVCache(jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies)), lengths)
+
+
+def _leaves(tree: Any, *, of_size: bool = True) -> list[tuple[str, Any]]:
+    """Returns the leaves of a pytree with the names of their paths, by default only those that are not empty."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path).strip("."), leaf) for path, leaf in named if leaf.size or not of_size]
+
+
+def _page_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
+def _pages_of_block(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return min(shape[0], max(1, BLOCK // _page_bytes(shape, dtype)))
+
+
+def _blocks(shape: tuple[int, ...], dtype: np.dtype, pages: int) -> Iterator[tuple[str, int, int]]:
+    """Yields name, first page and pages of the pieces in which a pool of `shape` is saved."""
+    step = _pages_of_block(shape, dtype)
+    for first in range(0, pages, step):
+        yield f"pool.{first // step}", first, min(step, pages - first)
