@@ -113,8 +113,14 @@ def _own_interrupts() -> None:
 
 
 def _listen() -> None:
-    signal.signal(signal.SIGINT, lambda *_: None)  # the byte that C code sends is enough
+    signal.signal(signal.SIGINT, _pause)
     signal.set_wakeup_fd(_wakeup[1].fileno(), warn_on_full_buffer=False)
+
+
+def _pause(*_: object) -> None:
+    """Keeps the main thread from going on while the other one cleans up and ends the process."""
+    while not _instead:
+        time.sleep(1)
 
 
 def _watch() -> None:
