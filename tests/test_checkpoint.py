@@ -1,7 +1,6 @@
 """Checkpoint folders: every key once, every fault told, both forms bit for bit, nothing half-written."""
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from icejax.checkpoint.folder import ORBAX
 from icejax.errors import InputError
 from icejax.folder import claim
 from tests import families, tolerances
+from tests.crash import file_limit
 from tests.run import all_logits
 
 KEY = "model.layers.1.mlp.up_proj.weight"
@@ -222,16 +222,13 @@ def test_a_conversion_that_cannot_be_written_is_one_line_and_leaves_the_old_one(
         (tmp_path / "hf2").rename(tmp_path / "target")
     else:
         shutil.copytree(tmp_path / "orbax", tmp_path / "target")
-    before = sorted(p.name for p in tmp_path.iterdir())
+    before, seen = sorted(p.name for p in tmp_path.iterdir()), []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
     capfd.readouterr()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
+    with file_limit(20_000):
         status = convert(name, [str(source), str(tmp_path / "target"), "--force"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     expected = f"{tmp_path / 'target'} cannot be written (File too large): what was there before is kept"
-    assert (status, capfd.readouterr().err.splitlines()[-1].partition("error: ")[2]) == (2, expected)
+    assert (status, capfd.readouterr().err) == (2, f"convert.{name}: error: {expected}\n") and not seen
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     load_model(tmp_path / "target")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 1000))

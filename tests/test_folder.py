@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,30 +14,10 @@ from hypothesis import strategies as st
 from icejax.checkpoint.folder import resolve
 from icejax.errors import InputError
 from icejax.folder import claim, present
+from tests.crash import Killed, file_limit, killed_at
 
 MARK = "session.json"
-STEPS = ("open", "mkdir", "rename", "unlink", "rmdir", "write", "ftruncate", "fsync", "scandir")
 FILES = (MARK, "arrays", "more/deep")
-
-
-class Killed(BaseException):
-    """What ends a process: nothing of it does anything any more."""
-
-
-def killed_at(step: int, monkeypatch) -> None:
-    """Lets the process die before its `step`th operation on files: that one and every later one does nothing."""
-    count = itertools.count(1)
-
-    def dying(real):
-        def operation(*arguments, **options):
-            if next(count) >= step:
-                raise Killed
-            return real(*arguments, **options)
-
-        return operation
-
-    for name in STEPS:
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
 
 
 def save(target: Path, version: str) -> None:
@@ -201,11 +180,14 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
         file = real(path, *arguments, **options)
         if path == lock and not removed:
             removed.append(os.unlink(lock))
+            lock.touch()  # by the next one
         return file
 
     monkeypatch.setattr(os, "open", opened)
     with claim(tmp_path / "kept", mark=MARK):
         assert lock.read_text() == str(os.getpid()) and removed
+        with pytest.raises(InputError, match="is in use"):
+            save(tmp_path / "kept", "second")
     assert not lock.exists()
 
 
@@ -234,6 +216,19 @@ def test_too_small_a_disk_is_told_before_anything_is_written(tmp_path, monkeypat
             held.check_room(3 * 2**30)
 
 
+def test_all_of_it_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    synced, fsync, rename = set(), os.fsync, os.rename
+
+    def renamed(part, target):
+        assert {os.stat(path).st_ino for path in [part, *Path(part).rglob("*")]} == synced
+        rename(part, target)
+
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file))
+    monkeypatch.setattr(os, "rename", renamed)
+    save(tmp_path / "kept", "new")
+    assert len(synced) == 6  # three files, two folders, and at last the one around them
+
+
 def assert_fails_late(target: Path, reason: str, size: int = 2**21) -> None:
     save(target, "old")
     with pytest.raises(InputError) as error, claim(target, mark=MARK) as held, held.writing() as part:
@@ -244,12 +239,8 @@ def assert_fails_late(target: Path, reason: str, size: int = 2**21) -> None:
 
 
 def test_a_limit_on_files_is_told_and_the_old_one_kept(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-    try:
+    with file_limit(2**20):
         assert_fails_late(tmp_path / "kept", "File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

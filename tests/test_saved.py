@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from icejax import saved
 from icejax.cache import Clustered
 from icejax.folder import claim
 from icejax.session import Session
-from tests.test_folder import Killed, killed_at
+from tests.crash import Killed, file_limit, killed_at
 
 TEXT = "Pass key ab:12345.\n" * 20 + "Pass key ab:"
 OPTIONS = dict(cache=Clustered(budget=64), context_length=800)
@@ -268,15 +267,9 @@ def test_a_save_that_fails_late_keeps_the_old_session(session, whole, bundled, t
     shutil.copytree(whole, tmp_path / "kept")
     other = Session.load(whole, *bundled)
     other.messages = []
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(
-            icejax.InputError, match=r"kept cannot be written \(File too large\): what was there before is kept"
-        ):
-            other.save(tmp_path / "kept")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = r"kept cannot be written \(File too large\): what was there before is kept"
+    with file_limit(10_000), pytest.raises(icejax.InputError, match=message):
+        other.save(tmp_path / "kept")
     assert os.listdir(tmp_path) == ["kept"]
     assert_same(Session.load(tmp_path / "kept", *bundled), session)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -15,12 +18,36 @@ from icejax.errors import InputError
 
 def save(path: Path, parameters: dict[str, np.ndarray]) -> None:
     """Writes `parameters` in their own dtypes to the new folder `path`."""
-    log, silent = logging.getLogger("absl"), logging.Filter("nothing")
+    with _to_the_end(), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), parameters)
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """Lets a save that fails end with the last of its writes, and be told by what it raises alone.
+
+    Orbax closes its event loop at the first error: the other writes go on, and bring back folders that have been removed.
+    """
+    log, silent, new_event_loop = logging.getLogger("absl"), logging.Filter("nothing"), asyncio.new_event_loop
+
+    def patient() -> asyncio.AbstractEventLoop:
+        loop = new_event_loop()
+        close = loop.close
+
+        def close_at_last() -> None:
+            if not loop.is_closed() and (tasks := asyncio.all_tasks(loop)):
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            close()
+
+        loop.close = close_at_last
+        return loop
+
     log.addFilter(silent)  # Orbax prints a traceback of every error that it then raises
+    asyncio.new_event_loop = patient
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(path.absolute(), parameters)
+        yield
     finally:
+        asyncio.new_event_loop = new_event_loop
         log.removeFilter(silent)
 
 
