@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,9 +24,11 @@ from icejax.generation import ASSETS, GenerationResponse, join, load, stream_gen
 from icejax.models import CausalLM
 from icejax.options import DEFAULT_CACHE, build_parser, cache_options, make_policy, read_prompts
 from icejax.prompts import chat, encode
+from icejax.ranges import number, whole
 from icejax.sampling import Sampling
 from icejax.session import Session
 
+LOG = logging.getLogger("icejax")
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 
 
@@ -34,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 2 for bad input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that there is no PyTorch
-    console = Console(stderr=True)
+    console, warnings = Console(stderr=True), Warnings(logging.WARNING)
+    LOG.addHandler(warnings)
     try:
         run(arguments, console)
         sys.stdout.flush()
@@ -56,7 +59,23 @@ def main(argv: list[str] | None = None) -> int:
         # What Python would flush at exit goes nowhere, or it complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    finally:
+        LOG.removeHandler(warnings)
     return 0
+
+
+class Warnings(logging.Handler):
+    """Prints what the package warns of, each warning once and in the form of an error."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self._told:
+            self._told.add(message)
+            print(f"icejax.generate: warning: {message}", file=sys.stderr)
 
 
 def _side(error: Exception) -> str:
@@ -72,10 +91,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     policy = make_policy(arguments.cache or DEFAULT_CACHE, options)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
-    if arguments.batch_size < 1:
-        raise InputError(f"--batch-size must be at least 1, got {arguments.batch_size}")
-    if arguments.host_memory_limit is not None and not 0 < arguments.host_memory_limit < math.inf:
-        raise InputError(f"--host-memory-limit must be a number above 0, got {arguments.host_memory_limit:g}")
+    whole("--batch-size", arguments.batch_size, most=2**63)
+    if arguments.host_memory_limit is not None:
+        number("--host-memory-limit", arguments.host_memory_limit, least=0, most=1e9, above=True)
     if arguments.explain is not None:
         check(arguments.explain)
         if arguments.session is not None:
@@ -111,6 +129,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 max_new_tokens=arguments.max_new_tokens,
                 stop=arguments.stop,
                 seed=arguments.seed,
+                first_index=start,
                 special_tokens=not arguments.chat,
                 context_length=arguments.context_length,
                 host_memory_limit=_memory_limit(arguments),

@@ -21,10 +21,10 @@ from icejax.checkpoint import orbax
 from icejax.checkpoint.folder import writing
 from icejax.errors import InputError
 from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, check, join, still, stream
-from icejax.inference import DecodeState, Decoding, Step, extend, prefill
+from icejax.inference import DecodeState, Decoding, Step, extend, prefill, row_keys
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
-from icejax.prompts import encode
+from icejax.prompts import check_context, encode
 from icejax.sampling import Sampling
 
 BLOCK = 512  # pages that are read back at once
@@ -60,7 +60,7 @@ class Session:
         """
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
-        self._context_length = model.config.context_length if context_length is None else context_length
+        self._context_length = check_context(model, context_length)
         self._limit = host_memory_limit
         self.token_ids: list[int] = []
         self._first = 0  # tokens of the first text
@@ -77,7 +77,7 @@ class Session:
         *,
         sampling: Sampling | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         special_tokens: bool = True,
     ) -> Iterator[GenerationResponse]:
@@ -87,9 +87,9 @@ class Session:
             special_tokens: whether the tokenizer adds its own, which it does before the first text only.
 
         Raises:
-            InputError: the text is empty, or there is no room for it.
+            InputError: the text is empty, there is no room for it, or the logits are not finite.
         """
-        check(stop, max_new_tokens, seed)
+        stop = check(stop, max_new_tokens, seed)
         first = self._run is None
         if not first and self._tokenizer.bos_token:
             text = text.removeprefix(self._tokenizer.bos_token)  # a chat template begins every turn as if it were the first
@@ -112,9 +112,9 @@ class Session:
         else:
             self._extend(pending, sampling, seed)
         self.token_ids += new
-        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, len(self.token_ids), min(max_new_tokens, room))
+        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, min(max_new_tokens, room))
         fixed = still(self._model, self._cache, self._plan, self._run)
-        for piece in stream([row], fixed, self._plan, self._run, started):
+        for piece in stream([row], fixed, self._run, started):
             self.token_ids += piece.token_ids
             yield piece
 
@@ -134,7 +134,7 @@ class Session:
         run, plan = self._run, dataclasses.replace(self._plan, sampling=sampling or Sampling())
         if not plan.room_for(len(tokens), pages=int(run.state.cache.lengths.pages)):
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-        state = dataclasses.replace(run.state, key=jax.random.key(seed), seen=None)
+        state = dataclasses.replace(run.state, key=row_keys(seed, 1), seen=None)
         if plan.sampling.needs_seen:
             seen = np.zeros((1, self._model.config.vocab_size), bool)
             seen[0, self.token_ids] = True
@@ -220,8 +220,8 @@ class Session:
             for first in range(0, shape[0], BLOCK):
                 pool = host.write_pages(pool, np.asarray(pages[first : first + BLOCK]), jnp.int32(first))
         none = jnp.zeros(1, jnp.int32)
-        state = DecodeState(kept, none, none > 0, jax.random.key(0), None)
-        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 3), jnp.zeros((1, 1))), pool)
+        state = DecodeState(kept, none, none > 0, row_keys(0, 1), None)
+        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 4), jnp.zeros((1, 1))), pool)
         return session
 
 

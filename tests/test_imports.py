@@ -15,7 +15,7 @@ LAYERS = (
     ("ops",),
     ("cache",),
     ("models",),
-    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts"),
+    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "diagnose"),
     ("generation", "explain"),
     ("session",),
     ("options", "command", "doctor"),

@@ -217,10 +217,11 @@ class Clustered(CachePolicy):
                 path=guide,
             )
         with jax.named_scope("fetch"):
+            there = found.counts > 0
             if self.resident:
-                held, fetched = pool.fetch_missing(found.page_ids, state.held, state.page_ids)
+                held, fetched = pool.fetch_missing(found.page_ids, there, state.held, state.page_ids)
             else:
-                held, fetched = pool.fetch_live(found.page_ids)
+                held, fetched = pool.fetch_live(found.page_ids, there)
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
             room = self.budget - resident[2].sum(-1)
@@ -238,7 +239,7 @@ class Clustered(CachePolicy):
             state,
             window_k=window_k,
             window_v=window_v,
-            page_ids=found.page_ids,
+            page_ids=jnp.where(there, found.page_ids, NO_PAGE),
             weights=weights,
             held=held if self.resident else state.held,
             fetched=fetched,
@@ -257,11 +258,9 @@ class Clustered(CachePolicy):
     def flushed(self, state: ClusteredState, news, lengths: Lengths):
         return growth.flushed(self, state, news, lengths)
 
-    def pages_selected(self, state: ClusteredState) -> jax.Array:
-        return (state.weights > 0).any(-1).sum((1, 2), dtype=jnp.int32)
-
-    def pages_fetched(self, state: ClusteredState) -> jax.Array:
-        return state.fetched
+    def page_counts(self, state: ClusteredState) -> jax.Array:
+        selected, needed = (state.weights > 0).any(-1), state.page_ids != NO_PAGE
+        return jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
 
     def digest_bytes(self, state: ClusteredState) -> int:
         return sum(
