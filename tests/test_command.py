@@ -159,6 +159,13 @@ BAD = {
     "seed": (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be at most 4294967295, got 99999999999999999999"),
     "not unicode": (["--prompt", "caf\udce9"], "prompt 1 is not UTF-8 text: convert it first"),
     "second prompt": (["--prompt", "x", "--prompt", "", "--batch-size", "1"], "prompt 2 is empty: expected some text"),
+    "budget beyond counting": (["--prompt", "x", "--budget", "3000000000"], "budget must be at most 1073741824, got 3000000000"),
+    "sinks beyond counting": (["--cache-option", "sinks=1000000000"], "sinks must be at most 1048576, got 1000000000"),
+    "page size beyond counting": (["--page-size", str(2**40)], "page_size must be at most 128, got 1099511627776"),
+    "sinks without a budget": (["--cache-option", "sinks=1000000"], "a page of 16: at least 1000048, got 256"),
+    "context beyond counting": (["--prompt", "x", "--context-length", str(10**12)], "context_length must be at most 2147483647, got 1000000000000"),
+    "temperature no number": (["--prompt", "x", "--temperature", "nan"], "temperature must be a number from 0 to 1e+06, got nan"),
+    "very long prompt": (["--prompt", "x" * 30_000_000], "prompt 1 has at least 131072 tokens and the context holds 32768, the answer included"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
     "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
@@ -177,10 +184,26 @@ def test_bad_input_is_one_line_and_status_2(capsys, case):
 FILES = {
     "not utf-8": ("p.txt", b"caf\xe9", "is not UTF-8 text (byte 3): convert it first"),
     "empty": ("p.txt", b"", "prompt 1 is empty"),
-    "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: expected a JSON object with a text 'prompt'"),
-    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a JSON object with a text 'prompt'"),
+    "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON (Expecting ':' delimiter"),
+    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a text 'prompt' in the JSON object, got None"),
+    "deep jsonl": ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: not valid JSON here (nested too deeply)"),
+    "jsonl of lists": ("p.jsonl", b'{"prompt": "a"}\n[1]', "line 2: expected a JSON object, found a list"),
+    "jsonl of numbers": ("p.jsonl", b"7", "line 1: expected a JSON object, found a int"),
+    "jsonl prompt is no text": (
+        "p.jsonl",
+        b'{"prompt": ["a"]}',
+        "line 1: expected a text 'prompt' in the JSON object, got ['a']",
+    ),
+    "jsonl of many digits": ("p.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "line 1: not valid JSON (Exceeds the limit"),
     "empty jsonl": ("p.jsonl", b"\n", "holds no prompt: expected one JSON object with 'prompt' per line"),
 }
+
+
+@pytest.mark.parametrize("name, content", [("p.jsonl", b'{"prompt": "ab"}'), ("p.txt", b"ab")])
+def test_a_byte_order_mark_is_no_text(capsys, tmp_path, name, content):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / name), "--cache", "full", "--json", *SHORT)
+    assert status == 0 and json.loads(out)["prompt_tokens"] == 2
 
 
 def test_jsonl_may_hold_any_character_of_a_line(capsys, tmp_path):

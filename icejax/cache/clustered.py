@@ -13,12 +13,17 @@ from icejax.cache import growth
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
 from icejax.cache.state import NO_PAGE, ClusteredState, per_head, rows, take
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty, put
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
+from icejax.ranges import whole
 
+RANGES = dict(
+    budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
+    compact_every=(0, 2**20), dense_layers=(0, 1024), reuse=(1, 1024),
+)  # fmt: skip
 LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
 
 
@@ -80,20 +85,12 @@ class Clustered(CachePolicy):
     prefetch: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("budget", 1),
-            ("page_size", 4),
-            ("sinks", 0),
-            ("window", 1),
-            ("candidates", 1),
-            ("opened", 1),
-            ("compact_every", 0),
-            ("dense_layers", 0),
-            ("reuse", 1),
-        ):
+        for name, default in ((field.name, field.default) for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name} must be at least {least}, got {value}")
+            if name in RANGES and not (value is None and default is None):
+                whole(name, value, least=RANGES[name][0], most=RANGES[name][1])
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise InputError(f"{name} must be true or false, got {quoted(value)}")
         for name, allowed in (
             ("score", typing.get_args(Score)),
             ("group", typing.get_args(tree.Group)),
@@ -101,17 +98,15 @@ class Clustered(CachePolicy):
             ("page_dtype", (None, "int8")),
         ):
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+                raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {quoted(getattr(self, name))}")
         for name in ("page_size", "compact_every"):
             if getattr(self, name) & (getattr(self, name) - 1):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
-        if self.page_size > 128:
-            raise InputError(f"page_size must be at most 128, got {self.page_size}")
         if 0 < self.compact_every < 2 * self.page_size:
             raise InputError(f"compact_every must be 0 or at least two pages ({2 * self.page_size}), got {self.compact_every}")
         if self.window is not None and self.window <= self.page_size:
             raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
-        least = max(8, self.page_size)
+        least = max(8, (self.sinks or 0) + (self.window or 0) + self.page_size)
         while sum(self._resident(least)) + self.page_size > least:
             least += 1
         if self.budget < least:
