@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from icejax.launch import ending, is_unicode, write
 from icejax.models import CausalLM
 from icejax.options import DEFAULT_CACHE, build_parser, cache_options, make_policy, read_prompts
 from icejax.prompts import chat, encode
+from icejax.ranges import number, whole
 from icejax.sampling import Sampling
 from icejax.saved import ABOUT
 from icejax.session import Session
@@ -63,10 +63,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     policy = make_policy(arguments.cache or DEFAULT_CACHE, options)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
-    if arguments.batch_size < 1:
-        raise InputError(f"--batch-size must be at least 1, got {arguments.batch_size}")
-    if arguments.host_memory_limit is not None and not 0 < arguments.host_memory_limit < math.inf:
-        raise InputError(f"--host-memory-limit must be a number above 0, got {arguments.host_memory_limit:g}")
+    whole("--batch-size", arguments.batch_size, most=2**63)
+    if arguments.host_memory_limit is not None:
+        number("--host-memory-limit", arguments.host_memory_limit, least=0, most=1e9, above=True)
     if arguments.explain is not None:
         check(arguments.explain)
         if arguments.session is not None:
@@ -97,6 +96,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 max_new_tokens=arguments.max_new_tokens,
                 stop=arguments.stop,
                 seed=arguments.seed,
+                first_index=start,
                 special_tokens=not arguments.chat,
                 context_length=arguments.context_length,
                 host_memory_limit=_memory_limit(arguments),

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
+from icejax.errors import InputError, quoted
+
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
+
+
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns one stop string or several as a tuple; InputError for one that is empty or no text."""
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    for each in stop:
+        if not isinstance(each, str):
+            raise InputError(f"a stop string must be text, got {quoted(each)}")
+        if not each:
+            raise InputError("a stop string is empty: expected some text")
+    return stop
 
 
 class Detokenizer:
@@ -17,7 +31,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer, self._stop = tokenizer, sorted(stop)
+        self._longest = max(map(len, stop), default=0)
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens decoded for context, and tokens whose text is out
         self._held = ""
@@ -52,6 +67,13 @@ class Detokenizer:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        hold = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+        start = max(0, len(text) - self._longest)
+        while start < len(text) and not self._begins_stop(text[start:]):
+            start += 1
+        self._held = text[start:]
+        return text[:start]
+
+    def _begins_stop(self, text: str) -> bool:
+        # In order, what begins with the text comes right behind it.
+        at = bisect.bisect_left(self._stop, text)
+        return at < len(self._stop) and self._stop[at].startswith(text)

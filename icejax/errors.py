@@ -1,8 +1,35 @@
 """The one exception that is the user's to mend."""
 
+from __future__ import annotations
+
+import reprlib
+
+LONGEST = 4000  # characters of a message: names out of a broken file have no bound
+QUOTE = reprlib.Repr()
+QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 120
+QUOTE.maxlist = QUOTE.maxdict = 8
+
 
 class InputError(ValueError):
     """Raised for bad input: the message is one line that says what was expected, what was found and what to do.
 
-    The command lines print it as it is and exit with status 2.
+    The command lines print it as it is and exit with status 2. What is not printable, line ends included, is written as in
+    a Python string, so that no name out of a file can break the line or reach the terminal as a command.
     """
+
+    def __init__(self, message: str) -> None:
+        message = message if len(message) <= LONGEST else message[:LONGEST] + "..."
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+
+
+def quoted(value: object) -> str:
+    """Returns a value as Python writes it, cut short where it is long or deep."""
+    try:
+        return QUOTE.repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
+def listed(faults: list[str]) -> str:
+    """Returns the first twenty of several faults, and how many more there are."""
+    return "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")

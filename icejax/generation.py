@@ -16,12 +16,14 @@ from icejax.cache.host import raise_pinned_limit
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
-from icejax.detokenize import Detokenizer
+from icejax.detokenize import Detokenizer, stop_strings
+from icejax.diagnose import not_finite
 from icejax.errors import InputError
-from icejax.inference import DecodeState, Decoding, Step, prefill
+from icejax.inference import NOT_FINITE, DecodeState, Decoding, Step, prefill
 from icejax.models import CausalLM
 from icejax.plan import Plan, make_plan
-from icejax.prompts import encode
+from icejax.prompts import check_context, encode
+from icejax.ranges import whole
 from icejax.sampling import Sampling
 from icejax.tokenizer import load_tokenizer
 
@@ -94,8 +96,9 @@ def stream_generate(
     cache: CachePolicy | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
+    first_index: int = 0,
     special_tokens: bool = True,
     context_length: int | None = None,
     host_memory_limit: int | None = None,
@@ -108,7 +111,8 @@ def stream_generate(
         prompts: one or several, run as one batch; they may differ in length.
         cache: the cache policy; None: `Clustered()`.
         sampling: None: greedy.
-        stop: strings that end a text and are not part of it.
+        stop: a string, or several, that end a text and are not part of it.
+        first_index: index of the first prompt over a whole run of several batches; a prompt draws alike in all of them.
         special_tokens: whether the tokenizer adds its own (False for text that has them, as from `chat`).
         context_length: tokens of prompt and answer together; None: the model's own.
         host_memory_limit: bytes of host memory that the cache may take; None: what is free.
@@ -116,45 +120,47 @@ def stream_generate(
         watch: called with the state after every step; it must not keep the arrays, which the next step takes.
 
     Raises:
-        InputError: a prompt is empty or too long, or the host has too little memory; before anything runs.
+        InputError: a prompt is empty or too long, an option is out of range, or the host has too little memory; before
+            anything runs. Or the logits are not finite, as soon as they are; the message says where it began.
     """
     cache, sampling = Clustered() if cache is None else cache, sampling or Sampling()
     if not isinstance(cache, CachePolicy):
         raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
-    check(stop, max_new_tokens, seed)
-    context_length = model.config.context_length if context_length is None else context_length
+    stop = check(stop, max_new_tokens, seed)
+    whole("first_index", first_index, least=0)
+    context_length = check_context(model, context_length)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     ids = encode(model, tokenizer, prompts, special_tokens=special_tokens, context_length=context_length)
     longest = max(map(len, ids))
     limits = [min(max_new_tokens, context_length - len(row)) for row in ids]
     started = time.perf_counter()
     plan = make_plan(model, cache, sampling, batch_size=len(ids), prompt_tokens=longest, new_tokens=max(limits))
-    begun = prefill(model, ids, plan, seed=seed, progress=progress, host_memory_limit=host_memory_limit)
-    run = Run(Decoding(model, plan), *begun, watch)
+    begun = prefill(
+        model, ids, plan, seed=seed, first_index=first_index, progress=progress, host_memory_limit=host_memory_limit
+    )
+    run = Run(Decoding(model, plan), *begun, watch, first_index)
     eos = model.config.eos_token_ids
-    rows = [Row(tokenizer, stop, eos, len(row), limit) for row, limit in zip(ids, limits, strict=True)]
-    yield from stream(rows, still(model, cache, plan, run), plan, run, started)
+    rows = [Row(tokenizer, stop, eos, row, limit) for row, limit in zip(ids, limits, strict=True)]
+    yield from stream(rows, still(model, cache, plan, run), run, started)
 
 
-def check(stop: Sequence[str], max_new_tokens: int, seed: int) -> None:
-    """Raises InputError for options of an answer that are out of range."""
-    if any(not text for text in stop):
-        raise InputError("a stop string is empty: expected some text")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not 0 <= seed < 2**32:
-        raise InputError(f"seed must be at least 0 and below 2^32, got {seed}")
+def check(stop: str | Sequence[str], max_new_tokens: int, seed: int) -> tuple[str, ...]:
+    """Returns the stop strings; InputError for options of an answer that are out of range."""
+    whole("max_new_tokens", max_new_tokens, most=2**63)
+    whole("seed", seed, least=0, most=2**32 - 1)
+    return stop_strings(stop)
 
 
 @dataclass
 class Run:
-    """A generation on its way: its programs, and what changes from step to step."""
+    """A generation on its way: its programs, what changes from step to step, and which prompt of all its first row is."""
 
     decoding: Decoding
     state: DecodeState
     step: Step
     pool: jax.Array | None
     watch: Callable[[DecodeState], None] | None = None
+    first_index: int = 0
 
     def advance(self) -> None:
         """Takes a decode step."""
@@ -163,7 +169,7 @@ class Run:
             self.watch(self.state)
 
 
-def stream(rows: Sequence[Row], still: dict[str, Any], plan: Plan, run: Run, started: float) -> Iterator[GenerationResponse]:
+def stream(rows: Sequence[Row], still: dict[str, Any], run: Run, started: float) -> Iterator[GenerationResponse]:
     """Decodes until every row has ended, and yields what comes; `run` is up to date whenever the caller has control."""
     run.step.tokens_and_pages.block_until_ready()
     read_at, ttft = [], time.perf_counter() - started
@@ -172,30 +178,33 @@ def stream(rows: Sequence[Row], still: dict[str, Any], plan: Plan, run: Run, sta
         # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
         if read_at and not all(row.ends_with_next() for row in rows):
             run.advance()
-        tokens, selected, fetched = np.asarray(pending.tokens_and_pages)
+        tokens, *pages = np.asarray(pending.tokens_and_pages)
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in enumerate(rows):
             if row.finish_reason is not None:
                 continue
-            text = row.take(int(tokens[i]), int(selected[i]), int(fetched[i]))
+            if tokens[i] == NOT_FINITE:
+                reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
+                raise InputError(f"prompt {run.first_index + i + 1}: the model's logits are not finite: {reason}")
+            text = row.take(int(tokens[i]), np.stack(pages)[:, i])
             count, ended = len(row.tokens), row.finish_reason is not None
             tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
             yield GenerationResponse(
                 row=i,
                 text=text,
                 token_ids=(row.tokens[-1],),
-                prompt_tokens=row.prompt_tokens,
+                prompt_tokens=len(row.prompt),
                 new_tokens=count,
                 finish_reason=row.finish_reason,
                 ttft_s=ttft,
                 tpot_s=tpot,
-                prefill_tps=row.prompt_tokens / ttft,
+                prefill_tps=len(row.prompt) / ttft,
                 decode_tps=1 / tpot if tpot is not None else None,
-                full_kv_bytes=still["token_bytes"] * (row.prompt_tokens + count),
-                pages_selected=row.selected,
-                pages_fetched=row.fetched,
-                hit_rate=1 - row.fetched / (plan.pages_needed * (count - 1)) if plan.pages_needed and count > 1 else None,
+                full_kv_bytes=still["token_bytes"] * (len(row.prompt) + count),
+                pages_selected=int(row.pages[0]),
+                pages_fetched=int(row.pages[1]),
+                hit_rate=float(1 - row.pages[1] / row.pages[2]) if row.pages[2] else None,
                 **still["fields"],
             )
         if first and any(row.finish_reason is None for row in rows):
@@ -220,11 +229,11 @@ def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
 class Row:
     """What is known on the host of one row: its tokens, its text, and why it ended."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], eos: tuple[int, ...], prompt_tokens: int, limit: int) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], eos: tuple[int, ...], prompt: Sequence[int], limit: int) -> None:
+        self.prompt = tuple(prompt)
         self.tokens: list[int] = []
-        self.selected = self.fetched = 0
+        self.pages = np.zeros(3, np.int64)  # attended to exactly, brought from the host, needed
         self.finish_reason: str | None = None
-        self.prompt_tokens = prompt_tokens
         self._text = Detokenizer(tokenizer, stop)
         self._eos, self._limit = eos, limit
 
@@ -232,11 +241,10 @@ class Row:
         """Whether the row has ended, or does with its next token at the latest."""
         return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
 
-    def take(self, token: int, selected: int, fetched: int) -> str:
-        """Adds a token and returns the text that it completes."""
+    def take(self, token: int, pages: np.ndarray) -> str:
+        """Adds a token and the pages of its step; returns the text that it completes."""
         self.tokens.append(token)
-        self.selected += selected
-        self.fetched += fetched
+        self.pages += pages
         text = self._text.add(token)
         if token in self._eos or self._text.stopped:
             self.finish_reason = "stop"

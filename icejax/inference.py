@@ -22,6 +22,8 @@ from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.topk import compiler_options
 from icejax.plan import Plan
 
+NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -32,14 +34,14 @@ class DecodeState:
         cache: the device part of the cache.
         last_tokens: the newest token of every row, not yet in the cache.
         done: rows that have ended; they go on with their last token, which is not to be read.
-        key: the random key of the whole generation.
+        key: every row's own random key.
         seen: which tokens the text holds; None unless the sampling asks for it.
     """
 
     cache: KVCache
     last_tokens: jax.Array  # i32[B]
     done: jax.Array  # bool[B]
-    key: jax.Array
+    key: jax.Array  # key[B]
     seen: jax.Array | None  # bool[B, V]
 
 
@@ -49,12 +51,12 @@ class Step:
     """What a decode step brought.
 
     Attributes:
-        tokens_and_pages: the chosen tokens, the pages attended to exactly, and those brought from the host, over layers
-            and KV heads: one array, for one transfer.
+        tokens_and_pages: the chosen tokens or NOT_FINITE, the pages attended to exactly, those brought from the host and
+            those needed, over layers and KV heads: one array, for one transfer.
         logits: of the chosen tokens.
     """
 
-    tokens_and_pages: jax.Array  # i32[3, B]
+    tokens_and_pages: jax.Array  # i32[4, B]
     logits: jax.Array  # f32[B, V]
 
 
@@ -64,6 +66,7 @@ def prefill(
     plan: Plan,
     *,
     seed: int = 0,
+    first_index: int = 0,
     progress: Callable[[int], None] | None = None,
     host_memory_limit: int | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
@@ -71,7 +74,8 @@ def prefill(
 
     Args:
         prompts: token ids, one list per row.
-        seed: of the random key.
+        seed: of the random keys.
+        first_index: which prompt of a run the first row is: a prompt draws alike in whatever batch it stands.
         progress: called with the number of layers done.
         host_memory_limit: bytes of host memory that the pool may take; None: what is free.
 
@@ -111,7 +115,8 @@ def prefill(
         for row, prompt in zip(seen, prompts, strict=True):
             row[np.asarray(prompt)] = True
         seen = jnp.asarray(seen)
-    state = DecodeState(cache, jnp.zeros(len(prompts), jnp.int32), jnp.zeros(len(prompts), bool), jax.random.key(seed), seen)
+    none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(seed, len(prompts), first_index=first_index)
+    state = DecodeState(cache, none, none > 0, keys, seen)
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
     return state, _first_step(state, logits), pool
@@ -144,7 +149,7 @@ def extend(
     logits = _last_logits(model, x, new)
     lengths = Lengths(lengths.seen + new, jnp.int32(0), lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
-    key, done = jax.random.fold_in(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
+    key, done = _folded(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
     state = DecodeState(KVCache(tuple(states), lengths), state.last_tokens, done, key, seen)
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
     return state, _first_step(state, logits), pool
@@ -172,12 +177,22 @@ def _prefill_layer(
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
     """What a prompt brought: a token, and no pages."""
     none = jnp.zeros_like(state.last_tokens)
-    return Step(jnp.stack([state.last_tokens, none, none]), logits)
+    return Step(jnp.stack([state.last_tokens, none, none, none]), logits)
 
 
 @jax.jit
 def _last_logits(model: CausalLM, x: jax.Array, lengths: jax.Array) -> jax.Array:
     return model.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+
+
+def row_keys(seed: int, rows: int, *, first_index: int = 0) -> jax.Array:
+    """Returns the random keys of prompts `first_index` and on of a run, key[B]."""
+    keys = jnp.broadcast_to(jax.random.key(seed), (rows,))
+    return jax.vmap(jax.random.fold_in)(keys, first_index + jnp.arange(rows))
+
+
+def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
@@ -187,8 +202,9 @@ def _first_token(logits: jax.Array, state: DecodeState, *, plan: Plan) -> Decode
 
 def _choose(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
-    key = jax.random.fold_in(state.key, state.cache.lengths.decoded)
-    tokens = plan.sampling.choose(logits, key=key, seen=state.seen)
+    tokens = plan.sampling.choose(logits, keys=_folded(state.key, state.cache.lengths.decoded), seen=state.seen)
+    # As an index it would be that of the last token; the caller is to stop before anything comes of it.
+    tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
     tokens = jnp.where(state.done, state.last_tokens, tokens)
     ended = jnp.isin(tokens, jnp.asarray(plan.eos_token_ids, jnp.int32)) if plan.eos_token_ids else jnp.zeros_like(state.done)
     seen = state.seen
@@ -201,6 +217,7 @@ class Decoding:
     """The decode programs of one model and plan. Weights are passed flat: walking a module takes longer than a step.
 
     Attributes:
+        model: the model.
         decoded: steps since the prompt, as the state of the next step has them.
     """
 
@@ -208,7 +225,7 @@ class Decoding:
         graph, state = nnx.split(model)
         self._leaves, tree = jax.tree.flatten(state)
         self._programs = _programs(graph, tree, plan)
-        self._plan = plan
+        self.model, self._plan = model, plan
         self.decoded = 0
 
     def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
@@ -250,10 +267,9 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         logits = model.logits(x)[:, 0]
         cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))
         state = _choose(logits, dataclasses.replace(state, cache=cache), plan)
-        pages = [(policy.pages_selected(s), policy.pages_fetched(s)) for policy, s in zip(plan.policies, states, strict=True)]
-        none = jnp.zeros_like(state.last_tokens)
-        selected, fetched = (sum((p[i] for p in pages if p[i] is not None), none) for i in (0, 1))
-        return state, Step(jnp.stack([state.last_tokens, selected, fetched]), logits)
+        counts = [plan.policies[i].page_counts(states[i]) for i in plan.pooled]
+        pages = sum(counts, jnp.zeros((3, len(state.last_tokens)), jnp.int32))
+        return state, Step(jnp.concatenate([state.last_tokens[None], pages]), logits)
 
     @jax.jit
     def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from icejax.errors import InputError
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 REMOVE_S = 2.0  # while what was being written is removed
 
+LOG = logging.getLogger("icejax")
 _unfinished: list[Path] = []  # what an interrupt is to remove
 _instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
 _wakeup: list[socket.socket] = []
@@ -49,7 +51,13 @@ def launch(module: str, *arguments: str, name: str) -> NoReturn:
 
 
 def ending(name: str, work: Callable[[], int | None]) -> int:
-    """Runs `work` and returns the exit status: its own or 0, 2 with one line for an InputError, 141 for a closed pipe."""
+    """Runs `work` and returns the exit status: its own or 0, 2 with one line for an InputError, 141 for a closed pipe.
+
+    What the package warns of is a line too, the first time.
+    """
+    warnings = _Warnings(name)
+    LOG.addHandler(warnings)
+    LOG.propagate = False
     try:
         try:
             status = work() or 0
@@ -63,6 +71,23 @@ def ending(name: str, work: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         _discard_output()
         return BROKEN_PIPE
+    finally:
+        LOG.propagate = True
+        LOG.removeHandler(warnings)
+
+
+class _Warnings(logging.Handler):
+    """Prints each warning once, in the form of an error."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.WARNING)
+        self._name, self._told = name, set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self._told:
+            self._told.add(message)
+            _complain(f"{self._name}: warning: {message}")
 
 
 def write(text: str) -> None:

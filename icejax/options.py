@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import types
 import typing
@@ -12,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from icejax import jsontext
 from icejax.cache import POLICIES, CachePolicy
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.generation import ASSETS, MAX_NEW_TOKENS
 from icejax.sampling import Sampling
 
@@ -119,7 +119,7 @@ def _parse(key: str, value: str | int, kind: Any) -> Any:
             except ValueError:
                 continue
     expected = " or ".join(c.__name__ for c in choices if c is not type(None))
-    raise InputError(f"cache option {key} must be {expected}, got {value!r}")
+    raise InputError(f"cache option {key} must be {expected}, got {quoted(value)}")
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -148,16 +148,13 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 def _decode(source: str, content: bytes) -> str:
     try:
-        return content.decode()
+        return content.decode().removeprefix("\ufeff")  # a byte-order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 text (byte {error.start}): convert it first") from None
 
 
 def _jsonl_prompt(path: Path, number: int, line: str) -> str:
-    try:
-        found = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        found = None
+    found = jsontext.parse(line, source=f"{path}, line {number}").get("prompt")
     if not isinstance(found, str):
-        raise InputError(f"{path}, line {number}: expected a JSON object with a text 'prompt'")
+        raise InputError(f"{path}, line {number}: expected a text 'prompt' in the JSON object, got {quoted(found)}")
     return found

@@ -49,13 +49,6 @@ class Plan:
         leads = layer in self.pooled and self.pooled.index(layer) % self.policies[layer].reuse == 0
         return None if leads else guide
 
-    @property
-    def pages_needed(self) -> int:
-        """Pages a row needs in a step, over layers and KV heads."""
-        return sum(
-            self.spec.num_kv_heads * self.policies[i].num_fetched(self.policies[i].num_pages(self.spec)) for i in self.pooled
-        )
-
     def padded(self, tokens: int) -> int:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
         return ladder(tokens + max(policy.num_window for policy in self.policies))

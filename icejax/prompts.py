@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from icejax.errors import InputError
 from icejax.models import CausalLM
+from icejax.ranges import whole
 from icejax.templates import render
+
+LOG = logging.getLogger(__name__)
 
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
@@ -31,22 +35,20 @@ def encode(
         InputError: a prompt is empty, no Unicode text, or leaves no room for a token in `context_length` (the model's own
             by default); or the tokenizer is of another model.
     """
-    context_length = model.config.context_length if context_length is None else context_length
-    if context_length < 1:
-        raise InputError(f"context_length must be at least 1, got {context_length}")
+    context_length = model.config.context_length if context_length is None else whole("context_length", context_length)
     if not prompts:
         raise InputError("no prompt: expected at least one")
     encoded = []
     for row, prompt in enumerate(prompts):
         if not _is_unicode(prompt):
             raise InputError(f"prompt {row + 1} is not UTF-8 text: convert it first")
-        ids = tokenizer(prompt, add_special_tokens=special_tokens, verbose=False)["input_ids"] if prompt else []
+        ids, more = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length)
         if not ids:
             raise InputError(f"prompt {row + 1} is empty: expected some text")
         if len(ids) >= context_length:
             raise InputError(
-                f"prompt {row + 1} has {len(ids)} tokens and the context holds {context_length}, the answer included: "
-                "shorten it, or raise --context-length if the model can take it"
+                f"prompt {row + 1} has {'at least ' if more else ''}{len(ids)} tokens and the context holds "
+                f"{context_length}, the answer included: shorten it, or raise --context-length if the model can take it"
             )
         if max(ids) >= model.config.vocab_size:
             raise InputError(
@@ -55,6 +57,31 @@ def encode(
             )
         encoded.append(ids)
     return encoded
+
+
+def check_context(model: CausalLM, context_length: int | None) -> int:
+    """Returns how many tokens a text may have, by default the model's own length; warns of one beyond it.
+
+    Raises:
+        InputError: it is out of range.
+    """
+    own = model.config.context_length
+    if context_length is None:
+        return own
+    if whole("context_length", context_length) > own:
+        LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", context_length, own)
+    return context_length
+
+
+def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
+    """Returns a prompt's tokens, of one far too long the first ones that show it, and whether there are more."""
+    characters = 2 * enough
+    while prompt:
+        ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        if characters >= len(prompt) or len(ids) >= enough:
+            return ids, characters < len(prompt)
+        characters *= 4
+    return [], False
 
 
 def _is_unicode(text: str) -> bool:

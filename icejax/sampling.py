@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from icejax.errors import InputError
 from icejax.ops.topk import top_k
+from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,31 +35,28 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        checks = {
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-        }
-        for name, (good, expected) in checks.items():
-            if not good:
-                raise InputError(f"{name} must be {expected}, got {getattr(self, name)}")
+        whole("top_k", self.top_k, least=0)
+        number("top_p", self.top_p, least=0, most=1, above=True)
+        number("min_p", self.min_p, least=0, most=1)
+        number("repetition_penalty", self.repetition_penalty, least=1e-6, most=1e6)
+        if number("temperature", self.temperature, least=0, most=1e6):
+            number("temperature above 0", self.temperature, least=1e-6, most=1e6)  # logits are divided by it
 
     @property
     def needs_seen(self) -> bool:
         """Whether `choose` must be told which tokens the text holds."""
         return self.repetition_penalty != 1.0
 
-    def choose(self, logits: Float[Array, "B V"], *, key: jax.Array, seen: Bool[Array, "B V"] | None) -> Int[Array, " B"]:
-        """Returns one token per row; row i draws from `key` folded with i, so equal keys give equal texts."""
+    def choose(
+        self, logits: Float[Array, "B V"], *, keys: Key[Array, " B"], seen: Bool[Array, "B V"] | None
+    ) -> Int[Array, " B"]:
+        """Returns one token per row; each draws from its own key, so equal keys give equal texts."""
         if self.needs_seen:
             penalised = jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
             logits = jnp.where(seen, penalised, logits)
         if self.temperature == 0:
             return logits.argmax(-1).astype(jnp.int32)
         logits, tokens = self._candidates(logits / self.temperature)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(logits)))
         drawn = jax.vmap(jax.random.categorical)(keys, logits)
         return jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
 

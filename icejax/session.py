@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,10 +21,10 @@ from icejax.errors import InputError
 from icejax.folder import Claim, claim
 from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, check, join, still, stream
 from icejax.identity import identity
-from icejax.inference import DecodeState, Decoding, Step, extend, prefill
+from icejax.inference import DecodeState, Decoding, Step, extend, prefill, row_keys
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
-from icejax.prompts import encode, opening
+from icejax.prompts import check_context, encode, opening
 from icejax.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Session:
         """
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
-        self._context_length = model.config.context_length if context_length is None else context_length
+        self._context_length = check_context(model, context_length)
         self._limit = host_memory_limit
         self.token_ids: list[int] = []
         self.messages = opening(system)
@@ -84,7 +83,7 @@ class Session:
         *,
         sampling: Sampling | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         special_tokens: bool = True,
     ) -> Iterator[GenerationResponse]:
@@ -94,7 +93,7 @@ class Session:
             special_tokens: whether the tokenizer adds its own, which it does before the first text only.
 
         Raises:
-            InputError: the text is empty, there is no room for it, or the session holds a chat.
+            InputError: the text is empty, there is no room for it, the session holds a chat, or the logits are not finite.
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
@@ -138,10 +137,10 @@ class Session:
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS, stop: Sequence[str] = (), seed: int = 0,
+        max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), seed: int = 0,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
-        check(stop, max_new_tokens, seed)
+        stop = check(stop, max_new_tokens, seed)
         room = self._context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
@@ -158,9 +157,9 @@ class Session:
             self._extend(held[self._seen :] + new, sampling, seed)
         self.token_ids = held + new
         self.messages += turn
-        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, len(self.token_ids), min(max_new_tokens, room))
+        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, min(max_new_tokens, room))
         fixed = still(self._model, self._cache, self._plan, self._run)
-        for piece in stream([row], fixed, self._plan, self._run, started):
+        for piece in stream([row], fixed, self._run, started):
             self.token_ids += piece.token_ids
             for answer in turn[1:]:
                 answer["content"] += piece.text
@@ -182,7 +181,7 @@ class Session:
         run, plan = self._run, dataclasses.replace(self._plan, sampling=sampling or Sampling())
         if not plan.room_for(len(tokens), pages=int(run.state.cache.lengths.pages)):
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-        state = dataclasses.replace(run.state, key=jax.random.key(seed), seen=None)
+        state = dataclasses.replace(run.state, key=row_keys(seed, 1), seen=None)
         if plan.sampling.needs_seen:
             seen = np.zeros((1, self._model.config.vocab_size), bool)
             seen[0, self.token_ids] = True
@@ -258,6 +257,6 @@ class Session:
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
         none = jnp.zeros(1, jnp.int32)
-        state = DecodeState(kept, none, none > 0, jax.random.key(0), None)
-        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 3), jnp.zeros((1, 1))), pool)
+        state = DecodeState(kept, none, none > 0, row_keys(0, 1), None)
+        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 4), jnp.zeros((1, 1))), pool)
         return session

@@ -68,7 +68,7 @@ def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(p.init(plan.spec) for p in plan.policies)
         return inference.DecodeState(
-            KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, jax.random.key(0), None
+            KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, inference.row_keys(0, batch), None
         )
 
     state = jax.eval_shape(empty)

@@ -19,7 +19,7 @@ from tests import tolerances
 from tests.reference import outlier_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
-PROMPT, NEW = 256, 256
+PROMPT, NEW = 256, 512
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Programs:
     """What is done with a policy's state after its prompt, jitted; `traces` counts how often `decode` was traced."""
 
     decode: Callable
+    extend: Callable
     flush: Callable
     flushed: Callable
     compact: Callable
@@ -44,8 +45,13 @@ def programs(policy: CachePolicy) -> Programs:
         view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
         return policy.decode(state, q, k, v, lengths, view)[:2]
 
+    @functools.partial(jax.jit, donate_argnums=0)
+    def extend(state, q, k, v, lengths, new, pool):
+        view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
+        return policy.extend(state, q, k, v, lengths, new, view)[:3]
+
     compact = jax.jit(lambda state, pages, lengths: policy.compact(state, pages, lengths)[:2])
-    return Programs(decode, jax.jit(policy.flush), jax.jit(policy.flushed), compact, traces)
+    return Programs(decode, extend, jax.jit(policy.flush), jax.jit(policy.flushed), compact, traces)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
@@ -92,6 +98,16 @@ class Layer:
             self.pool = host.write_pages(self.pool, pages[:, None], self.lengths.pages - count)
         return np.asarray(out)
 
+    def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Sequence[int]) -> np.ndarray:
+        """Puts `new` tokens per row, right-padded, behind all there are; returns the attention output [B, T, N, H]."""
+        count = jnp.asarray(new, jnp.int32)
+        out, self.state, pages = self.programs.extend(self.state, q, k, v, self.lengths, count, self.pool)
+        used = 0
+        if pages is not None:
+            self.pool, used = host.write_layer(self.pool, pages[0], 0, first=self.lengths.pages), pages[1]
+        self.lengths = Lengths(self.lengths.seen + count, jnp.int32(0), self.lengths.pages + used)
+        return np.asarray(out)
+
 
 def draw(lengths: Sequence[int], steps: int, *, seed: int = 0, sharp: float = 1.0):
     """Returns prompt q, k, v [B, PROMPT, heads, H] and new ones [steps, B, heads, H]; `sharp` scales the queries."""
@@ -109,17 +125,26 @@ def draw(lengths: Sequence[int], steps: int, *, seed: int = 0, sharp: float = 1.
 
 def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
     """Returns exact attention [B, N, H] of new token number `step` in float64."""
-    out = np.zeros((len(lengths), HEADS, SIZE))
-    for row, length in enumerate(lengths):
-        k, v = (
-            np.concatenate([p[row, :length], n[: step + 1, row]]).astype(np.float64)
-            for p, n in zip(prompt[1:], new[1:], strict=True)
-        )
-        for head in range(HEADS):
-            kv = head // (HEADS // KV_HEADS)
-            scores = k[:, kv] @ new[0][step, row, head].astype(np.float64) / SIZE**0.5
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights @ v[:, kv] / weights.sum()
+    return np.stack(
+        [
+            attention(
+                new[0][step, row],
+                *(np.concatenate([p[row, :length], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True)),
+            )
+            for row, length in enumerate(lengths)
+        ]
+    )
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Returns the attention [N, H] of a token's queries [N, H] to keys and values [S, K, H] in float64."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    out = np.zeros(q.shape)
+    for head in range(len(q)):
+        kv = head // (len(q) // k.shape[1])
+        scores = k[:, kv] @ q[head] / q.shape[1] ** 0.5
+        weights = np.exp(scores - scores.max())
+        out[head] = weights @ v[:, kv] / weights.sum()
     return out
 
 

@@ -56,5 +56,5 @@ def greedy(
     for _ in range(new_tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
-    chosen, pages, _ = np.stack([np.asarray(s.tokens_and_pages) for s in steps], axis=1)
+    chosen, pages, *_ = np.stack([np.asarray(s.tokens_and_pages) for s in steps], axis=1)
     return chosen.T, np.stack([np.asarray(s.logits) for s in steps]), pages

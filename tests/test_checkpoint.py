@@ -115,8 +115,8 @@ BROKEN = {
     "extra shard": (lambda f: save_file({"x": np.zeros(1)}, f / "model-9.safetensors"), "model-9.safetensors is not named in"),
     "truncated shard": (_truncate, "is not a whole safetensors file"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found a list"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object, found a list"),
     "no weights": (
         lambda f: [p.unlink() for p in [*f.glob("*.safetensors"), f / huggingface.INDEX]],
         "expected one .safetensors",
@@ -176,7 +176,7 @@ def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
     assert sorted(huggingface.write(tmp_path, tensors, shard_bytes=1000)) == list("abcde")
     files = huggingface.shards(tmp_path)
     assert [f.name for f in files] == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
-    for key, file, _ in huggingface.keys(files):
+    for key, file, _, _ in huggingface.keys(files):
         np.testing.assert_array_equal(huggingface.read_tensor(file, key), tensors[key])
     assert json.loads((tmp_path / huggingface.INDEX).read_text())["metadata"]["total_size"] == 2000
 

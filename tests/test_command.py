@@ -145,7 +145,7 @@ BAD = {
     "page size": (["--prompt", "x", "--page-size", "12"], "page_size must be a power of two, got 12"),
     "window": (["--prompt", "x", "--cache-option", "window=16"], "window must be larger than page_size (16), got 16"),
     "negative sinks": (["--prompt", "x", "--cache-option", "sinks=-1"], "sinks must be at least 0, got -1"),
-    "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
+    "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature must be a number from 0 to 1e+06, got -1.0"),
     "new tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
     "mistyped folder": (["--model", "./modle", "--prompt", "x"], "./modle: expected a checkpoint folder or a hub id"),
     "no hub id": (["--model", "org/na--me", "--prompt", "x"], "org/na--me: no such folder, and the hub does not bring it"),
@@ -153,9 +153,16 @@ BAD = {
     "tiny budget": (["--prompt", "x", "--budget", "3"], "a page of 16: at least 42, got 3"),
     "no context": (["--prompt", "x", "--context-length", "0"], "context_length must be at least 1, got 0"),
     "empty stop string": (["--prompt", "x", "--stop", ""], "a stop string is empty: expected some text"),
-    "seed": (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be at least 0 and below 2^32, got 99999999999999999999"),
+    "seed": (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be at most 4294967295, got 99999999999999999999"),
     "not unicode": (["--prompt", "caf\udce9"], "prompt 1 is not UTF-8 text: convert it first"),
     "second prompt": (["--prompt", "x", "--prompt", "", "--batch-size", "1"], "prompt 2 is empty: expected some text"),
+    "budget beyond counting": (["--prompt", "x", "--budget", "3000000000"], "budget must be at most 1073741824, got 3000000000"),
+    "sinks beyond counting": (["--cache-option", "sinks=1000000000"], "sinks must be at most 1048576, got 1000000000"),
+    "page size beyond counting": (["--page-size", str(2**40)], "page_size must be at most 128, got 1099511627776"),
+    "sinks without a budget": (["--cache-option", "sinks=1000000"], "a page of 16: at least 1000048, got 256"),
+    "context beyond counting": (["--prompt", "x", "--context-length", str(10**12)], "context_length must be at most 2147483647, got 1000000000000"),
+    "temperature no number": (["--prompt", "x", "--temperature", "nan"], "temperature must be a number from 0 to 1e+06, got nan"),
+    "very long prompt": (["--prompt", "x" * 30_000_000], "prompt 1 has at least 131072 tokens and the context holds 32768, the answer included"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
     "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
@@ -174,10 +181,26 @@ def test_bad_input_is_one_line_and_status_2(capsys, case):
 FILES = {
     "not utf-8": ("p.txt", b"caf\xe9", "is not UTF-8 text (byte 3): convert it first"),
     "empty": ("p.txt", b"", "prompt 1 is empty"),
-    "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: expected a JSON object with a text 'prompt'"),
-    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a JSON object with a text 'prompt'"),
+    "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON (Expecting ':' delimiter"),
+    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a text 'prompt' in the JSON object, got None"),
+    "deep jsonl": ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: not valid JSON here (nested too deeply)"),
+    "jsonl of lists": ("p.jsonl", b'{"prompt": "a"}\n[1]', "line 2: expected a JSON object, found a list"),
+    "jsonl of numbers": ("p.jsonl", b"7", "line 1: expected a JSON object, found a int"),
+    "jsonl prompt is no text": (
+        "p.jsonl",
+        b'{"prompt": ["a"]}',
+        "line 1: expected a text 'prompt' in the JSON object, got ['a']",
+    ),
+    "jsonl of many digits": ("p.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "line 1: not valid JSON (Exceeds the limit"),
     "empty jsonl": ("p.jsonl", b"\n", "holds no prompt: expected one JSON object with 'prompt' per line"),
 }
+
+
+@pytest.mark.parametrize("name, content", [("p.jsonl", b'{"prompt": "ab"}'), ("p.txt", b"ab")])
+def test_a_byte_order_mark_is_no_text(capsys, tmp_path, name, content):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / name), "--cache", "full", "--json", *SHORT)
+    assert status == 0 and json.loads(out)["prompt_tokens"] == 2
 
 
 def test_jsonl_may_hold_any_character_of_a_line(capsys, tmp_path):
@@ -244,7 +267,7 @@ def test_too_little_host_memory_is_one_line_before_the_prompt_runs(capsys):
     assert run(capsys, "--prompt", prompt, "--host-memory-limit", "1", *SHORT)[0] == 0
     for bad in ("0", "nan", "inf"):
         status, _, err = run(capsys, "--prompt", prompt, "--host-memory-limit", bad, *SHORT)
-        assert status == 2 and f"--host-memory-limit must be a number above 0, got {bad}" in err
+        assert status == 2 and f"--host-memory-limit must be a number above 0 and at most 1e+09, got {float(bad)}" in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_defaults_of_old_configs():
         ({"model_type": ...}, "config.json has no 'model_type': expected one of llama, mistral"),
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported: expected one of llama"),
         ({"vocab_size": ...}, "config.json has no 'vocab_size', which a llama model needs"),
-        ({"hidden_size": "64"}, "'hidden_size' must be int, found '64'"),
+        ({"hidden_size": "64"}, "config.json: 'hidden_size' must be a whole number, got '64'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"attn_logit_softcapping": 30.0}, "field 'attn_logit_softcapping' .* is not known"),
@@ -88,11 +89,14 @@ def test_defaults_of_old_configs():
             r"fields \['beta_fast'\] of rope type 'linear'",
         ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_scaling": "linear"}, "rope_scaling or rope_parameters must be an object, found 'linear'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "expected a number in the rope fields, found '8'"),
+        ({"rope_scaling": "linear"}, "config.json: 'rope_scaling' must be an object, got 'linear'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "8"}},
+            "rope_scaling: 'factor' must be a number from 1 to 1e\\+06, got '8'",
+        ),
         ({"rope_scaling": {"factor": 8.0}}, r"fields \['factor'\] of rope type 'default'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"fields \['full_attention'\] of rope type 'default'"),
-        ({"num_attention_heads": 0}, "'num_attention_heads' must be at least 1, found 0"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' must be at least 1, got 0"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers"),
         ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
@@ -101,6 +105,81 @@ def test_defaults_of_old_configs():
 def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
     with pytest.raises(InputError, match=message):
         read(**changes)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported: expected one of llama"),
+        ({"model_type": {}}, "model_type {} is not supported"),
+        ({"num_hidden_layers": 20000}, "'num_hidden_layers' must be at most 1024, got 20000"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' must be a whole number, got True"),
+        ({"num_hidden_layers": 3.0}, "'num_hidden_layers' must be a whole number, got 3.0"),
+        ({"num_key_value_heads": 0}, "'num_key_value_heads' must be at least 1, got 0"),
+        ({"num_key_value_heads": 8}, "'num_key_value_heads' must be at most 4, got 8"),
+        ({"num_attention_heads": -1}, "'num_attention_heads' must be at least 1, got -1"),
+        ({"vocab_size": 10**12}, "'vocab_size' must be at most 16777216, got 1000000000000"),
+        ({"hidden_size": 2**31}, "'hidden_size' must be at most 1048576, got 2147483648"),
+        ({"hidden_size": 3}, "heads must have an even size of at least 4 to be rotated, got 0"),
+        ({"head_dim": 17}, "heads must have an even size of at least 4 to be rotated, got 17"),
+        ({"head_dim": 0}, "'head_dim' must be at least 1, got 0"),
+        ({"intermediate_size": None}, "config.json has no 'intermediate_size', which a llama model needs"),
+        ({"intermediate_size": -96}, "'intermediate_size' must be at least 1, got -96"),
+        ({"max_position_embeddings": 0}, "'max_position_embeddings' must be at least 1, got 0"),
+        ({"rms_norm_eps": NAN}, "'rms_norm_eps' must be a number above 0 and at most 1, got nan"),
+        ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a number above 0 and at most 1, got 0"),
+        ({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number above 0 and at most 1, got '1e-6'"),
+        ({"rope_theta": -1e4}, "'rope_theta' must be a number from 2 to 1e+20, got -10000.0"),
+        ({"rope_theta": 0}, "'rope_theta' must be a number from 2 to 1e+20, got 0"),
+        ({"rope_theta": INFINITY}, "'rope_theta' must be a number from 2 to 1e+20, got inf"),
+        ({"rope_theta": 10**400}, "'rope_theta' must be a number from 2 to 1e+20, got 1000"),
+        ({"rope_parameters": {"rope_theta": 1}}, "rope_parameters: 'rope_theta' must be a number from 2 to 1e+20, got 1"),
+        ({"rope_scaling": []}, "'rope_scaling' must be an object, got []"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling: 'rope_type' must be a text, got ['yarn']"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a number from 1 to 1e+06, got 0"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "'factor' must be a number from 1 to 1e+06, got True"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e6}, "max_position_embeddings": 2**30}, "a context of 1073741824 x 1e+06 tokens"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "'low_freq_factor' must be below 'high_freq_factor', got {"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": NAN}}, "'low_freq_factor' must be a number from 1e-06 to 1e+06, got nan"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}}, "'original_max_position_embeddings' must be at least 1"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "'beta_fast' must be a number from 1e-06 to 1e+06, got 0"),
+        ({"rope_scaling": YARN | {"beta_slow": -1}}, "'beta_slow' must be a number from 1e-06 to 1e+06, got -1"),
+        ({"rope_scaling": YARN | {"attention_factor": INFINITY}}, "'attention_factor' must be a number from 1e-06 to 1e+06"),
+        ({"rope_scaling": YARN | {"mscale": NAN}}, "'mscale' must be a number from 0 to 1e+06, got nan"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "'truncate' must be true or false, got 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1024}}, "the factor must be a number from 1 to 1e+06, got 0.5"),
+        ({"layer_types": [["full_attention"], {}, 3]}, "layer_types must name full_attention or sliding_attention for 3 layers, got [["),
+        ({"model_type": "mistral", "sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
+        ({"model_type": "qwen2", "use_sliding_window": 1}, "'use_sliding_window' must be true or false, got 1"),
+        ({"model_type": "qwen2", "max_window_layers": -1}, "'max_window_layers' must be at least 0, got -1"),
+        ({"eos_token_id": "2"}, "'eos_token_id' must be a whole number, got '2'"),
+        ({"eos_token_id": [2, 1.5]}, "'eos_token_id' must be a whole number, got 1.5"),
+        ({"eos_token_id": -1}, "'eos_token_id' must be at least 0, got -1"),
+        ({"eos_token_id": [0] * 1025}, "'eos_token_id' must be a token id or at most 1024 of them, got 1025"),
+        ({"torch_dtype": 16}, "'torch_dtype' must be a text, got 16"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false, got 'no'"),
+        ({"x" * 10**6: 1}, "is not known here"),
+    ],
+)  # fmt: skip
+def test_every_value_has_a_range(changes, message):
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        read(**changes)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_generation_config_is_read_as_carefully(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    for value, found in (("two", "'two'"), ([None], "None"), ({"id": 2}, "{'id': 2}")):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(
+            InputError, match=re.escape(f"generation_config.json: 'eos_token_id' must be a whole number, got {found}")
+        ):
+            read_config(tmp_path)
 
 
 # Fields whose change alone cannot change logits, or has a test of its own.

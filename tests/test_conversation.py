@@ -74,7 +74,7 @@ class Scripted:
         for i, token in enumerate(ids):
             if i < len(ids) - self.leaves:
                 self.cache.append(token)
-            text = rows[0].take(token, 0, 0)
+            text = rows[0].take(token, np.zeros(3, int))
             yield SimpleNamespace(token_ids=(token,), text=text)
             if rows[0].finish_reason is not None:
                 return

@@ -48,7 +48,7 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
     @jax.jit
     def read(pool, before, after, ended):
         layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32")
-        found, missing = layer.fetch_missing(after, layer.fetch(before), before)
+        found, missing = layer.fetch_missing(after, after >= 0, layer.fetch(before), before)
         return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
 
     whole, found, missing = map(np.asarray, read(pool, before, after, ended))
@@ -67,7 +67,7 @@ def test_rows_that_have_ended_fetch_nothing(ended):
     @jax.jit
     def read(pool, ids, ended):
         layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32")
-        found, count = layer.fetch_live(ids)
+        found, count = layer.fetch_live(ids, ids >= 0)
         return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
 
     found, whole, count = map(np.asarray, read(pool, ids, np.asarray(ended)))

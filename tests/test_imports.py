@@ -10,13 +10,13 @@ import icejax
 PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
-    ("errors",),
+    ("errors", "ranges", "jsontext"),
     ("launch", "config", "render", "templates"),
     ("folder",),
     ("ops",),
     ("cache",),
     ("models",),
-    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "conversation", "tokenizer"),
+    ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "conversation", "tokenizer", "diagnose"),
     ("generation", "explain", "identity", "saved", "compiling"),
     ("session",),
     ("options", "command", "examine"),

@@ -4,13 +4,21 @@ import jax
 import numpy as np
 import pytest
 
-from icejax.cache import Clustered
-from tests import tolerances
-from tests.layer import Layer, dense, draw, programs
+import icejax
+from icejax.cache import Clustered, Full
+from icejax.session import Session
+from tests import families, tolerances
+from tests.layer import Layer, attention, dense, draw, programs
 from tests.policies import POLICIES
+from tests.test_session import Letters
 
 LENGTHS, STEPS = (250, 9, 100), 40
 policies = pytest.mark.parametrize("row", POLICIES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return families.load(families.build(families.row("llama-gqa"), num_hidden_layers=1), tmp_path_factory.mktemp("model"))
 
 
 @policies
@@ -61,6 +69,56 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
         for i, layer in enumerate(alone):
             expected = layer.step(*(x[step, i : i + 1] for x in new))[0]
             np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {i}")
+
+
+@policies
+@pytest.mark.parametrize("enough", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["exact", "small"])
+def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
+    """After steps that flush and compact; their padding holds NaN. With a budget for all, later steps are exact too."""
+    new, total = (30, 7, 50), 350
+    prompt, _ = draw(LENGTHS, 1)
+    rng = np.random.default_rng(1)
+    text = [np.concatenate([x, rng.standard_normal((3, total - x.shape[1], *x.shape[2:])).astype(x.dtype)], 1) for x in prompt]
+    layer = Layer(row.exact(total) if enough else row.small, LENGTHS, *(x[:, :256] for x in text))
+    at = np.asarray(LENGTHS)
+
+    def check(found, step) -> None:
+        for i, position in enumerate(at + step):
+            expected = attention(text[0][i, position], *(x[i, : position + 1] for x in text[1:]))
+            np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"row {i}, {position}")
+
+    def steps() -> None:
+        for step in range(STEPS // 2):
+            found = layer.step(*(np.stack([x[i, p + step] for i, p in enumerate(at)]) for x in text))
+            if enough:
+                check(found, step)
+
+    steps()
+    at += STEPS // 2
+    more = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in text]
+    for x, part in zip(text, more, strict=True):
+        for i, position in enumerate(at):
+            part[i, : new[i]] = x[i, position : position + new[i]]
+    found = layer.extend(*more, new)
+    for step in range(min(new)):
+        check(found[:, step], step)
+    check([found[i, count - 1] for i, count in enumerate(new)], np.asarray(new) - 1)
+    at += np.asarray(new)
+    steps()
+
+
+@pytest.mark.slow
+@policies
+def test_a_session_asks_twice_and_is_kept(row, tmp_path, model):
+    """With a budget for all tokens the second answer is that of one long text, saved and loaded in between or not."""
+    session = Session(model, Letters(), cache=row.exact(600), context_length=500)
+    first = session.ask("a" * 150 + "bcd", max_new_tokens=20)
+    session.save(tmp_path / "kept")
+    loaded = Session.load(tmp_path / "kept", model, Letters())
+    second, again = (each.ask("zyx" * 20, max_new_tokens=20) for each in (session, loaded))
+    whole = Letters().decode(session.token_ids[: 153 + first.new_tokens + 60])
+    (expected,) = icejax.generate(model, Letters(), whole, cache=Full(), max_new_tokens=20)
+    assert first.new_tokens == 20 and second.token_ids == again.token_ids == expected.token_ids
 
 
 @policies

@@ -1,5 +1,7 @@
 """Sampling: what is kept equals transformers' processors, and draws follow the probabilities."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from icejax.errors import InputError
+from icejax.inference import row_keys
 from icejax.sampling import Sampling
 
 VOCABULARY = 50
@@ -52,7 +55,7 @@ def test_draws_follow_transformers_probabilities(name):
     draws = 20000
     many = jax.jit(CASES[name].choose)(
         jnp.broadcast_to(jnp.asarray(logits), (draws, VOCABULARY)),
-        key=jax.random.key(1),
+        keys=jax.random.split(jax.random.key(1), draws),
         seen=jnp.broadcast_to(jnp.asarray(seen), (draws, VOCABULARY)),
     )
     found = np.bincount(np.asarray(many), minlength=VOCABULARY) / draws
@@ -67,13 +70,16 @@ def test_greedy_with_penalty_equals_transformers():
     seen = np.zeros(logits.shape, bool)
     np.put_along_axis(seen, text, True, axis=-1)
     expected = RepetitionPenaltyLogitsProcessor(3.0)(torch.tensor(text), torch.tensor(logits)).argmax(-1).numpy()
-    found = Sampling(repetition_penalty=3.0).choose(jnp.asarray(logits), key=jax.random.key(0), seen=jnp.asarray(seen))
+    found = Sampling(repetition_penalty=3.0).choose(
+        jnp.asarray(logits), keys=jax.random.split(jax.random.key(0), 4), seen=jnp.asarray(seen)
+    )
     np.testing.assert_array_equal(found, expected)
 
 
 def test_equal_keys_draw_equally_and_others_do_not():
     logits = jnp.zeros((3, 1000))
-    draw = [np.asarray(Sampling(temperature=1.0).choose(logits, key=jax.random.key(seed), seen=None)) for seed in (5, 5, 6)]
+    keys = [row_keys(seed, 3) for seed in (5, 5, 6)]
+    draw = [np.asarray(Sampling(temperature=1.0).choose(logits, keys=each, seen=None)) for each in keys]
     np.testing.assert_array_equal(draw[0], draw[1])
     assert (draw[0] != draw[2]).all() and len(set(draw[0].tolist())) == 3
 
@@ -81,13 +87,22 @@ def test_equal_keys_draw_equally_and_others_do_not():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"temperature": -1.0}, "temperature must be 0 or more, got -1.0"),
-        ({"top_k": -1}, "top_k must be 0 or more, got -1"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"min_p": 2.0}, "min_p must be between 0 and 1, got 2.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be a number from 0 to 1e+06, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be a number from 0 to 1e+06, got nan"),
+        ({"temperature": float("inf")}, "temperature must be a number from 0 to 1e+06, got inf"),
+        ({"temperature": 1e-300}, "temperature above 0 must be a number from 1e-06 to 1e+06, got 1e-300"),
+        ({"temperature": True}, "temperature must be a number from 0 to 1e+06, got True"),
+        ({"temperature": "1"}, "temperature must be a number from 0 to 1e+06, got '1'"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_k": 1.5}, "top_k must be a whole number, got 1.5"),
+        ({"top_k": 2**40}, "top_k must be at most 2147483647, got 1099511627776"),
+        ({"top_k": 10**5000}, "top_k must be at most 2147483647, got a number of thousands of digits"),
+        ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, got 0.0"),
+        ({"min_p": 2.0}, "min_p must be a number from 0 to 1, got 2.0"),
+        ({"min_p": float("nan")}, "min_p must be a number from 0 to 1, got nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number from 1e-06 to 1e+06, got 0.0"),
     ],
 )
 def test_out_of_range_options_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=re.escape(message)):
         Sampling(**options)

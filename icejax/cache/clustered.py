@@ -13,12 +13,17 @@ from icejax.cache import growth
 from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
 from icejax.cache.state import NO_PAGE, ClusteredState, per_head, rows, take
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty, put
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
+from icejax.ranges import whole
 
+RANGES = dict(
+    budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
+    compact_every=(0, 2**20), dense_layers=(0, 1024), reuse=(1, 1024),
+)  # fmt: skip
 LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
 
 
@@ -80,20 +85,12 @@ class Clustered(CachePolicy):
     prefetch: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("budget", 1),
-            ("page_size", 4),
-            ("sinks", 0),
-            ("window", 1),
-            ("candidates", 1),
-            ("opened", 1),
-            ("compact_every", 0),
-            ("dense_layers", 0),
-            ("reuse", 1),
-        ):
+        for name, default in ((field.name, field.default) for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name} must be at least {least}, got {value}")
+            if name in RANGES and not (value is None and default is None):
+                whole(name, value, least=RANGES[name][0], most=RANGES[name][1])
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise InputError(f"{name} must be true or false, got {quoted(value)}")
         for name, allowed in (
             ("score", typing.get_args(Score)),
             ("group", typing.get_args(tree.Group)),
@@ -101,12 +98,10 @@ class Clustered(CachePolicy):
             ("page_dtype", (None, "int8")),
         ):
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+                raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {quoted(getattr(self, name))}")
         for name in ("page_size", "compact_every"):
             if getattr(self, name) & (getattr(self, name) - 1):
                 raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
-        if self.page_size > 128:
-            raise InputError(f"page_size must be at most 128, got {self.page_size}")
         if 0 < self.compact_every < 2 * self.page_size:
             raise InputError(f"compact_every must be 0 or at least two pages ({2 * self.page_size}), got {self.compact_every}")
         if self.window is not None and self.window <= self.page_size:
@@ -217,10 +212,11 @@ class Clustered(CachePolicy):
                 path=guide,
             )
         with jax.named_scope("fetch"):
+            there = found.counts > 0
             if self.resident:
-                held, fetched = pool.fetch_missing(found.page_ids, state.held, state.page_ids)
+                held, fetched = pool.fetch_missing(found.page_ids, there, state.held, state.page_ids)
             else:
-                held, fetched = pool.fetch_live(found.page_ids)
+                held, fetched = pool.fetch_live(found.page_ids, there)
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
             room = self.budget - resident[2].sum(-1)
@@ -238,7 +234,7 @@ class Clustered(CachePolicy):
             state,
             window_k=window_k,
             window_v=window_v,
-            page_ids=found.page_ids,
+            page_ids=jnp.where(there, found.page_ids, NO_PAGE),
             weights=weights,
             held=held if self.resident else state.held,
             fetched=fetched,
@@ -257,11 +253,9 @@ class Clustered(CachePolicy):
     def flushed(self, state: ClusteredState, news, lengths: Lengths):
         return growth.flushed(self, state, news, lengths)
 
-    def pages_selected(self, state: ClusteredState) -> jax.Array:
-        return (state.weights > 0).any(-1).sum((1, 2), dtype=jnp.int32)
-
-    def pages_fetched(self, state: ClusteredState) -> jax.Array:
-        return state.fetched
+    def page_counts(self, state: ClusteredState) -> jax.Array:
+        selected, needed = (state.weights > 0).any(-1), state.page_ids != NO_PAGE
+        return jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
 
     def digest_bytes(self, state: ClusteredState) -> int:
         return sum(

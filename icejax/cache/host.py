@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from jax import lax
 from jax._src import xla_bridge  # nothing public says whether a backend has started
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from icejax.cache import fetch
 from icejax.cache.encoding import bits_dtype, decode, encode
@@ -47,13 +47,15 @@ class PoolLayer:
         pages = (self._read(table, rows + i) for i in (0, 1))
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in pages)
 
-    def fetch_live(self, page_ids: Int[Array, "B K M"]) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
-        """Returns `fetch`, and how many pages came from the host per row.
+    def fetch_live(
+        self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]
+    ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
+        """Returns `fetch`, and how many pages that are `there` came from the host per row; the others fill the shape.
 
         Of several rows those that have ended get zeros, and cost nothing.
         """
-        batch, heads, count = page_ids.shape
-        every = jnp.full(batch, heads * count, jnp.int32)
+        batch = len(page_ids)
+        every = there.sum((1, 2), dtype=jnp.int32)
         if self.ended is None or batch == 1:
             return self.fetch(page_ids), every
         table, rows = self._table(page_ids)
@@ -71,14 +73,18 @@ class PoolLayer:
         return pages, jnp.where(self.ended, 0, every)
 
     def fetch_missing(
-        self, page_ids: Int[Array, "B K M"], held: tuple[jax.Array, jax.Array], held_ids: Int[Array, "B K M"]
+        self,
+        page_ids: Int[Array, "B K M"],
+        there: Bool[Array, "B K M"],
+        held: tuple[jax.Array, jax.Array],
+        held_ids: Int[Array, "B K M"],
     ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
-        """Returns `fetch`, taking what it can from pages `held`, and how many pages came from the host per row.
+        """Returns the pages that are `there`, taking what it can from pages `held`, and how many came from the host per row.
 
-        Of several rows those that have ended get what is at hand, and cost nothing.
+        The place of one that is not, and of several rows those that have ended, get what is at hand, and cost nothing.
         """
         same = page_ids[..., :, None] == held_ids[..., None, :]
-        missing = ~same.any(-1)
+        missing = there & ~same.any(-1)
         if self.ended is not None and len(page_ids) > 1:  # a session goes on with the pages of its only row
             missing &= ~self.ended[:, None, None]
         at = same.argmax(-1)[..., None, None]

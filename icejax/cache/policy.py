@@ -172,20 +172,12 @@ class CachePolicy(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 
-    def pages_selected(self, state: Any) -> jax.Array | None:
-        """Returns how many pages the newest step attended to exactly, i32[B], over KV heads; None without pages."""
-        del state
-        return None
+    def page_counts(self, state: Any) -> jax.Array:
+        """Returns how many pages the newest step attended to exactly, brought from the host and needed, over KV heads.
 
-    def pages_fetched(self, state: Any) -> jax.Array | None:
-        """Returns how many pages the newest step brought from the host, i32[B], over KV heads; None without pages."""
-        del state
-        return None
-
-    def num_fetched(self, pages: int) -> int:
-        """Returns how many of `pages` pages a step needs per KV head."""
-        del pages
-        return 0
+        An i32[3, B]; asked of policies with a pool.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
 
     def digest_bytes(self, state: Any) -> int:
         """Returns the bytes of a layer's state that describe pages and are no keys or values."""

@@ -23,7 +23,7 @@ class ClusteredState:
         sinks_k, sinks_v: the first tokens.
         window_k, window_v: the newest tokens, oldest first.
         levels: the digest tree: one digest per page of the pool, and the nodes above.
-        page_ids: the pages found in the newest step; NO_PAGE before the first.
+        page_ids: the pages found in the newest step; NO_PAGE where there are no more, and before the first.
         held: their keys and values, if they stay on the device.
         fetched: how many of them came from the host, over KV heads.
         weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.

@@ -11,8 +11,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from icejax.errors import InputError
+from icejax import jsontext
+from icejax.errors import InputError, listed, quoted
 
+DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30  # as in transformers
 # Other packagings of the same weights that publishers put beside the shards.
@@ -20,18 +22,11 @@ OTHER_PACKAGING = ("consolidated",)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object; InputError if the file is missing or is none."""
+    """Returns the JSON object of a file; InputError if the file is missing or holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return jsontext.read(path)
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}: expected a Hugging Face or icejax checkpoint folder") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} must hold a JSON object, found a {type(found).__name__}")
-    return found
 
 
 def shards(folder: Path) -> list[Path]:
@@ -48,20 +43,27 @@ def shards(folder: Path) -> list[Path]:
         raise InputError(
             f"{folder}: expected one .safetensors file, or several with an index (.bin files are not read), found {found}"
         )
-    named = set(read_json(folder / INDEX).get("weight_map", {}).values())
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{folder / INDEX}: 'weight_map' must be an object, got {quoted(weight_map)}")
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or set("/\\\0") & set(name):
+            raise InputError(f"{folder / INDEX}: expected the name of a file beside it for {quoted(key)}, got {quoted(name)}")
+    named = set(weight_map.values())
     faults = [f"{name} is named in {INDEX} and missing" for name in sorted(named - present)]
     faults += [f"{name} is not named in {INDEX}" for name in sorted(present - named)]
     if faults:
-        raise InputError(f"{folder}: {'; '.join(faults)}: fetch the folder again, or remove what does not belong to it")
+        raise InputError(f"{folder}: {listed(faults)}: fetch the folder again, or remove what does not belong to it")
     return [folder / name for name in sorted(named)]
 
 
-def keys(files: Iterable[Path]) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
-    """Yields key, file and shape of every tensor, reading headers only; InputError for a broken file."""
+def keys(files: Iterable[Path]) -> Iterator[tuple[str, Path, tuple[int, ...], str]]:
+    """Yields key, file, shape and dtype of every tensor, reading headers only; InputError for a broken file."""
     for file in files:
         with _open(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                yield key, file, tuple(tensors.get_slice(key).get_shape())
+                stored = tensors.get_slice(key)
+                yield key, file, tuple(stored.get_shape()), stored.get_dtype()
 
 
 def read_tensor(file: Path, key: str) -> np.ndarray:
@@ -72,6 +74,8 @@ def read_tensor(file: Path, key: str) -> np.ndarray:
 
 def _open(file: Path):
     try:
+        if not file.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None

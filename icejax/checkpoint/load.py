@@ -14,11 +14,10 @@ from flax import nnx
 from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.config import ModelConfig
-from icejax.errors import InputError
+from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
-from icejax.models.reading import token_ids
+from icejax.models.fields import Fields
 
-DTYPES = ("float32", "bfloat16", "float16")
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
@@ -29,7 +28,7 @@ def read_config(folder: Path) -> ModelConfig:
     config = family(raw).read_config(raw)
     generation = folder / "generation_config.json"
     if generation.exists():
-        more = token_ids(huggingface.read_json(generation).get("eos_token_id"))
+        more = Fields(huggingface.read_json(generation), generation.name).token_ids("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
     return config
 
@@ -57,8 +56,8 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
     folder = resolve(model)
     config = read_config(folder)
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in orbax.DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(orbax.DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)
     if (folder / ORBAX).is_dir():
         stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype=dtype)
@@ -78,12 +77,13 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
     """Yields key and tensor, in the stored dtype, of every parameter of a Hugging Face folder, one at a time.
 
     Raises:
-        InputError: keys are missing, unknown, stored twice or of another shape; before the first tensor is read.
+        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; before
+            the first tensor is read.
     """
     raw = huggingface.read_json(folder / "config.json")
     ignored = family(raw).ignored_keys
     faults, where = [], {}
-    for key, file, shape in huggingface.keys(huggingface.shards(folder)):
+    for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
         tied = key == TIED_HEAD and config.tie_word_embeddings
         if ignored.fullmatch(key):
             continue
@@ -93,14 +93,15 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             faults.append(f"{key} is not a parameter of this model")
         elif not tied and shape != shapes[key]:
             faults.append(f"{key} has shape {list(shape)}, expected {list(shapes[key])}")
+        elif stored not in huggingface.DTYPES:
+            faults.append(f"{key}: dtype {stored} is not supported: expected {', '.join(huggingface.DTYPES)}")
         where[key] = file
     faults += [f"{key} is missing" for key in shapes if key not in where]
     if TIED_HEAD in where and TIED_HEAD not in shapes and not faults:
         if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (TIED_HEAD, EMBEDDING))):
             faults.append(f"{TIED_HEAD} differs from the embedding that config.json ties it to")
     if faults:
-        shown = "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
-        raise InputError(f"{folder} does not fit its config.json: {shown}")
+        raise InputError(f"{folder} does not fit its config.json: {listed(faults)}")
     return ((key, huggingface.read_tensor(where[key], key)) for key in shapes)
 
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from icejax.errors import InputError
+from icejax.errors import InputError, listed
+
+DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
 
 
 def save(path: Path, parameters: dict[str, np.ndarray]) -> None:
@@ -68,7 +70,7 @@ def read(
     """Returns the parameters at `path` on `device` (the default one), in `dtype` or as stored.
 
     Raises:
-        InputError: keys are missing, unknown or of another shape.
+        InputError: keys are missing, unknown or of another shape; or, with `dtype`, one is stored in none of DTYPES.
     """
     found = stored(path)
     faults = [f"{key} is missing" for key in shapes if key not in found]
@@ -78,8 +80,14 @@ def read(
         for key, shape in shapes.items()
         if key in found and tuple(found[key].shape) != tuple(shape)
     ]
+    if dtype is not None:
+        faults += [
+            f"{key}: dtype {s.dtype} is not supported: expected {', '.join(DTYPES)}"
+            for key, s in found.items()
+            if str(s.dtype) not in DTYPES
+        ]
     if faults:
-        raise InputError(f"{path} does not fit its config.json: {'; '.join(faults)}")
+        raise InputError(f"{path} does not fit its config.json: {listed(faults)}")
     sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     target = {
         key: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype) if dtype is not None else s.dtype, sharding=sharding)

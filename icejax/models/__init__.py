@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.models import llama, mistral, qwen
 from icejax.models.decoder import CausalLM
 
@@ -47,8 +47,8 @@ def family(raw: dict[str, Any]) -> Family:
     known = ", ".join(FAMILIES)
     if "model_type" not in raw:
         raise InputError(f"config.json has no 'model_type': expected one of {known}")
-    if str(raw["model_type"]) not in FAMILIES:
-        raise InputError(f"config.json: model_type {raw['model_type']!r} is not supported: expected one of {known}")
+    if not isinstance(raw["model_type"], str) or raw["model_type"] not in FAMILIES:
+        raise InputError(f"config.json: model_type {quoted(raw['model_type'])} is not supported: expected one of {known}")
     return FAMILIES[raw["model_type"]]
 
 

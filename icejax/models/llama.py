@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.reading import common, layer_types
+from icejax.models.reading import common, finish, layer_types
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -13,6 +13,6 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     fields, found = common(raw)
     bias = fields.take("attention_bias", bool, default=False)
     found |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=fields.take("mlp_bias", bool, default=False), qk_norm=False)
-    found |= layer_types(raw, fields, window=None, first_sliding=0)
-    fields.finish()
+    found |= layer_types(fields, found["num_hidden_layers"], window=None, first_sliding=0)
+    finish(fields)
     return ModelConfig(**found)

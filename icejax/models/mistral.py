@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.reading import common, layer_types
+from icejax.models.reading import common, finish, layer_types
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -14,6 +14,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     raw = raw if "sliding_window" in raw else raw | {"sliding_window": 4096}
     fields, found = common(raw)
     found |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
-    found |= layer_types(raw, fields, window=fields.take("sliding_window", int, default=None), first_sliding=0)
-    fields.finish()
+    window = fields.whole("sliding_window", default=None)
+    found |= layer_types(fields, found["num_hidden_layers"], window=window, first_sliding=0)
+    finish(fields)
     return ModelConfig(**found)

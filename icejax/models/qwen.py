@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.reading import common, layer_types
+from icejax.models.reading import common, finish, layer_types
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
@@ -25,10 +25,9 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _read(raw: dict[str, Any], attention) -> ModelConfig:
     fields, found = common(raw)
-    window = (
-        fields.take("sliding_window", int, default=4096) if fields.take("use_sliding_window", bool, default=False) else None
-    )
-    first = fields.take("max_window_layers", int, default=28)
-    found |= attention(fields) | layer_types(raw, fields, window=window, first_sliding=first)
-    fields.finish()
+    slides = fields.take("use_sliding_window", bool, default=False)
+    window = fields.whole("sliding_window", default=4096) if slides else None
+    first = fields.whole("max_window_layers", least=0, default=28)
+    found |= attention(fields) | layer_types(fields, found["num_hidden_layers"], window=window, first_sliding=first)
+    finish(fields)
     return ModelConfig(**found)

@@ -130,7 +130,7 @@ def attend_all(
         queries = queries.reshape(batch, block, k.shape[1], -1, size)
         seen = mask[:, None, :, None] if close is None else (mask[:, None] & close[:, :, None])[:, :, :, None]
         scores = jnp.where(seen, EINSUM("btkgh,bksh->btkgs", queries, k) * size**-0.5, -jnp.inf)
-        highest = scores.max(-1, keepdims=True)
+        highest = scores.max(-1, keepdims=True, initial=-jnp.inf)  # there may be no slot at all
         base = jnp.where(jnp.isneginf(highest), 0.0, highest)
         weights = jnp.exp(scores - base)
         total = weights.sum(-1, keepdims=True)

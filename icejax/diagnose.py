@@ -1,0 +1,56 @@
+"""Why a model's logits are not finite: the first weight or the first layer that is to blame."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from icejax.cache import Full
+from icejax.cache.policy import CacheSpec, Lengths
+from icejax.models import CausalLM
+from icejax.models.decoder import DecoderLayer
+from icejax.plan import ladder
+
+
+def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
+    """Returns in a line why the logits behind `tokens`, a prompt and what was chosen after it, are not finite.
+
+    Takes a pass over the weights, and, where all of them are finite, another prefill.
+    """
+    paths = jax.tree.leaves_with_path(nnx.state(model))
+    weights = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
+    for name in sorted(weights, key=lambda name: name.startswith("lm_head")):  # the head comes last, as it runs
+        if not jnp.isfinite(weights[name]).all():
+            return f"{name} holds {'NaN' if jnp.isnan(weights[name]).any() else 'an infinity'}: fetch the checkpoint again"
+    advice = "its weights and its config.json do not fit" if model.dtype == "float32" else "try --dtype float32"
+    padded = np.zeros((1, ladder(len(tokens))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    config, lengths = model.config, Lengths(jnp.asarray([len(tokens)]), jnp.int32(0), jnp.int32(0))
+    spec = CacheSpec(
+        batch_size=1,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        prompt_capacity=padded.shape[1],
+        new_capacity=0,
+        dtype=model.dtype,
+    )
+    x = model.model.embed_tokens(jnp.asarray(padded))
+    for i, layer in enumerate(model.model.layers):
+        window = config.sliding_window if config.layer_types[i] == "sliding_attention" else None
+        x = _output(layer, x, lengths, spec=spec, window=window)
+        if not jnp.isfinite(x[:, : len(tokens)]).all():
+            return f"the output of layer {i} is not finite in {model.dtype}: {advice}"
+    if not jnp.isfinite(model.logits(x[:, len(tokens) - 1 : len(tokens)])).all():
+        return f"every layer's output is finite in {model.dtype}, the final norm's or the head's is not: {advice}"
+    return f"they are when the text is run anew in {model.dtype}: try --cache full"
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "window"))
+def _output(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, spec: CacheSpec, window: int | None) -> jax.Array:
+    policy = Full()
+    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)[0]

@@ -1,0 +1,61 @@
+"""JSON out of files that anyone may have written."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from icejax.errors import InputError, quoted
+
+MOST_BYTES = 100 * 2**20
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the JSON object that a file of at most 100 MiB holds; a byte-order mark is passed over.
+
+    Raises:
+        FileNotFoundError: there is no such file; what it is for is the caller's to say.
+        InputError: it cannot be read, or holds something else.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"{path} is no file: expected one with a JSON object")
+        if found.st_size > MOST_BYTES:
+            raise InputError(f"{path} has {found.st_size} bytes: expected a JSON object of at most {MOST_BYTES}")
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text (byte {error.start}): expected a JSON object") from None
+    return parse(text, source=str(path))
+
+
+def parse(text: str, *, source: str) -> dict[str, Any]:
+    """Returns the JSON object that `text` holds.
+
+    Raises:
+        InputError: it holds something else, or a name twice; the message begins with `source`.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise InputError(f"{source}: not valid JSON here (nested too deeply)") from None
+    except ValueError as error:
+        raise InputError(f"{source}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{source}: expected a JSON object, found a {type(found).__name__}")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{quoted(twice)} is given twice")
+    return found

@@ -1,0 +1,92 @@
+"""How a config.json says which rotary embedding a model has, in the forms of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from icejax import ranges
+from icejax.config import RopeScaling
+from icejax.errors import InputError, quoted
+from icejax.models.fields import Fields
+
+ROPE_FIELDS = {
+    "default": {"original_max_position_embeddings"},
+    "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    },
+}  # fmt: skip
+THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
+SCALE = dict(least=1e-6, most=1e6)
+
+
+def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
+    """Returns theta and the scaling of either form of the config.
+
+    Raises:
+        InputError: the rope type or one of its fields is not supported or out of range.
+    """
+    forms = {name: fields.take(name, dict, default={}) for name in ("rope_scaling", "rope_parameters")}
+    # Where both are given transformers takes rope_scaling, which is how a reader stretches a published config.
+    name = "rope_scaling" if forms["rope_scaling"] else "rope_parameters"
+    found = Fields(forms[name], f"{fields.source}, {name}")
+    named = (found, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
+    thetas = [each.number("rope_theta", **THETA, default=None) for each in named]
+    theta = next((value for value in thetas if value is not None), 1e4)
+    kinds = [found.take(key, str, default=None) for key in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
+    if found.take("partial_rotary_factor", object, default=1.0) != 1.0:
+        raise InputError(f"{found.source}: partial_rotary_factor other than 1.0 is not supported")
+    if kind not in ROPE_FIELDS:
+        raise InputError(f"{found.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
+    unknown = sorted(
+        key for key, value in found.raw.items() if value is not None and key not in found.taken | ROPE_FIELDS[kind]
+    )
+    if unknown:
+        raise InputError(
+            f"{found.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
+            "and may change the model's numbers"
+        )
+    original = fields.whole("original_max_position_embeddings", default=max_position_embeddings)
+    original = found.whole("original_max_position_embeddings", default=original)
+    if kind == "default":
+        return theta, None
+    if kind == "dynamic":
+        original = max_position_embeddings  # transformers stretches from here whatever else is written
+    factor = found.number("factor", least=1, most=1e6, default=None)
+    if factor is None and kind != "yarn":
+        raise InputError(f"{found.source}: rope type {kind!r} needs 'factor'")
+    if factor is None:
+        factor = ranges.number(f"{found.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
+    if kind in ("linear", "dynamic") and max_position_embeddings * factor > ranges.LARGEST:
+        raise InputError(f"{found.source}: a context of {max_position_embeddings} x {factor:g} tokens is too long to count")
+    given: dict[str, Any] = {}
+    if kind == "llama3":
+        given = {key: found.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
+        if given["low_freq_factor"] >= given["high_freq_factor"]:
+            raise InputError(f"{found.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
+    if kind == "yarn":
+        given = dict(
+            attention_factor=_yarn_attention(found, factor),
+            beta_fast=found.number("beta_fast", **SCALE, default=32.0),
+            beta_slow=found.number("beta_slow", **SCALE, default=1.0),
+            truncate=found.take("truncate", bool, default=True),
+        )
+    return theta, RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
+
+
+def _yarn_attention(found: Fields, factor: float) -> float:
+    """The paper's temperature, or the ratio of the two scales that DeepSeek's configs give."""
+    weights = [found.number(key, least=0, most=1e6, default=0.0) for key in ("mscale", "mscale_all_dim")]
+    given = found.number("attention_factor", **SCALE, default=None)
+    if given is not None:
+        return given
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)

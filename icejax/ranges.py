@@ -1,0 +1,37 @@
+"""What numbers may be: each check names the number, and says what was expected and what it got."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from icejax.errors import InputError, quoted
+
+LARGEST = 2**31 - 1  # what an int32 holds, as positions and token ids are
+
+
+def whole(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
+    """Returns a whole number; InputError for another type, truth values included, or one that is out of range."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} must be a whole number, got {quoted(value)}")
+    if value < least:
+        raise InputError(f"{name} must be at least {least}, got {quoted(value)}")
+    if value > most:
+        raise InputError(f"{name} must be at most {most}, got {quoted(value)}")
+    return value
+
+
+def number(name: str, value: Any, *, least: float, most: float, above: bool = False) -> float:
+    """Returns a finite number from `least` to `most`, or `above` the least; InputError for anything else."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(_float(value))
+    if not good or not least <= value <= most or (above and value == least):
+        expected = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+        raise InputError(f"{name} must be a number {expected}, got {quoted(value)}")
+    return float(value)
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf

@@ -1,0 +1,59 @@
+"""What a prompt gets does not hang on the batch it stands in, nor on sizes far beyond what is needed."""
+
+import json
+
+import pytest
+
+import icejax
+from icejax import command
+from icejax.cache import Full
+
+PROMPTS = ["import os", "x = [", "def f(a):", "class A:", "import os"]
+
+
+@pytest.fixture
+def answers(bundled, monkeypatch, capsys):
+    """Runs the command line on a model that is loaded already."""
+    monkeypatch.setattr(command, "load", lambda *_, **__: bundled)
+
+    def run(*arguments: str) -> list[tuple[int, ...]]:
+        prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+        options = ["--max-new-tokens", "12", "--cache", "full", "--compile-cache", "none", "--json"]
+        assert command.main([*prompts, *options, *arguments]) == 0
+        out, err = capsys.readouterr()
+        run.err = err
+        return [tuple(json.loads(line)["token_ids"]) for line in out.splitlines()]
+
+    return run
+
+
+def test_sampled_texts_are_the_same_in_batches_of_any_size(answers):
+    drawn = ("--temperature", "1.2", "--seed", "3")
+    found = [answers(*drawn, "--batch-size", size) for size in ("1", "2", "5", str(10**12))]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0][0] != found[0][4]  # equal prompts draw on their own, in one batch and in several
+    assert answers("--temperature", "1.2", "--seed", "4") != found[0]
+
+
+def test_a_first_index_names_the_prompt_of_a_run(bundled):
+    options = dict(cache=Full(), sampling=icejax.Sampling(temperature=1.2), max_new_tokens=12)
+    together = icejax.generate(*bundled, PROMPTS[:3], **options)
+    alone = [icejax.generate(*bundled, text, first_index=i, **options)[0] for i, text in enumerate(PROMPTS[:3])]
+    assert [a.token_ids for a in alone] == [t.token_ids for t in together]
+    with pytest.raises(icejax.InputError, match="first_index must be at least 0, got -1"):
+        icejax.generate(*bundled, "x", first_index=-1)
+
+
+def test_a_context_beyond_the_models_own_is_warned_of_once(answers):
+    answers("--batch-size", "2", "--context-length", "40000")
+    assert answers.err == (
+        "icejax.generate: warning: a context length of 40000 is beyond the model's own 32768: expect worse answers there\n"
+    )
+    answers("--batch-size", "2", "--context-length", "32768")
+    assert answers.err == ""
+
+
+def test_a_session_and_generate_log_the_same_warning(bundled, caplog):
+    icejax.Session(*bundled, context_length=40000)
+    icejax.generate(*bundled, "x", max_new_tokens=1, cache=Full(), context_length=40000)
+    assert [r.message for r in caplog.records if "beyond the model's own 32768" in r.message] == [caplog.records[0].message] * 2

@@ -1,0 +1,156 @@
+"""Options of Python callers: wrong types and sizes are one line, and large ones cost nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import icejax
+from icejax.cache import Clustered, Full
+from icejax.detokenize import Detokenizer
+
+WRONG = {
+    "budget a float": (dict(budget=64.5), "budget must be a whole number, got 64.5"),
+    "budget a text": (dict(budget="64"), "budget must be a whole number, got '64'"),
+    "no budget": (dict(budget=None), "budget must be a whole number, got None"),
+    "huge budget": (dict(budget=3_000_000_000), "budget must be at most 1073741824, got 3000000000"),
+    "endless budget": (dict(budget=10**5000), "budget must be at most 1073741824, got a number of thousands of digits"),
+    "page a truth": (dict(page_size=True), "page_size must be a whole number, got True"),
+    "huge page": (dict(page_size=2**40), "page_size must be at most 128, got 1099511627776"),
+    "window": (dict(window=1.0), "window must be a whole number, got 1.0"),
+    "huge window": (dict(window=2**31), "window must be at most 1048576, got 2147483648"),
+    "sinks": (dict(sinks=[4]), "sinks must be a whole number, got [4]"),
+    "candidates": (dict(candidates=2**40), "candidates must be at most 1048576, got 1099511627776"),
+    "opened": (dict(opened=0), "opened must be at least 1, got 0"),
+    "reuse": (dict(reuse=10**6), "reuse must be at most 1024, got 1000000"),
+    "dense layers": (dict(dense_layers=-1), "dense_layers must be at least 0, got -1"),
+    "tail": (dict(tail=1), "tail must be true or false, got 1"),
+    "resident": (dict(resident="no"), "resident must be true or false, got 'no'"),
+    "score": (dict(score=["mean"]), "score must be one of second-order, mean, got ['mean']"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_options_of_the_cache(case):
+    options, message = WRONG[case]
+    with pytest.raises(icejax.InputError) as error:
+        Clustered(**options)
+    assert str(error.value) == message
+
+
+@given(
+    sinks=st.none() | st.integers(0, 300),
+    window=st.none() | st.integers(1, 600),
+    page=st.sampled_from([4, 8, 16, 32, 64, 128]),
+    budget=st.integers(1, 1200),
+)
+def test_a_budget_is_taken_if_it_holds_what_it_must(sinks, window, page, budget):
+    good = window is None or window > page
+    first = min(32, budget // 8) if sinks is None else sinks
+    last = min(2 * page, budget // 8 + page) if window is None else window
+    good = good and first + last + page <= budget and budget >= 8
+    try:
+        assert Clustered(sinks=sinks, window=window, page_size=page, budget=budget, compact_every=0) and good
+    except icejax.InputError:
+        assert not good
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(max_new_tokens=1.5), "max_new_tokens must be a whole number, got 1.5"),
+        (dict(max_new_tokens=True), "max_new_tokens must be a whole number, got True"),
+        (dict(seed=0.0), "seed must be a whole number, got 0.0"),
+        (dict(seed=2**32), "seed must be at most 4294967295, got 4294967296"),
+        (dict(context_length=10**12), "context_length must be at most 2147483647, got 1000000000000"),
+        (dict(context_length=20.0), "context_length must be a whole number, got 20.0"),
+        (dict(stop=["a", 3]), "a stop string must be text, got 3"),
+        (dict(stop=["a", ""]), "a stop string is empty: expected some text"),
+        (dict(stop=""), "a stop string is empty: expected some text"),
+    ],
+)
+def test_options_of_an_answer(bundled, options, message):
+    with pytest.raises(icejax.InputError) as error:
+        icejax.generate(*bundled, "x", **options)
+    assert str(error.value) == message
+
+
+def test_a_stop_string_may_stand_alone_and_new_tokens_may_be_endless(bundled):
+    """A text that is taken for its letters would stop at the first of them."""
+    options = dict(cache=Full(), context_length=40)
+    (whole,) = icejax.generate(*bundled, "import os\nimport sys\n", max_new_tokens=10**12, **options)
+    text, several = whole.text, icejax.Session(*bundled, **options)
+    assert len(text) > 8 and text[7] not in text[:4]
+    stop = text[6] + text[7]
+    expected = text[: text.index(stop)]
+    assert icejax.generate(*bundled, "import os\nimport sys\n", stop=stop, **options)[0].text == expected
+    assert several.ask("import os\nimport sys\n", stop=stop).text == expected
+
+
+def test_a_text_far_too_long_is_told_at_once(bundled):
+    model, tokenizer = bundled
+    counted = []
+
+    def count(text, **options):
+        counted.append(len(text))
+        return tokenizer(text, **options)
+
+    class Counting:
+        __call__ = staticmethod(count)
+        bos_token = None
+
+    session = icejax.Session(model, Counting(), context_length=100)
+    for run in (lambda text: icejax.generate(model, Counting(), text, context_length=100), session.ask):
+        with pytest.raises(icejax.InputError, match="has at least 400 tokens and the context holds 100"):
+            run("x" * 10**7)
+        with pytest.raises(icejax.InputError, match="has 350 tokens and the context holds 100"):
+            run("x" * 350)
+    assert max(counted) == 400
+
+
+def test_a_text_of_long_tokens_is_read_on():
+    """Where a token holds many characters, a prefix does not show how many tokens there are."""
+    from icejax.prompts import _tokens
+
+    def words(text, **_):
+        return {"input_ids": [len(word) for word in text.split()]}
+
+    text = " ".join(["x" * 99] * 30)
+    assert _tokens(words, text, special_tokens=True, enough=50) == ([99] * 30, False)
+    assert _tokens(words, text, special_tokens=True, enough=20) == ([99] * 25 + [60], True)
+    assert _tokens(words, "", special_tokens=True, enough=20) == ([], False)
+
+
+class Letters:
+    """A token is a letter."""
+
+    def decode(self, tokens, **_):
+        return "".join(map(chr, tokens))
+
+
+def naive_release(held: str, text: str, stop: list[str]) -> tuple[str, str, bool]:
+    """The rule as it is said: what is let out, what is held back, and whether a stop string has come."""
+    text = held + text
+    found = [text.index(s) for s in stop if s in text]
+    if found:
+        return text[: min(found)], "", True
+    hold = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    return text[: len(text) - hold], text[len(text) - hold :], False
+
+
+@given(text=st.text("ab", max_size=40), stop=st.lists(st.text("abc", min_size=1, max_size=8), max_size=5))
+def test_what_is_held_back_is_as_the_rule_says(text, stop):
+    stream, held = Detokenizer(Letters(), stop), ""
+    for letter in text:
+        expected, held, stopped = naive_release(held, letter, stop)
+        assert stream.add(ord(letter)) == expected and stream.stopped == stopped
+        if stopped:
+            return
+    assert stream.rest() == held
+
+
+@pytest.mark.parametrize("stop", [["a" * 10**6], ["a" * n for n in range(1000, 4000)]], ids=["long", "many"])
+def test_long_and_many_stop_strings_cost_little(stop):
+    """By the rule as it is said this would take minutes."""
+    stream = Detokenizer(Letters(), stop)
+    out = "".join(stream.add(ord(letter)) for letter in "a" * 300 + "b" + "a" * 300)
+    assert out == "a" * 300 + "b" and stream.rest() == "a" * 300
