@@ -27,8 +27,8 @@ from rich.table import Table
 from bench import shapes
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
+from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
-from icejax.options import cache_options, make_policy
 
 TURN, WARM_UP = 16, 3  # steps
 SUBJECTS = ("full", "clustered", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")

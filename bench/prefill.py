@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from bench import shapes
+from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.inference import prefill
-from icejax.options import make_policy
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
 

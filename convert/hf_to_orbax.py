@@ -3,4 +3,4 @@
 from icejax.launch import launch
 
 if __name__ == "__main__":
-    launch("convert.command", "hf_to_orbax", name="convert.hf_to_orbax")
+    launch("icejax.commands.convert", name="convert.hf_to_orbax", to="orbax")

@@ -3,4 +3,4 @@
 from icejax.launch import launch
 
 if __name__ == "__main__":
-    launch("convert.command", "orbax_to_hf", name="convert.orbax_to_hf")
+    launch("icejax.commands.convert", name="convert.orbax_to_hf", to="hf")

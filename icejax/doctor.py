@@ -1,6 +1,6 @@
-"""``python -m icejax.doctor``: what this machine has, as `icejax.examine` finds it."""
+"""``python -m icejax.doctor``: `icejax doctor`."""
 
 from icejax.launch import launch
 
 if __name__ == "__main__":
-    launch("icejax.examine", name="icejax.doctor")
+    launch("icejax.commands.doctor", name="icejax.doctor")

@@ -1,6 +1,6 @@
-"""``python -m icejax.generate``: the command line of `icejax.command`."""
+"""``python -m icejax.generate``: `icejax generate`."""
 
 from icejax.launch import launch
 
 if __name__ == "__main__":
-    launch("icejax.command", name="icejax.generate")
+    launch("icejax.commands.generate", name="icejax.generate")

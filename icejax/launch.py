@@ -27,8 +27,8 @@ _instead: list[Callable[[], None]] = []  # what an interrupt does instead of end
 _wakeup: list[socket.socket] = []
 
 
-def launch(module: str, *arguments: str, name: str) -> NoReturn:
-    """Runs `main(*arguments)` of `module`, which is imported only now, and ends the process with the status it returns.
+def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str) -> NoReturn:
+    """Runs `main(argv, name=, **more)` of `module`, imported only now, and ends the process with the status it returns.
 
     From here on Ctrl-C ends the process with one line and status 130, also while it imports, compiles or computes: Python's
     own exception waits for the C code to return, and is lost when it falls into a callback.
@@ -44,7 +44,7 @@ def launch(module: str, *arguments: str, name: str) -> NoReturn:
     if not is_unicode():
         sys.stdout.reconfigure(errors="backslashreplace")
         _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as \\uXXXX")
-    status = ending(name, lambda: importlib.import_module(module).main(*arguments))
+    status = ending(name, lambda: importlib.import_module(module).main(argv, name=name, **more))
     if status in (INTERRUPTED, BROKEN_PIPE):  # Python's own way out crashes while an abandoned program still runs
         os._exit(status)
     sys.exit(status)

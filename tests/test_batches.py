@@ -5,8 +5,8 @@ import json
 import pytest
 
 import icejax
-from icejax import command
 from icejax.cache import Full
+from icejax.commands import generate as command
 
 PROMPTS = ["import os", "x = [", "def f(a):", "class A:", "import os"]
 

@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import icejax.checkpoint.convert as converters
-from convert.command import main as convert
 from icejax.cache import Full
 from icejax.checkpoint import huggingface, load_model
 from icejax.checkpoint.folder import ORBAX
+from icejax.commands import convert as converting
 from icejax.errors import InputError
 from icejax.folder import claim
 from tests import families, tolerances
@@ -148,6 +148,11 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch, path, message):
 def test_unknown_dtype_is_refused(folder):
     with pytest.raises(InputError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
         load_model(folder, dtype="int8")
+
+
+def convert(name: str, arguments: list[str]) -> int:
+    """Runs `python -m convert.NAME`."""
+    return converting.main(arguments, name=f"convert.{name}", to=name.rpartition("_")[2])
 
 
 def test_round_trip_is_bit_exact_and_transformers_loads_it(folder, tmp_path, capsys):

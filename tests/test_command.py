@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from bench.needle import task
-from icejax import command, options, session
+from icejax import session
+from icejax.cache.options import make_policy
+from icejax.commands import generate as command
+from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.generation import ASSETS, GenerationResponse
-from icejax.options import BUNDLED_PROMPT
 
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(
@@ -110,7 +112,7 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
 
 
 def test_cache_options_reach_the_policy():
-    policy = options.make_policy("clustered", {"budget": 128, "page_size": "8", "sinks": "none", "dense_layers": "1"})
+    policy = make_policy("clustered", {"budget": 128, "page_size": "8", "sinks": "none", "dense_layers": "1"})
     assert (policy.budget, policy.page_size, policy.sinks, policy.dense_layers) == (128, 8, None, 1)
 
 

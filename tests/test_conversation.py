@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import command
 from icejax import session as module
 from icejax.cache import Full
+from icejax.commands import generate as command
 from icejax.conversation import addition, with_one_end
 from icejax.generation import ASSETS
 from icejax.session import Session

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 import icejax
-from icejax import command
 from icejax.cache import Full
+from icejax.commands import generate as command
 from icejax.generation import ASSETS
 from icejax.session import Session
 from tests import families

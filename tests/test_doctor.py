@@ -2,12 +2,12 @@
 
 import json
 
-from icejax import examine
 from icejax.cache import fetch
+from icejax.commands import doctor
 
 
 def test_every_backend_is_tested_and_timed(capsys):
-    assert examine.main(["--json"]) == 0
+    assert doctor.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["backend"] for row in found["fetch"]] == list(fetch.ORDER["cpu"])
     for row in found["fetch"]:
@@ -20,15 +20,15 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
         raise NotImplementedError("not here")
 
     monkeypatch.setattr(fetch, "BACKENDS", {**fetch.BACKENDS, "gather_flat": refuse})
-    assert examine.main([]) == 0
+    assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "fails: not here" in out and "used: host_compute (" in out and "host memory" in out
     monkeypatch.setenv(fetch.CHOICE, "gather_flat")
-    assert examine.main([]) == 2
+    assert doctor.main([]) == 2
     out = capsys.readouterr().out
     assert "fails: not here" in out and "used: none, only --cache full works" in out
     monkeypatch.setenv(fetch.CHOICE, "nothing")
-    assert examine.main([]) == 2
+    assert doctor.main([]) == 2
     assert capsys.readouterr().err == (
         "icejax.doctor: error: ICEJAX_FETCH_BACKEND must be one of gather_flat, host_compute, slices on cpu, got 'nothing'\n"
     )

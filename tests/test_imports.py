@@ -19,7 +19,7 @@ LAYERS = (
     ("checkpoint", "sampling", "plan", "inference", "detokenize", "prompts", "conversation", "tokenizer", "diagnose"),
     ("generation", "explain", "identity", "saved", "compiling"),
     ("session",),
-    ("options", "command", "examine"),
+    ("commands",),
     ("generate", "doctor", "__init__", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

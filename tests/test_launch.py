@@ -75,7 +75,7 @@ def test_an_interrupt_removes_what_was_being_written(tmp_path):
     code = """
 import pathlib, sys
 from icejax import launch
-def main():
+def main(argv, name):
     part = pathlib.Path(sys.argv[1])
     part.mkdir()
     lock = part.with_suffix(".lock")
@@ -98,7 +98,7 @@ def test_a_block_may_do_something_else_with_an_interrupt():
     code = """
 import sys, threading
 from icejax import launch
-def main():
+def main(argv, name):
     pressed = threading.Event()
     with launch.instead_of_ending(pressed.set):
         print("ready", flush=True)
@@ -153,7 +153,7 @@ def test_stdout_of_few_characters_gets_escapes():
     code = """
 import sys
 from icejax import launch
-def main():
+def main(argv, name):
     launch.write("caf\\u00e9 \\u2603\\n")
 sys.modules["work"] = sys.modules["__main__"]
 launch.launch("work", name="work")

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from icejax.checkpoint import huggingface, load
+from icejax.commands.options import parser
+from icejax.commands.requests import read_prompts
 from icejax.errors import InputError
 from icejax.ops.rope import inverse_frequencies
-from icejax.options import build_parser, read_prompts
 from tests.test_published_configs import PUBLISHED
 
 CONFIG = dict(
@@ -60,7 +61,7 @@ def read_weights(folder: Path) -> None:
 
 
 def read_jsonl(folder: Path) -> None:
-    prompts = read_prompts(build_parser().parse_args(["--prompt-file", str(folder / "prompts.jsonl")]))
+    prompts = read_prompts(parser("icejax.generate").parse_args(["--prompt-file", str(folder / "prompts.jsonl")]))
     assert all(isinstance(prompt, str) for prompt in prompts)
 
 

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from icejax import command, saved, session
+from icejax import saved, session
+from icejax.commands import generate as command
 from icejax.folder import claim
 from tests.test_command import SHORT, run
 

@@ -22,8 +22,8 @@ from rich.progress import track
 import icejax
 from bench.needle import task
 from bench.needle.reader import Reader
+from icejax.cache.options import cache_options, make_policy
 from icejax.generation import ASSETS
-from icejax.options import cache_options, make_policy
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
 SHORTEST = 512  # tokens of a text

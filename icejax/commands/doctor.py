@@ -80,13 +80,13 @@ def _show(found: dict[str, Any], console: Console) -> None:
     console.print(f"used: {found['fetch_backend'] or 'none, only --cache full works'} (another: {fetch.CHOICE}=NAME)")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, name: str = "icejax.doctor") -> int:
     """Prints what was found; exit status 2 if pages cannot be fetched here."""
-    return ending("icejax.doctor", lambda: _run(argv))
+    return ending(name, lambda: _run(argv, name))
 
 
-def _run(argv: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="icejax.doctor", description=__doc__.splitlines()[0])
+def _run(argv: list[str] | None, name: str) -> int:
+    parser = argparse.ArgumentParser(prog=name, description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     host.raise_pinned_limit()

@@ -1,0 +1,56 @@
+"""Cache policies by name, and their options as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from icejax.cache import POLICIES, CachePolicy
+from icejax.errors import InputError, quoted
+
+
+def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
+    """Returns the policy `name` with `options`, text or numbers; InputError that lists the valid names or options."""
+    if name not in POLICIES:
+        raise InputError(f"unknown cache {name!r}: expected one of {', '.join(POLICIES)}")
+    kinds = typing.get_type_hints(POLICIES[name])
+    valid = [field.name for field in dataclasses.fields(POLICIES[name])]
+    values = {}
+    for key, value in options.items():
+        if key not in valid:
+            expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
+            raise InputError(f"cache {name!r} has no option {key!r}: {expected}")
+        values[key] = _parse(key, value, kinds[key])
+    return POLICIES[name](**values)
+
+
+def cache_options(texts: Sequence[str], **named: int | None) -> dict[str, str | int]:
+    """Returns the options of KEY=VALUE texts, and those named ones that are given."""
+    options: dict[str, str | int] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign:
+            raise InputError(f"--cache-option must be KEY=VALUE, got {text!r}")
+        options[key] = value
+    return options | {key: value for key, value in named.items() if value is not None}
+
+
+def _parse(key: str, value: str | int, kind: Any) -> Any:
+    if typing.get_origin(kind) is typing.Literal:
+        return value  # the policy knows which there are
+    choices = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(None) in choices and value == "none":
+        return None
+    for choice in choices:
+        if choice is bool and value in ("true", "false"):
+            return value == "true"
+        if choice in (int, float, str):
+            try:
+                return choice(value)
+            except ValueError:
+                continue
+    expected = " or ".join(c.__name__ for c in choices if c is not type(None))
+    raise InputError(f"cache option {key} must be {expected}, got {quoted(value)}")

@@ -1,0 +1,1 @@
+"""The command lines, one file each; `icejax/__main__.py` names them."""

@@ -1,0 +1,37 @@
+"""``icejax convert``, ``python -m convert.hf_to_orbax`` and back: one form of a checkpoint folder into the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
+from icejax.checkpoint.folder import ORBAX
+from icejax.commands.options import Parser
+from icejax.commands.show import progress
+from icejax.launch import ending
+
+HF = "Hugging Face folder or hub id SRC -> icejax (Orbax) folder DST"
+BACK = "icejax (Orbax) folder SRC -> Hugging Face folder DST"
+
+
+def main(argv: list[str] | None = None, *, name: str, to: str | None = None) -> int:
+    """Runs the command line and returns its exit status; `to` is `orbax` or `hf`, None: whichever SRC is not."""
+    return ending(name, lambda: _run(argv, name, to))
+
+
+def _run(argv: list[str] | None, name: str, to: str | None) -> None:
+    parser = Parser(prog=name, description={"orbax": f"{HF}.", "hf": f"{BACK}.", None: f"{HF}, or {BACK}."}[to])
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("target", metavar="DST", type=Path)
+    parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
+    arguments = parser.parse_args(argv)
+    back = to == "hf" or (to is None and (Path(arguments.source) / ORBAX).is_dir())
+    with progress(Console(stderr=True)) as bars:
+        bar = bars.add_task("convert", total=None)
+
+        def told(key: str, done: int, total: int) -> None:
+            bars.update(bar, completed=done, total=total, description=key)
+
+        (orbax_to_hf if back else hf_to_orbax)(arguments.source, arguments.target, force=arguments.force, progress=told)
