@@ -33,7 +33,7 @@ from icejax.plan import Plan
 
 VERSION = 2
 ABOUT, ARRAYS = "session.json", "arrays"
-BLOCK = 2**25  # bytes of the pool that are read, checked and written at once
+BLOCK = 2**25  # bytes of the pool that are read, checked and written at once, each with a checksum
 MOST = 2**31  # tokens are counted in 32 bits
 
 
@@ -73,7 +73,7 @@ def write(
 
 
 def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pages: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the arrays of a session in the order of `_layout`."""
+    """Yields the arrays of a session in the order in which they are stored."""
     yield "token_ids", np.asarray(token_ids, np.int32)
     for name, leaf in _leaves(cache):
         yield name, np.asarray(leaf)

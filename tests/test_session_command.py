@@ -1,7 +1,6 @@
 """A session from the command line: what keeps it from being kept is told in one line, if it can be before the prompt runs."""
 
 import os
-import resource
 import shutil
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from icejax import saved, session
 from icejax.commands import generate as command
 from icejax.folder import claim
+from tests.crash import file_limit
 from tests.test_command import SHORT, run
 
 
@@ -58,12 +58,8 @@ def test_a_save_that_fails_is_told_after_the_answer_and_the_old_session_kept(cap
     assert run(capsys, *line(tmp_path / "kept"), "--cache", "full")[0] == 0
     before = {file: (tmp_path / "kept" / file).read_bytes() for file in os.listdir(tmp_path / "kept")}
     os.rename(tmp_path / "kept", tmp_path / ".kept.old")  # as a writer leaves it that is killed at the wrong moment
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-    try:
+    with file_limit(2**20):
         status, out, err = run(capsys, "--prompt", "Pass key ab:", "--session", str(tmp_path / "kept"), *SHORT)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     expected = (
         f"icejax.generate: error: {tmp_path / 'kept'} cannot be written (File too large): what was there before is kept\n"
     )
