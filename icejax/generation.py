@@ -178,7 +178,8 @@ def stream(rows: Sequence[Row], still: dict[str, Any], run: Run, started: float)
         # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
         if read_at and not all(row.ends_with_next() for row in rows):
             run.advance()
-        tokens, *pages = np.asarray(pending.tokens_and_pages)
+        counts = np.asarray(pending.tokens_and_pages)
+        tokens, pages = counts[0], counts[1:]
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in enumerate(rows):
@@ -187,7 +188,7 @@ def stream(rows: Sequence[Row], still: dict[str, Any], run: Run, started: float)
             if tokens[i] == NOT_FINITE:
                 reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
                 raise InputError(f"prompt {run.first_index + i + 1}: the model's logits are not finite: {reason}")
-            text = row.take(int(tokens[i]), np.stack(pages)[:, i])
+            text = row.take(int(tokens[i]), pages[:, i])
             count, ended = len(row.tokens), row.finish_reason is not None
             tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
             yield GenerationResponse(
