@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 LONGEST = 4000  # characters of a message: names out of a broken file have no bound
 QUOTE = reprlib.Repr()
@@ -33,3 +35,9 @@ def quoted(value: object) -> str:
 def listed(faults: list[str]) -> str:
     """Returns the first twenty of several faults, and how many more there are."""
     return "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Returns a question after the known name that is most like `name`, to stand behind a message; nothing if none is."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 import types
 import typing
 from collections.abc import Sequence
 from typing import Any
 
 from icejax.cache import POLICIES, CachePolicy
-from icejax.errors import InputError, quoted
+from icejax.errors import InputError, meant, quoted
+
+
+def described(name: str) -> dict[str, str]:
+    """Returns the options of the policy `name`, and of each what its docstring says and its default."""
+    policy = POLICIES[name]
+    told = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(policy).partition("Attributes:\n")[2], re.MULTILINE)
+    texts = {option: " ".join(text.split()) for option, text in told}
+    return {
+        field.name: f"{texts.get(field.name, '').rstrip('.')} (default: {str(field.default).lower()})"
+        for field in dataclasses.fields(policy)
+    }
 
 
 def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
     """Returns the policy `name` with `options`, text or numbers; InputError that lists the valid names or options."""
     if name not in POLICIES:
-        raise InputError(f"unknown cache {name!r}: expected one of {', '.join(POLICIES)}")
+        raise InputError(f"unknown cache {name!r}: expected one of {', '.join(POLICIES)}{meant(name, POLICIES)}")
     kinds = typing.get_type_hints(POLICIES[name])
     valid = [field.name for field in dataclasses.fields(POLICIES[name])]
     values = {}
     for key, value in options.items():
         if key not in valid:
             expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
-            raise InputError(f"cache {name!r} has no option {key!r}: {expected}")
+            raise InputError(f"cache {name!r} has no option {key!r}: {expected}{meant(key, valid)}")
         values[key] = _parse(key, value, kinds[key])
     return POLICIES[name](**values)
 

@@ -1,15 +1,17 @@
-"""The options of the command lines."""
+"""The options of the command lines, in groups."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from icejax.cache import POLICIES, CachePolicy
-from icejax.cache.options import cache_options, make_policy
+from icejax.cache.options import cache_options, described, make_policy
+from icejax.errors import meant
 from icejax.generation import MAX_NEW_TOKENS
+from icejax.launch import write
 from icejax.ranges import number
 from icejax.sampling import Sampling
 
@@ -17,58 +19,87 @@ DEFAULT_CACHE = "clustered"
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells what is wrong in one line."""
+    """Tells what is wrong in one line, with the option that may have been meant."""
+
+    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(flag, self._option_string_actions)}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _options_by_cache() -> str:
-    named = {name: ", ".join(field.name for field in dataclasses.fields(policy)) for name, policy in POLICIES.items()}
-    return "; ".join(f"{name}: {options or 'none'}" for name, options in named.items())
+class HelpCache(argparse.Action):
+    """Prints the options of every cache, a line each."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        for name in POLICIES:
+            options = described(name)
+            write(f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in options.items()) + "\n" * bool(options))
+        parser.exit()
 
 
-def parser(name: str) -> argparse.ArgumentParser:
+def parser(name: str) -> Parser:
     """Returns the parser of `generate`; defaults are those of the dataclasses."""
     parser = Parser(prog=name, description="Generate text from a long prompt. Without arguments: the bundled example.")
-    parser.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
-    parser.add_argument("--prompt", action="append", default=[], help="text; repeatable; - reads stdin")
-    parser.add_argument("--prompt-file", type=Path, help="text file, or .jsonl with one object with 'prompt' per line")
-    parser.add_argument("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
-    parser.add_argument("--system", help="system message, with --chat")
-    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="default: %(default)s")
-    parser.add_argument("--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
-    parser.add_argument(
-        "--host-memory-limit", type=float, metavar="GIB", help="host memory the cache may take (default: what is free)"
-    )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts run together (default: %(default)s)")
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable; - reads stdin")
+    prompts.add_argument("--prompt-file", type=Path, metavar="FILE", help="text, or .jsonl with an object per line")
+    prompts.add_argument("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
+    prompts.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    prompts.add_argument("--session", type=Path, metavar="DIR", help="put the prompts to the session kept there, or a new one")
+    prompts.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts run together (default: %(default)s)")
+    _add_model(parser)
+    _add_answer(parser)
+    _add_cache(parser)
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    shown.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
+    shown.add_argument("--explain", type=Path, metavar="FILE.png", help="draw what each layer looked at; also as JSON")
+    return parser
+
+
+def chat_parser(name: str) -> Parser:
+    """Returns the parser of `chat`."""
+    parser = Parser(prog=name, description="Talk with a model whose tokenizer has a chat template.")
+    parser.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")
+    parser.add_argument("--session", type=Path, metavar="DIR", help="go on with the conversation kept there, or begin it")
+    _add_model(parser)
+    _add_answer(parser)
+    _add_cache(parser)
+    return parser
+
+
+def _add_model(parser: Parser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
+    group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
+    group.add_argument("--compile-cache", metavar="DIR", help="where compiled programs are kept; 'none' keeps none")
+
+
+def _add_answer(parser: Parser) -> None:
+    group = parser.add_argument_group("answer")
+    group.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="default: %(default)s")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     for field in dataclasses.fields(Sampling):
         flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
-    parser.add_argument(
-        "--cache", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT_CACHE}, or the session's)"
-    )
-    parser.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
-    parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
-    parser.add_argument(
-        "--cache-option", action="append", default=[], metavar="KEY=VALUE", help=f"repeatable; {_options_by_cache()}"
-    )
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
-    parser.add_argument(
-        "--session",
-        type=Path,
-        metavar="DIR",
-        help="put the prompts one after another to the session kept there, or to a new one",
-    )
-    parser.add_argument(
-        "--explain", type=Path, metavar="FILE.png", help="draw which positions of the prompt each layer looked at; also as JSON"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    parser.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
-    parser.add_argument("--compile-cache", metavar="DIR", help="where compiled programs are kept; 'none' keeps none")
-    return parser
+        group.add_argument(flag, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
+    group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+
+
+def _add_cache(parser: Parser) -> None:
+    group = parser.add_argument_group("cache")
+    names = f"one of {', '.join(POLICIES)} (default: {DEFAULT_CACHE}, or the session's)"
+    group.add_argument("--cache", metavar="NAME", help=names)
+    group.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
+    group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
+    group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
+    group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
+    group.add_argument("--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    group.add_argument("--host-memory-limit", type=float, metavar="GIB", help="for the cache (default: what is free)")
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
