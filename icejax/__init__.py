@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from icejax.cache import POLICIES, CachePolicy, Clustered, Full
     from icejax.errors import InputError
-    from icejax.generation import GenerationResponse, generate, load, stream_generate
+    from icejax.generation import generate, load, stream_generate
     from icejax.prompts import chat
+    from icejax.request import Request
+    from icejax.response import GenerationResponse
     from icejax.sampling import Sampling
     from icejax.session import Session
 
@@ -16,8 +18,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "cache": ("POLICIES", "CachePolicy", "Clustered", "Full"),
     "errors": ("InputError",),
-    "generation": ("GenerationResponse", "generate", "load", "stream_generate"),
+    "generation": ("generate", "load", "stream_generate"),
     "prompts": ("chat",),
+    "request": ("Request",),
+    "response": ("GenerationResponse",),
     "sampling": ("Sampling",),
     "session": ("Session",),
 }
@@ -28,6 +32,7 @@ __all__ = [
     "Full",
     "GenerationResponse",
     "InputError",
+    "Request",
     "Sampling",
     "Session",
     "chat",

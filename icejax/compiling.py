@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import dataclass
 
 import jax.monitoring
 
 # Tracing, lowering and compiling, and reading a program that was compiled before.
 EVENTS = ("/jax/core/compile/", "/jax/compilation_cache/cache_retrieval_time_sec")
+BEGUN = "/jax/compilation_cache/compile_requests_use_cache"
+ENDED = "/jax/core/compile/backend_compile_duration"
 
 
 class Clock:
@@ -16,16 +19,22 @@ class Clock:
 
     Attributes:
         seconds: so far, in all threads.
+        busy: whether a program is being compiled at this moment; told only where compiled programs are kept.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self.busy = 0.0, False
         self._spans: list[tuple[float, float]] = []  # the last ones, each apart from the others
         jax.monitoring.register_event_duration_secs_listener(self._add)
+        jax.monitoring.register_event_listener(self._begin)
+
+    def _begin(self, event: str, **_: str | int) -> None:
+        self.busy = self.busy or event == BEGUN
 
     def _add(self, event: str, duration: float, **_: str | int) -> None:
         if not event.startswith(EVENTS):
             return
+        self.busy = self.busy and event != ENDED
         end = time.perf_counter()
         start = end - duration
         # The parts of a program are told before the whole: what lies inside counts once.
@@ -37,6 +46,19 @@ class Clock:
         self._spans.append((start, end))
         self.seconds += end - start
         del self._spans[:-1000]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment, and what had been compiled until then; seconds."""
+
+    time: float
+    compiling: float
+
+    @classmethod
+    def now(cls) -> Mark:
+        """Returns this moment."""
+        return cls(time.perf_counter(), clock().seconds)
 
 
 @functools.cache

@@ -13,6 +13,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the firs
 
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Returns one stop string or several as a tuple; InputError for one that is empty or no text."""
+    if not isinstance(stop, Sequence):
+        raise InputError(f"stop must be a string or several in a list, got {quoted(stop)}")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     for each in stop:
         if not isinstance(each, str):

@@ -65,8 +65,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     plan: Plan,
     *,
-    seed: int = 0,
-    first_index: int = 0,
+    draws: Sequence[tuple[int, int]] | None = None,
     progress: Callable[[int], None] | None = None,
     host_memory_limit: int | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
@@ -74,8 +73,8 @@ def prefill(
 
     Args:
         prompts: token ids, one list per row.
-        seed: of the random keys.
-        first_index: which prompt of a run the first row is: a prompt draws alike in whatever batch it stands.
+        draws: seed and index of every row's random key, so that a prompt draws alike in whatever batch it stands; None: 0
+            and the row's place.
         progress: called with the number of layers done.
         host_memory_limit: bytes of host memory that the pool may take; None: what is free.
 
@@ -115,7 +114,7 @@ def prefill(
         for row, prompt in zip(seen, prompts, strict=True):
             row[np.asarray(prompt)] = True
         seen = jnp.asarray(seen)
-    none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(seed, len(prompts), first_index=first_index)
+    none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
     state = DecodeState(cache, none, none > 0, keys, seen)
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
@@ -185,10 +184,10 @@ def _last_logits(model: CausalLM, x: jax.Array, lengths: jax.Array) -> jax.Array
     return model.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
 
 
-def row_keys(seed: int, rows: int, *, first_index: int = 0) -> jax.Array:
-    """Returns the random keys of prompts `first_index` and on of a run, key[B]."""
-    keys = jnp.broadcast_to(jax.random.key(seed), (rows,))
-    return jax.vmap(jax.random.fold_in)(keys, first_index + jnp.arange(rows))
+def row_keys(draws: Sequence[tuple[int, int]]) -> jax.Array:
+    """Returns the random keys, key[B], of seeds and indices below 2^32."""
+    seeds, indices = (np.asarray(x, np.uint32) for x in zip(*draws, strict=True))
+    return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
 
 
 def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ _wakeup: list[socket.socket] = []
 
 
 def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str) -> NoReturn:
-    """Runs `main(argv, name=, **more)` of `module`, imported only now, and ends the process with the status it returns.
+    """Runs `main(argv, name=, **more)` of `module`, imported only now, and ends the process with its status; see `ending`.
 
     From here on Ctrl-C ends the process with one line and status 130, also while it imports, compiles or computes: Python's
     own exception waits for the C code to return, and is lost when it falls into a callback.
@@ -44,7 +44,7 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
     if not is_unicode():
         sys.stdout.reconfigure(errors="backslashreplace")
         _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as \\uXXXX")
-    status = ending(name, lambda: importlib.import_module(module).main(argv, name=name, **more))
+    status = importlib.import_module(module).main(argv, name=name, **more)
     if status in (INTERRUPTED, BROKEN_PIPE):  # Python's own way out crashes while an abandoned program still runs
         os._exit(status)
     sys.exit(status)
@@ -73,21 +73,22 @@ def ending(name: str, work: Callable[[], int | None]) -> int:
         return BROKEN_PIPE
     finally:
         LOG.propagate = True
+        LOG.setLevel(logging.NOTSET)
         LOG.removeHandler(warnings)
 
 
 class _Warnings(logging.Handler):
-    """Prints each warning once, in the form of an error."""
+    """Prints each message once, in the form of an error: warnings, or what the level of the logger lets through."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._name, self._told = name, set()
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message not in self._told:
             self._told.add(message)
-            _complain(f"{self._name}: warning: {message}")
+            _complain(f"{self._name}: {record.levelname.lower()}: {message}")
 
 
 def write(text: str) -> None:

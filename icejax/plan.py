@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from icejax.cache import layer_policies
+from icejax.cache import layer_policies, name_of
 from icejax.cache.encoding import page_rows
 from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CachePolicy, CacheSpec
@@ -16,6 +18,7 @@ from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.sampling import Sampling
 
+LOG = logging.getLogger(__name__)
 SHORTEST, STEP = 256, 8192  # tokens
 
 
@@ -104,6 +107,19 @@ def make_plan(
     )
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
     pooled = any(p.num_pages(spec) for p in policies)
+    sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
+    LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
+    LOG.info("layers: %s", _by_layer(policies))
     if pooled and policy.page_dtype is not None and jax.default_backend() == "tpu":
         raise InputError(f"page_dtype={policy.page_dtype} does not compile on TPU: leave it out")
     return Plan(policies, spec, sampling, config.eos_token_ids, fetch_backend() if pooled else "")
+
+
+def _by_layer(policies: tuple[CachePolicy, ...]) -> str:
+    """Returns which layers have which cache, in a line."""
+    found = []
+    for policy, layers in itertools.groupby(range(len(policies)), key=policies.__getitem__):
+        numbers = list(layers)
+        several = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        found.append(f"{several} {name_of(policy) or type(policy).__name__.lower()}")
+    return ", ".join(found)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.models import CausalLM
 from icejax.ranges import whole
+from icejax.request import Request
 from icejax.templates import render
 
 LOG = logging.getLogger(__name__)
@@ -27,36 +29,48 @@ def opening(system: str | None) -> list[dict[str, str]]:
 
 
 def encode(
-    model: CausalLM, tokenizer: Any, prompts: Sequence[str], *, special_tokens: bool = True, context_length: int | None = None
+    model: CausalLM, tokenizer: Any, requests: Sequence[Request], *, context_length: int | None = None
 ) -> list[list[int]]:
     """Returns the token ids of prompts.
 
     Raises:
-        InputError: a prompt is empty, no Unicode text, or leaves no room for a token in `context_length` (the model's own
-            by default); or the tokenizer is of another model.
+        InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for a token in `context_length` (the
+            model's own by default); or the tokenizer is of another model.
     """
     context_length = model.config.context_length if context_length is None else whole("context_length", context_length)
-    if not prompts:
+    if not requests:
         raise InputError("no prompt: expected at least one")
-    encoded = []
-    for row, prompt in enumerate(prompts):
+    return [_encoded(model, tokenizer, each, context_length) for each in requests]
+
+
+def _encoded(model: CausalLM, tokenizer: Any, request: Request, context_length: int) -> list[int]:
+    name, prompt, more = f"prompt {request.index + 1}", request.prompt, False
+    if isinstance(prompt, str):
         if not _is_unicode(prompt):
-            raise InputError(f"prompt {row + 1} is not UTF-8 text: convert it first")
-        ids, more = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length)
-        if not ids:
-            raise InputError(f"prompt {row + 1} is empty: expected some text")
-        if len(ids) >= context_length:
-            raise InputError(
-                f"prompt {row + 1} has {'at least ' if more else ''}{len(ids)} tokens and the context holds "
-                f"{context_length}, the answer included: shorten it, or raise --context-length if the model can take it"
-            )
-        if max(ids) >= model.config.vocab_size:
-            raise InputError(
-                f"prompt {row + 1} has token {max(ids)} and the model knows {model.config.vocab_size}: "
-                "the tokenizer is not the model's"
-            )
-        encoded.append(ids)
-    return encoded
+            raise InputError(f"{name} is not UTF-8 text: convert it first")
+        ids, more = _tokens(tokenizer, prompt, special_tokens=request.special_tokens is not False, enough=2 * context_length)
+    else:
+        ids = _checked_ids(name, prompt)
+    if not ids:
+        raise InputError(f"{name} is empty: expected some text")
+    if len(ids) >= context_length:
+        raise InputError(
+            f"{name} has {'at least ' if more else ''}{len(ids)} tokens and the context holds "
+            f"{context_length}, the answer included: shorten it, or raise --context-length if the model can take it"
+        )
+    if max(ids) >= model.config.vocab_size:
+        reason = "the tokenizer is not the model's" if isinstance(prompt, str) else "they are of another model"
+        raise InputError(f"{name} has token {max(ids)} and the model knows {model.config.vocab_size}: {reason}")
+    return ids
+
+
+def _checked_ids(name: str, prompt: Any) -> list[int]:
+    """Returns token ids as a list; numpy's whole numbers are taken too."""
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise InputError(f"{name} must be text or token ids, got {quoted(prompt)}") from None
+    return [whole(f"a token id of {name}", token, least=0) for token in ids]
 
 
 def check_context(model: CausalLM, context_length: int | None) -> int:

@@ -16,16 +16,21 @@ import numpy as np
 from icejax import saved
 from icejax.cache import Clustered, name_of
 from icejax.cache.policy import CachePolicy
+from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
 from icejax.errors import InputError
 from icejax.folder import Claim, claim
-from icejax.generation import MAX_NEW_TOKENS, GenerationResponse, Row, Run, check, join, still, stream
+from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
 from icejax.inference import DecodeState, Decoding, Step, extend, prefill, row_keys
+from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
 from icejax.prompts import check_context, encode, opening
+from icejax.request import Request
+from icejax.response import GenerationResponse, join
 from icejax.sampling import Sampling
+from icejax.streaming import Row, Run, check, still, stream
 
 LOG = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ class Session:
         max_new_tokens: int = MAX_NEW_TOKENS,
         stop: str | Sequence[str] = (),
         seed: int = 0,
+        logprobs: int | None = None,
         special_tokens: bool = True,
     ) -> Iterator[GenerationResponse]:
         """Puts `text` behind all there is and yields the answer piece by piece.
@@ -98,7 +104,7 @@ class Session:
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         new = self._encode(text, special_tokens=special_tokens and self._run is None)
-        options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed)
+        options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs)
         yield from self._answer(self.token_ids, new, [], **options)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
@@ -132,26 +138,27 @@ class Session:
         return turn, [], self._encode(whole)
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        limits = dict(special_tokens=special_tokens, context_length=self._context_length)
-        return encode(self._model, self._tokenizer, [text], **limits)[0]
+        request = Request(prompt=text, special_tokens=special_tokens, index=0)
+        return encode(self._model, self._tokenizer, [request], context_length=self._context_length)[0]
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), seed: int = 0,
+        logprobs: int | None = None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
-        stop = check(stop, max_new_tokens, seed)
+        stop, logprobs = check(stop, max_new_tokens, seed), check_logprobs(logprobs)
         room = self._context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
                 f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
                 f"{self._context_length} is full; begin a new one, or one with a larger context_length"
             )
-        started = time.perf_counter()
+        started = Mark.now()
         if not held:
             self._run, self._first = None, len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new), sampling)
-            begun = prefill(self._model, [new], self._plan, seed=seed, host_memory_limit=self._limit)
+            begun = prefill(self._model, [new], self._plan, draws=[(seed, 0)], host_memory_limit=self._limit)
             self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
             self._extend(held[self._seen :] + new, sampling, seed)
@@ -159,7 +166,7 @@ class Session:
         self.messages += turn
         row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, min(max_new_tokens, room))
         fixed = still(self._model, self._cache, self._plan, self._run)
-        for piece in stream([row], fixed, self._run, started):
+        for piece in stream([row], fixed, self._run, started, logprobs=logprobs):
             self.token_ids += piece.token_ids
             for answer in turn[1:]:
                 answer["content"] += piece.text
@@ -181,7 +188,7 @@ class Session:
         run, plan = self._run, dataclasses.replace(self._plan, sampling=sampling or Sampling())
         if not plan.room_for(len(tokens), pages=int(run.state.cache.lengths.pages)):
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-        state = dataclasses.replace(run.state, key=row_keys(seed, 1), seen=None)
+        state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), seen=None)
         if plan.sampling.needs_seen:
             seen = np.zeros((1, self._model.config.vocab_size), bool)
             seen[0, self.token_ids] = True
@@ -257,6 +264,6 @@ class Session:
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
         none = jnp.zeros(1, jnp.int32)
-        state = DecodeState(kept, none, none > 0, row_keys(0, 1), None)
+        state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]), None)
         session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 4), jnp.zeros((1, 1))), pool)
         return session

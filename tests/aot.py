@@ -68,7 +68,11 @@ def programs(batch: int, page_dtype: str | None, backend: str, platform: str):
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(p.init(plan.spec) for p in plan.policies)
         return inference.DecodeState(
-            KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))), none, none > 0, inference.row_keys(0, batch), None
+            KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0))),
+            none,
+            none > 0,
+            inference.row_keys([(0, i) for i in range(batch)]),
+            None,
         )
 
     state = jax.eval_shape(empty)

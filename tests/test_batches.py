@@ -35,13 +35,16 @@ def test_sampled_texts_are_the_same_in_batches_of_any_size(answers):
     assert answers("--temperature", "1.2", "--seed", "4") != found[0]
 
 
-def test_a_first_index_names_the_prompt_of_a_run(bundled):
+def test_an_index_names_the_prompt_of_a_run_and_a_seed_of_its_own_any(bundled):
     options = dict(cache=Full(), sampling=icejax.Sampling(temperature=1.2), max_new_tokens=12)
     together = icejax.generate(*bundled, PROMPTS[:3], **options)
-    alone = [icejax.generate(*bundled, text, first_index=i, **options)[0] for i, text in enumerate(PROMPTS[:3])]
+    requests = [icejax.Request(prompt=text, index=i) for i, text in enumerate(PROMPTS[:3])]
+    alone = [icejax.generate(*bundled, request, **options)[0] for request in requests]
     assert [a.token_ids for a in alone] == [t.token_ids for t in together]
-    with pytest.raises(icejax.InputError, match="first_index must be at least 0, got -1"):
-        icejax.generate(*bundled, "x", first_index=-1)
+    own = [icejax.Request(prompt=PROMPTS[0], seed=7, index=i) for i in range(2)]
+    first, second = icejax.generate(*bundled, own, **options)
+    assert first.token_ids == second.token_ids == icejax.generate(*bundled, PROMPTS[0], seed=7, **options)[0].token_ids
+    assert first.token_ids != together[0].token_ids
 
 
 def test_a_context_beyond_the_models_own_is_warned_of_once(answers):

@@ -16,11 +16,13 @@ from icejax import session
 from icejax.cache.options import make_policy
 from icejax.commands import generate as command
 from icejax.commands.requests import BUNDLED_PROMPT
-from icejax.generation import ASSETS, GenerationResponse
+from icejax.errors import InputError
+from icejax.generation import ASSETS
+from icejax.response import GenerationResponse
 
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(
-    """text token_ids prompt_tokens new_tokens finish_reason ttft_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
+    """text token_ids logprobs prompt_tokens new_tokens finish_reason ttft_s compile_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
     digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched hit_rate fetch_backend device dtype""".split()
 )
 
@@ -102,13 +104,18 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
     )
     seen = []
 
-    def record(model, tokenizer, prompts, **options):
-        seen.append((prompts, options["special_tokens"]))
-        return iter(())
+    def record(model, tokenizer, requests, **_):
+        seen.extend((each.prompt, each.special_tokens) for each in requests)
+        raise InputError("seen")
 
-    monkeypatch.setattr(command, "stream_generate", record)
-    run(capsys, "--model", str(tmp_path / "chat"), "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)
-    assert seen == [(["[system] be brief\n[user] hello\n[assistant]"], False)]
+    monkeypatch.setattr(command, "encode", record)
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
+    files = ["--model", str(tmp_path / "chat"), "--prompt-file", str(tmp_path / "p.jsonl")]
+    assert run(capsys, *files, "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)[0] == 2
+    assert run(capsys, *files, "--prompt", "hello", *SHORT)[0] == 2
+    chats = "[user] a\n[assistant] b\n[assistant]"
+    begun = [("[system] be brief\n[user] hello\n[assistant]", False), (f"[system] be brief\n{chats}", False)]
+    assert seen == [*begun, ("hello", True), (chats, False)]
 
 
 def test_cache_options_reach_the_policy():
@@ -184,17 +191,17 @@ FILES = {
     "not utf-8": ("p.txt", b"caf\xe9", "is not UTF-8 text (byte 3): convert it first"),
     "empty": ("p.txt", b"", "prompt 1 is empty"),
     "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON (Expecting ':' delimiter"),
-    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: expected a text 'prompt' in the JSON object, got None"),
+    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: unknown key 'text': expected prompt, messages, id"),
     "deep jsonl": ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: not valid JSON here (nested too deeply)"),
     "jsonl of lists": ("p.jsonl", b'{"prompt": "a"}\n[1]', "line 2: expected a JSON object, found a list"),
     "jsonl of numbers": ("p.jsonl", b"7", "line 1: expected a JSON object, found a int"),
     "jsonl prompt is no text": (
         "p.jsonl",
         b'{"prompt": ["a"]}',
-        "line 1: expected a text 'prompt' in the JSON object, got ['a']",
+        "line 1: 'prompt' must be text, got ['a']",
     ),
     "jsonl of many digits": ("p.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "line 1: not valid JSON (Exceeds the limit"),
-    "empty jsonl": ("p.jsonl", b"\n", "holds no prompt: expected one JSON object with 'prompt' per line"),
+    "empty jsonl": ("p.jsonl", b"\n", "holds no prompt: expected one JSON object with 'prompt' or 'messages' per line"),
 }
 
 

@@ -12,7 +12,8 @@ from icejax import compiling
 def test_what_lies_inside_counts_once(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(compiling.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", lambda _: None)
+    for kind in ("event", "event_duration_secs"):
+        monkeypatch.setattr(jax.monitoring, f"register_{kind}_listener", lambda _: None)
     clock, part = compiling.Clock(), "/jax/core/compile/part"
     for now[0], event, duration, total in (
         (10.0, part, 1.0, 1.0),
@@ -24,6 +25,13 @@ def test_what_lies_inside_counts_once(monkeypatch):
     ):
         clock._add(event, duration)
         assert clock.seconds == pytest.approx(total)
+    clock._begin("/jax/other")
+    assert not clock.busy
+    clock._begin(compiling.BEGUN)
+    clock._add(part, 0.1)
+    assert clock.busy
+    clock._add(compiling.ENDED, 0.2)
+    assert not clock.busy
 
 
 def test_a_program_is_compiled_once():

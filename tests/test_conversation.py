@@ -68,7 +68,7 @@ class Scripted:
         self.prefilled.append(len(self.cache))
         return None, None, None
 
-    def stream(self, rows, *_):
+    def stream(self, rows, *_, **__):
         """Yields a token at a time; the last `leaves` of an answer have not gone into the cache."""
         ids = self.answers.pop(0)
         for i, token in enumerate(ids):

@@ -45,7 +45,9 @@ def test_a_weight_of_nan_is_named(model, cache):
 
 def test_an_infinity_in_the_head_is_named_and_the_first_weight_wins(model):
     plant(model.lm_head.weight, jnp.inf, 5)
-    assert message(model, first_index=4).startswith("prompt 5: the model's logits are not finite: lm_head.weight holds an inf")
+    assert message(model, icejax.Request(prompt="x", index=4)).startswith(
+        "prompt 5: the model's logits are not finite: lm_head.weight holds an inf"
+    )
     plant(model.model.layers[1].self_attn.k_proj.weight, -jnp.inf, 0, 0)
     assert "model.layers.1.self_attn.k_proj.weight holds an infinity" in message(model)
 

@@ -1,10 +1,21 @@
 """What the command line says of itself, and of names that are nearly right."""
 
 import dataclasses
+import io
+import re
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from icejax.cache import Clustered
+import icejax
+from icejax import plan
+from icejax.cache import Clustered, Full
+from icejax.cache.full import Ring
+from icejax.commands.show import Speed, table
+from icejax.compiling import BEGUN, ENDED, clock
 from tests.test_command import run
 
 
@@ -27,3 +38,49 @@ def test_every_option_of_every_cache_has_a_line(capsys):
     for field in dataclasses.fields(Clustered):
         (line,) = [line for line in out.splitlines() if line.startswith(f"  {field.name}: ")]
         assert line.endswith(f"(default: {str(field.default).lower()})") and len(line) > len(field.name) + 30
+
+
+def test_a_verbose_run_says_how_it_runs(capsys, monkeypatch, bundled):
+    monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
+    status, out, err = run(capsys, "--prompt", "import os", "--max-new-tokens", "2", "--verbose")
+    lines = [line.removeprefix("icejax.generate: info: ") for line in err.splitlines()]
+    assert status == 0 and lines[:2] == [
+        "1 rows of at most 9 tokens, padded to 256, and room for 256 new ones",
+        "layers: 0-3 clustered",
+    ]
+    assert re.fullmatch(r"first token after \d+\.\d\d s, \d+\.\d\d s of them compiling", lines[-1])
+    assert run(capsys, "--prompt", "import os", "--max-new-tokens", "2")[2] == ""
+
+
+def test_first_layers_and_windows_are_told_apart():
+    policies = (Full(), Full(), Clustered(), Ring(64), Clustered(), Clustered())
+    assert plan._by_layer(policies) == "0-1 full, 2 clustered, 3 ring, 4-5 clustered"
+
+
+@pytest.mark.parametrize("width, several", [(60, 1), (60, 7), (100, 7)])
+def test_the_table_fits_the_terminal(bundled, width, several):
+    found = icejax.generate(*bundled, ["import os"] * several, max_new_tokens=2)
+    console = Console(width=width, file=io.StringIO())
+    console.print(table([replace(each, prompt_tokens=10**6, ttft_s=1234.5) for each in found], console))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and sum(line.count("1000000") for line in lines) == several
+    shown = " ".join(" ".join(lines).split())
+    for name in ("prompt", "ended", "compiled", "full"):
+        assert name in shown
+    assert "clustered cache, budget 256, float32" in shown
+
+
+def test_bars_name_the_wait_for_a_program():
+    column = Speed()
+    task = SimpleNamespace(speed=12.34)
+    assert str(column.render(task)) == "12.3/s"
+    clock()._begin(BEGUN)
+    assert str(column.render(task)) == "compiling"
+    clock()._add(ENDED, 0.0)
+    assert str(column.render(SimpleNamespace(speed=None))) == ""
+
+
+def test_explain_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = run(capsys, "--prompt", "x", "--explain", "seen.png")
+    assert (status, out, err.count("\n")) == (2, "", 1) and "which is not installed: pip install matplotlib" in err

@@ -62,9 +62,10 @@ def read_weights(folder: Path) -> None:
 
 def read_jsonl(folder: Path) -> None:
     prompts = read_prompts(parser("icejax.generate").parse_args(["--prompt-file", str(folder / "prompts.jsonl")]))
-    assert all(isinstance(prompt, str) for prompt in prompts)
+    assert all(isinstance(asked.prompt, str) or asked.messages for asked in prompts)
 
 
+CHAT = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "max_new_tokens": 5, "stop": "x"}
 # File -> what reads it, sound contents to begin with, and what makes bytes of a changed content's JSON.
 ENTRIES = {
     "config.json": (read_config, [CONFIG, *(raw for raw, _ in PUBLISHED.values())], bytes),
@@ -75,7 +76,11 @@ ENTRIES = {
         bytes,
     ),
     "model.safetensors": (read_weights, [HEADER], safetensors),
-    "prompts.jsonl": (read_jsonl, [{"prompt": "a"}, {"prompt": "b", "id": 3}], lambda text: b'{"prompt": "x"}\n' + text),
+    "prompts.jsonl": (
+        read_jsonl,
+        [{"prompt": "a"}, {"prompt": "b", "id": 3, "temperature": 0.5, "stop": ["x"]}, CHAT],
+        lambda text: b'{"prompt": "x"}\n' + text,
+    ),
 }
 NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 2**31, 2**63, 10**400, 0.0, -0.5, 1e-320, 1e308, float("nan"), float("inf")])
 WORDS = st.sampled_from(

@@ -78,7 +78,7 @@ def test_greedy_with_penalty_equals_transformers():
 
 def test_equal_keys_draw_equally_and_others_do_not():
     logits = jnp.zeros((3, 1000))
-    keys = [row_keys(seed, 3) for seed in (5, 5, 6)]
+    keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]
     draw = [np.asarray(Sampling(temperature=1.0).choose(logits, keys=each, seen=None)) for each in keys]
     np.testing.assert_array_equal(draw[0], draw[1])
     assert (draw[0] != draw[2]).all() and len(set(draw[0].tolist())) == 3

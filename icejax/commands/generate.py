@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
+import logging
 
 import jax
 from rich.console import Console
@@ -11,16 +12,17 @@ from rich.console import Console
 from icejax.cache import CachePolicy
 from icejax.commands import options
 from icejax.commands.loading import load
-from icejax.commands.requests import read_prompts
-from icejax.commands.show import answers, progress, table
+from icejax.commands.requests import Asked, read_prompts
+from icejax.commands.show import answer, answers, progress, table
 from icejax.errors import InputError
 from icejax.explain import Explanation, check
 from icejax.folder import Claim, claim
 from icejax.generation import stream_generate
 from icejax.launch import ending
 from icejax.models import CausalLM
-from icejax.prompts import chat, encode
+from icejax.prompts import encode
 from icejax.ranges import whole
+from icejax.response import GenerationResponse
 from icejax.sampling import Sampling
 from icejax.saved import ABOUT
 from icejax.session import Session
@@ -33,6 +35,8 @@ def main(argv: list[str] | None = None, *, name: str = "icejax.generate") -> int
 
 def _parse_and_run(argv: list[str] | None, name: str) -> None:
     arguments = options.parser(name).parse_args(argv)
+    if arguments.verbose:
+        logging.getLogger("icejax").setLevel(logging.INFO)
     try:
         run(arguments, Console(stderr=True))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -64,52 +68,63 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
     prompts = read_prompts(arguments)
     if arguments.session is not None:
+        if any(asked.messages is not None for asked in prompts):
+            raise InputError("'messages' are a whole chat: leave --session out, or give a 'prompt' per turn with --chat")
         with claim(arguments.session, mark=ABOUT) as held:
             _run_session(arguments, console, held, policy if options.cache_named(arguments) else None, sampling, prompts)
         return
     model, tokenizer = load(arguments, console)
-    if arguments.chat:
-        prompts = [chat(tokenizer, prompt, system=arguments.system) for prompt in prompts]
-    encode(
-        model, tokenizer, prompts, special_tokens=not arguments.chat, context_length=arguments.context_length
-    )  # all, before any
-    explanation = _explanation(arguments, model, tokenizer, policy, prompts) if arguments.explain is not None else None
-    responses = []
-    for start in range(0, len(prompts), arguments.batch_size):
+    template = dict(in_template=arguments.chat, system=arguments.system)
+    requests = [asked.request(tokenizer, i, **template) for i, asked in enumerate(prompts)]
+    ids = encode(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
+    requests = [dataclasses.replace(each, prompt=tokens) for each, tokens in zip(requests, ids, strict=True)]
+    explanation = _explanation(arguments, model, policy, ids) if arguments.explain is not None else None
+    responses: dict[int, GenerationResponse] = {}
+    told, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
+    for rows, temperature in batches(prompts, ids, arguments.batch_size):
+        own = sampling if temperature is None else dataclasses.replace(sampling, temperature=temperature)
         with progress(console) as bars:
             layers = bars.add_task("prefill layers", total=model.config.num_hidden_layers)
             stream = stream_generate(
                 model,
                 tokenizer,
-                prompts[start : start + arguments.batch_size],
+                [requests[row] for row in rows],
                 cache=policy,
-                sampling=sampling,
+                sampling=own,
                 max_new_tokens=arguments.max_new_tokens,
                 stop=arguments.stop,
                 seed=arguments.seed,
-                first_index=start,
-                special_tokens=not arguments.chat,
                 context_length=arguments.context_length,
                 host_memory_limit=options.memory_limit(arguments),
+                logprobs=arguments.logprobs,
                 progress=lambda done, layers=layers, bars=bars: bars.update(layers, completed=done),
                 watch=explanation.watch if explanation is not None else None,
             )
-            responses += answers(stream, arguments, bars, alone=len(prompts) == 1)
+            found = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
+        responses |= zip(rows, found, strict=True)
+        while told in responses and not streaming:  # in the order asked
+            answer(responses[told], arguments, prompts[told].id)
+            told += 1
     if explanation is not None:
         explanation.save(arguments.explain)
     if console.is_terminal or _is_example(arguments):
-        console.print(table(responses))
+        console.print(table([responses[row] for row in sorted(responses)], console))
 
 
-def _explanation(
-    arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy, prompts: list[str]
-) -> Explanation:
-    if len(prompts) != 1:
-        raise InputError(f"--explain needs one prompt, got {len(prompts)}")
-    limits = dict(special_tokens=not arguments.chat, context_length=arguments.context_length)
-    (ids,) = encode(model, tokenizer, prompts, **limits)
+def batches(prompts: list[Asked], ids: list[list[int]], size: int) -> list[tuple[list[int], float | None]]:
+    """Returns which prompts run together, and the temperature they ask for: of like lengths, so that little is padded."""
+    found = []
+    for temperature in dict.fromkeys(asked.temperature for asked in prompts):
+        rows = sorted((i for i, asked in enumerate(prompts) if asked.temperature == temperature), key=lambda i: len(ids[i]))
+        found += [(rows[start : start + size], temperature) for start in range(0, len(rows), size)]
+    return found
+
+
+def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePolicy, ids: list[list[int]]) -> Explanation:
+    if len(ids) != 1:
+        raise InputError(f"--explain needs one prompt, got {len(ids)}")
     context_length = arguments.context_length or model.config.context_length
-    return Explanation(model, ids, policy, new_tokens=min(arguments.max_new_tokens, context_length - len(ids)))
+    return Explanation(model, ids[0], policy, new_tokens=min(arguments.max_new_tokens, context_length - len(ids[0])))
 
 
 def _run_session(
@@ -118,7 +133,7 @@ def _run_session(
     held: Claim,
     policy: CachePolicy | None,
     sampling: Sampling,
-    prompts: list[str],
+    prompts: list[Asked],
 ) -> None:
     """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
     model, tokenizer = load(arguments, console)
@@ -133,16 +148,25 @@ def _run_session(
         length, system = arguments.context_length, arguments.system
         session = Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
     respond = session.stream_chat if arguments.chat else session.stream
-    responses = []
-    for prompt in prompts:
-        most = dict(max_new_tokens=arguments.max_new_tokens)
-        held.check_room(session.size_with(prompt, chat=arguments.chat, **most))
+    responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
+    for asked in prompts:
+        own = dict(
+            sampling=sampling if asked.temperature is None else dataclasses.replace(sampling, temperature=asked.temperature),
+            max_new_tokens=arguments.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens,
+            stop=arguments.stop if asked.stop is None else asked.stop,
+            seed=arguments.seed if asked.seed is None else asked.seed,
+            logprobs=arguments.logprobs,
+        )
+        most = own["max_new_tokens"]
+        held.check_room(session.size_with(asked.prompt, chat=arguments.chat, max_new_tokens=most))
         with progress(console) as bars:
-            stream = respond(prompt, sampling=sampling, stop=arguments.stop, seed=arguments.seed, **most)
-            responses += answers(stream, arguments, bars, alone=len(prompts) == 1)
+            found = answers(respond(asked.prompt, **own), bars, rows=1, limit=most, streaming=streaming)
+        if not streaming:
+            answer(found[0], arguments, asked.id)
+        responses += found
         session.save(held)
     if console.is_terminal:
-        console.print(table(responses))
+        console.print(table(responses, console))
 
 
 def _is_example(arguments: argparse.Namespace) -> bool:

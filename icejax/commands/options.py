@@ -58,6 +58,8 @@ def parser(name: str) -> Parser:
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     shown.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
+    shown.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and of the N most likely ones")
+    shown.add_argument("--verbose", action="store_true", help="how each layer caches, padding, backends, time of compiling")
     shown.add_argument("--explain", type=Path, metavar="FILE.png", help="draw what each layer looked at; also as JSON")
     return parser
 

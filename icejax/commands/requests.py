@@ -1,51 +1,139 @@
-"""The prompts of a command line: given as they are, on stdin, or in a file."""
+"""The prompts of a command line: given as they are, on stdin, or in a file, where each may have wishes of its own."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from icejax import jsontext
-from icejax.errors import InputError, quoted
+from icejax.detokenize import stop_strings
+from icejax.errors import InputError, meant, quoted
 from icejax.generation import ASSETS
+from icejax.prompts import chat, opening
+from icejax.ranges import whole
+from icejax.request import Request
+from icejax.sampling import Sampling
+from icejax.templates import render
 
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A prompt, and what a line of a .jsonl file says besides; None: as the command line has it.
+
+    Attributes:
+        prompt: text; None where there are messages.
+        messages: a chat, each message with a role and a content.
+        id: what the answer is to be told from others by.
+    """
+
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    id: str | int | float | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    stop: tuple[str, ...] | None = None
+
+    def request(self, tokenizer: Any, index: int, *, in_template: bool, system: str | None) -> Request:
+        """Returns what is to be answered, in the tokenizer's chat template if it is a chat or to be one."""
+        text, special_tokens = self.prompt, not in_template
+        if self.messages is not None:
+            begun = self.messages[0]["role"] == "system"
+            text, special_tokens = render(tokenizer, [*([] if begun else opening(system)), *self.messages]), False
+        elif in_template:
+            text = chat(tokenizer, text, system=system)
+        own = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
+        return Request(prompt=text, special_tokens=special_tokens, index=index, **own)
+
+
+def _messages(name: str, value: Any) -> list[dict[str, str]]:
+    good = isinstance(value, list) and value and all(
+        isinstance(each, dict) and set(each) == {"role", "content"} and all(isinstance(text, str) for text in each.values())
+        for each in value
+    )  # fmt: skip
+    if not good:
+        raise InputError(f"{name} must be a list of objects with a text role and a text content, got {quoted(value)}")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be text, got {quoted(value)}")
+    return value
+
+
+def _id(name: str, value: Any) -> str | int | float:
+    if not isinstance(value, (str, int, float)):
+        raise InputError(f"{name} must be text or a number, got {quoted(value)}")
+    return value
+
+
+def _temperature(name: str, value: Any) -> float:
+    try:
+        return Sampling(temperature=value).temperature
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+# What a line may say, and what it must be.
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "prompt": _text,
+    "messages": _messages,
+    "id": _id,
+    "max_new_tokens": whole,
+    "seed": lambda name, value: whole(name, value, least=0, most=2**32 - 1),
+    "temperature": _temperature,
+    "stop": lambda _, value: stop_strings(value),
+}
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[Asked]:
     """Returns the prompts of the command line; InputError if there is none or a file cannot be read."""
     prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
-    path = arguments.prompt_file
-    if path is None and not prompts:
+    found, path = [Asked(prompt=prompt) for prompt in prompts], arguments.prompt_file
+    if path is None and not found:
         if arguments.model is not None:
             raise InputError("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
         path = BUNDLED_PROMPT
     if path is None:
-        return prompts
+        return found
+    text = read_text(path)
+    if path.suffix != ".jsonl":
+        return [*found, Asked(prompt=text)]
+    for at, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
+        if line.strip():
+            found.append(_line(f"{path}, line {at}", line))
+    if not found:
+        raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file, without a byte-order mark; InputError if it cannot be read or is no UTF-8."""
     try:
-        text = _decode(str(path), path.read_bytes())
+        return _decode(str(path), path.read_bytes())
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    if path.suffix != ".jsonl":
-        return [*prompts, text]
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
-        if line.strip():
-            prompts.append(_jsonl_prompt(path, number, line))
-    if not prompts:
-        raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' per line")
-    return prompts
 
 
 def _decode(source: str, content: bytes) -> str:
     try:
-        return content.decode().removeprefix("\ufeff")  # a byte-order mark
+        return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 text (byte {error.start}): convert it first") from None
 
 
-def _jsonl_prompt(path: Path, number: int, line: str) -> str:
-    found = jsontext.parse(line, source=f"{path}, line {number}").get("prompt")
-    if not isinstance(found, str):
-        raise InputError(f"{path}, line {number}: expected a text 'prompt' in the JSON object, got {quoted(found)}")
-    return found
+def _line(source: str, line: str) -> Asked:
+    found = {name: value for name, value in jsontext.parse(line, source=source).items() if value is not None}
+    for name in found:
+        if name not in FIELDS:
+            raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{meant(name, FIELDS)}")
+    if ("prompt" in found) == ("messages" in found):
+        raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, and not both")
+    return Asked(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in found.items()})

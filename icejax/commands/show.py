@@ -6,64 +6,104 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from icejax.generation import GenerationResponse, join
+from icejax.compiling import clock
 from icejax.launch import is_unicode, write
+from icejax.response import GenerationResponse, join
+
+WIDE = 76  # columns from which an answer is a row of the table
+
+
+class Speed(ProgressColumn):
+    """How many a second, or that the wait is for a program."""
+
+    def render(self, task: Task) -> Text:
+        if clock().busy:
+            return Text("compiling")
+        return Text(f"{task.speed:.1f}/s" if task.speed else "")
 
 
 def progress(console: Console) -> Progress:
-    """Returns progress bars, for a terminal only."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    """Returns progress bars with speed and time left, for a terminal only."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Speed(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def answers(
-    stream: Iterator[GenerationResponse], arguments: argparse.Namespace, bars: Progress, *, alone: bool
+    stream: Iterator[GenerationResponse], bars: Progress, *, rows: int, limit: int, streaming: bool
 ) -> list[GenerationResponse]:
-    """Prints the answers of one batch, a single one as it comes, and returns them whole."""
-    streaming = alone and not arguments.json and not arguments.no_stream
+    """Returns the answers of one batch whole; prints a single one as it comes if it is `streaming`."""
     pieces: dict[int, list[GenerationResponse]] = {}
-    tokens = None
+    tokens, done = None, 0
     for piece in stream:
+        done += 1
         if streaming:
             bars.stop()  # the text is progress enough, and shares the terminal
             write(piece.text)
         elif tokens is None:
-            tokens = bars.add_task("tokens", total=arguments.max_new_tokens)
+            tokens = bars.add_task("tokens", total=limit * rows, completed=done)
         else:
-            bars.update(tokens, completed=piece.new_tokens)
+            bars.update(tokens, completed=done)
         pieces.setdefault(piece.row, []).append(piece)
     bars.stop()
-    whole = [join(pieces[row]) for row in sorted(pieces)]
     if streaming:
         write("\n")
-    else:
-        for response in whole:
-            write((_json(response) if arguments.json else response.text) + "\n")
-    return whole
+    return [join(pieces[row]) for row in sorted(pieces)]
 
 
-def _json(response: GenerationResponse) -> str:
+def answer(response: GenerationResponse, arguments: argparse.Namespace, name: Any = None) -> None:
+    """Prints a whole answer, as text or as JSON with the id it was asked under."""
+    if not arguments.json:
+        return write(response.text + "\n")
     fields = dataclasses.asdict(response)
     del fields["row"]  # the order of the lines
-    return json.dumps(fields, ensure_ascii=not is_unicode())
+    fields = fields if name is None else {"id": name} | fields
+    write(json.dumps(fields, ensure_ascii=not is_unicode()) + "\n")
 
 
-def table(responses: list[GenerationResponse]) -> Table:
-    """The cost of every answer."""
+def table(responses: list[GenerationResponse], console: Console) -> RenderableType:
+    """The cost of every answer: a row each, or a column each where the terminal is too narrow for rows."""
     first = responses[0]
     budget = f", budget {first.budget}" if first.budget is not None else ""
-    table = Table(title=f"{first.cache} cache{budget}, {first.dtype}, {first.device}", box=SIMPLE, pad_edge=False)
-    for name in ("prompt", "new", "ended by", "first token", "per token", "KV device", "KV host", "full KV"):
-        table.add_column(name, justify="right")
-    for r in responses:
-        tpot = f"{r.tpot_s * 1e3:.1f} ms" if r.tpot_s is not None else "-"
-        sizes = (r.device_kv_bytes + r.digest_bytes, r.host_kv_bytes, r.full_kv_bytes)
-        shown = [f"{size / 2**20:.1f} MiB" for size in sizes]
-        table.add_row(str(r.prompt_tokens), str(r.new_tokens), r.finish_reason, f"{r.ttft_s:.2f} s", tpot, *shown)
-    return table
+    title = f"{first.cache} cache{budget}, {first.dtype}, {first.device}"
+    figures = [_figures(response) for response in responses]
+    if console.width >= WIDE:
+        table = Table(title=title, box=SIMPLE, pad_edge=False)
+        for name in figures[0]:
+            table.add_column(name, justify="right")
+        for each in figures:
+            table.add_row(*each.values())
+        return table
+    fit, tables = max(1, (console.width - 12) // 12), []
+    for start in range(0, len(figures), fit):
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column(no_wrap=True)
+        for name in figures[0]:
+            table.add_row(name, *(each[name] for each in figures[start : start + fit]))
+        tables.append(table)
+    return Group(title, *tables)
+
+
+def _figures(r: GenerationResponse) -> dict[str, str]:
+    return {
+        "prompt": str(r.prompt_tokens),
+        "new": str(r.new_tokens),
+        "ended by": r.finish_reason,
+        "first token": f"{r.ttft_s:.2f} s",
+        "compiled": f"{r.ttft_s - r.compile_s:.2f} s",
+        "per token": f"{r.tpot_s * 1e3:.1f} ms" if r.tpot_s is not None else "-",
+        "KV device": _size(r.device_kv_bytes + r.digest_bytes),
+        "KV host": _size(r.host_kv_bytes),
+        "full KV": _size(r.full_kv_bytes),
+    }
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,42 @@
+"""Log-probabilities of the tokens that were chosen, and of the most likely ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from icejax.ops.topk import top_k
+from icejax.ranges import whole
+from icejax.response import Logprob, TokenLogprobs
+
+MOST = 1000
+
+
+def check(count: int | None) -> int | None:
+    """Returns how many of the most likely tokens are asked for, None for no log-probabilities; InputError for a bad number."""
+    return None if count is None else whole("logprobs", count, least=0, most=MOST)
+
+
+def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, count: int, tokenizer: Any) -> list[TokenLogprobs]:
+    """Returns the log-probability of one token per row by the model's own logits, and the `count` largest."""
+    chosen, best, ids = (np.asarray(x) for x in _likely(logits, tokens, count=min(count, logits.shape[-1])))
+
+    def named(token: int, logprob: float) -> Logprob:
+        return Logprob(int(token), tokenizer.decode([int(token)]), float(logprob))
+
+    return [
+        TokenLogprobs(named(token, own), tuple(named(*each) for each in zip(row_ids, row_best, strict=True)))
+        for token, own, row_ids, row_best in zip(np.asarray(tokens), chosen, ids, best, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _likely(logits: jax.Array, tokens: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    return chosen, *top_k(logprobs, count)

@@ -1,0 +1,81 @@
+"""What an answer says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability (natural) in the model's own distribution: before temperature, penalty and the like."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a token that was chosen, and of the most likely ones in its place, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResponse:
+    """A piece of one row's text while it streams, or, from `generate`, all of it. Bytes and pages are this row's share.
+
+    Attributes:
+        row: which prompt it answers.
+        text, token_ids: the new text and its tokens; a final eos is among the tokens and not in the text.
+        logprobs: of every token in `token_ids`; None unless asked for.
+        prompt_tokens, new_tokens: tokens so far.
+        finish_reason: `stop` (an eos or a stop string), `length`, or None while the row goes on.
+        ttft_s: seconds from the call to the first token.
+        compile_s: how many of these went into tracing and compiling programs, which later calls of the same sizes do not do.
+        tpot_s: median seconds per token after it; None until the row has ended.
+        prefill_tps, decode_tps: tokens per second of this row in the two phases.
+        cache, budget: the policy's name, and tokens attended exactly per KV head and layer (None: all).
+        device_kv_bytes, digest_bytes: keys and values, and digests, on the device.
+        host_kv_bytes: the pool.
+        full_kv_bytes: what the keys and values of all tokens so far take.
+        pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads.
+        hit_rate: share of the pages needed that were on the device already (`Clustered.resident`); None without pages.
+    """
+
+    row: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_tokens: int
+    new_tokens: int
+    finish_reason: str | None
+    ttft_s: float
+    compile_s: float
+    tpot_s: float | None
+    prefill_tps: float
+    decode_tps: float | None
+    cache: str
+    budget: int | None
+    device_kv_bytes: int
+    digest_bytes: int
+    host_kv_bytes: int
+    full_kv_bytes: int
+    pages_selected: int
+    pages_fetched: int
+    hit_rate: float | None
+    fetch_backend: str | None
+    device: str
+    dtype: str
+
+
+def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
+    """Returns the pieces of one row as one response."""
+    return replace(
+        pieces[-1],
+        text="".join(p.text for p in pieces),
+        token_ids=tuple(token for p in pieces for token in p.token_ids),
+        logprobs=None if pieces[-1].logprobs is None else tuple(found for p in pieces for found in p.logprobs),
+    )

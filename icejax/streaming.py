@@ -1,0 +1,166 @@
+"""The loop that decodes: tokens of a batch to the text of its rows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from icejax.cache import name_of
+from icejax.cache.policy import CachePolicy
+from icejax.compiling import Mark
+from icejax.detokenize import Detokenizer, stop_strings
+from icejax.diagnose import not_finite
+from icejax.errors import InputError
+from icejax.inference import NOT_FINITE, DecodeState, Decoding, Step
+from icejax.logprobs import token_logprobs
+from icejax.models import CausalLM
+from icejax.plan import Plan
+from icejax.ranges import whole
+from icejax.response import GenerationResponse
+
+
+def check(stop: str | Sequence[str], max_new_tokens: int, seed: int) -> tuple[str, ...]:
+    """Returns the stop strings; InputError for options of an answer that are out of range."""
+    whole("max_new_tokens", max_new_tokens, most=2**63)
+    whole("seed", seed, least=0, most=2**32 - 1)
+    return stop_strings(stop)
+
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """A generation on its way: its programs, and what changes from step to step."""
+
+    decoding: Decoding
+    state: DecodeState
+    step: Step
+    pool: jax.Array | None
+    watch: Callable[[DecodeState], None] | None = None
+
+    def advance(self) -> None:
+        """Takes a decode step."""
+        self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
+        if self.watch is not None:
+            self.watch(self.state)
+
+
+def stream(
+    rows: Sequence[Row], still: dict[str, Any], run: Run, started: Mark, *, logprobs: int | None = None
+) -> Iterator[GenerationResponse]:
+    """Decodes until every row has ended, and yields what comes; `run` is up to date whenever the caller has control."""
+    run.step.tokens_and_pages.block_until_ready()
+    read_at, ready = [], Mark.now()
+    ttft, compile_s = ready.time - started.time, ready.compiling - started.compiling
+    LOG.info("first token after %.2f s, %.2f s of them compiling", ttft, compile_s)
+    while any(row.finish_reason is None for row in rows):
+        pending = run.step
+        # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
+        if read_at and not all(row.ends_with_next() for row in rows):
+            run.advance()
+        counts = np.asarray(pending.tokens_and_pages)
+        tokens, pages = counts[0], counts[1:]
+        likely = [None] * len(rows)
+        if logprobs is not None:
+            own = dict(count=logprobs, tokenizer=rows[0].tokenizer)
+            likely = token_logprobs(pending.logits, pending.tokens_and_pages[0], **own)
+        first = not read_at
+        read_at.append(time.perf_counter())
+        for i, row in enumerate(rows):
+            if row.finish_reason is not None:
+                continue
+            if tokens[i] == NOT_FINITE:
+                reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
+                raise InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
+            text = row.take(int(tokens[i]), pages[:, i])
+            count, ended = len(row.tokens), row.finish_reason is not None
+            tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
+            yield GenerationResponse(
+                row=i,
+                text=text,
+                token_ids=(row.tokens[-1],),
+                logprobs=None if likely[i] is None else (likely[i],),
+                prompt_tokens=len(row.prompt),
+                new_tokens=count,
+                finish_reason=row.finish_reason,
+                ttft_s=ttft,
+                compile_s=compile_s,
+                tpot_s=tpot,
+                prefill_tps=len(row.prompt) / ttft,
+                decode_tps=1 / tpot if tpot is not None else None,
+                full_kv_bytes=still["token_bytes"] * (len(row.prompt) + count),
+                pages_selected=int(row.pages[0]),
+                pages_fetched=int(row.pages[1]),
+                hit_rate=float(1 - row.pages[1] / row.pages[2]) if row.pages[2] else None,
+                **still["fields"],
+            )
+        if first and any(row.finish_reason is None for row in rows):
+            run.advance()
+
+
+class Row:
+    """What is known on the host of one row: its tokens, its text, and why it ended.
+
+    Attributes:
+        number: which prompt it answers, from 1, as messages name it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        eos: tuple[int, ...],
+        prompt: Sequence[int],
+        limit: int,
+        *,
+        number: int = 1,
+    ) -> None:
+        self.tokenizer, self.prompt, self.number = tokenizer, tuple(prompt), number
+        self.tokens: list[int] = []
+        self.pages = np.zeros(3, np.int64)  # attended to exactly, brought from the host, needed
+        self.finish_reason: str | None = None
+        self._text = Detokenizer(tokenizer, stop)
+        self._eos, self._limit = eos, limit
+
+    def ends_with_next(self) -> bool:
+        """Whether the row has ended, or does with its next token at the latest."""
+        return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
+
+    def take(self, token: int, pages: np.ndarray) -> str:
+        """Adds a token and the pages of its step; returns the text that it completes."""
+        self.tokens.append(token)
+        self.pages += pages
+        text = self._text.add(token)
+        if token in self._eos or self._text.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self._limit:
+            self.finish_reason = "length"
+        return text + self._text.rest() if self.finish_reason is not None else text
+
+
+def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str, Any]:
+    """What does not change from token to token: the figures of the pytree, per row, and names."""
+    config, batch = model.config, plan.spec.batch_size
+    state, pool = run.state, run.pool
+    digest_bytes = sum(policy.digest_bytes(s) for policy, s in zip(plan.policies, state.cache.layers, strict=True))
+    device_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache.layers))
+    item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
+    device = jax.devices()[0]
+    fields = dict(
+        cache=name_of(cache) or type(cache).__name__.lower(),
+        budget=cache.budget,
+        device_kv_bytes=(device_bytes - digest_bytes) // batch,
+        digest_bytes=digest_bytes // batch,
+        host_kv_bytes=pool.nbytes // batch if pool is not None else 0,
+        fetch_backend=plan.fetch_backend if pool is not None else None,
+        device=f"{device.platform}: {device.device_kind}",
+        dtype=model.dtype,
+    )
+    return dict(fields=fields, token_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item)

@@ -1,0 +1,131 @@
+"""Prompts with wishes of their own: lines of a file, token ids, log-probabilities, and what runs together."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import icejax
+from icejax.cache import Full
+from icejax.commands.generate import batches
+from icejax.commands.requests import Asked
+from tests import families
+from tests.run import all_logits
+from tests.test_command import run
+
+LINES = [
+    {"id": "a", "prompt": "import os\n" * 4, "max_new_tokens": 3},
+    {"id": 7, "prompt": "def f(x):", "temperature": 1.3, "seed": 5},
+    {"prompt": "x = 1\n", "stop": "1", "id": None, "seed": None},
+    {"id": "b", "prompt": "def f(x):", "temperature": 1.3, "seed": 5, "stop": ["zzz", "\n\n\n\n"]},
+]
+COMMON = ["--json", "--cache", "full", "--max-new-tokens", "6", "--compile-cache", "none"]
+
+
+def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundled, monkeypatch):
+    monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in LINES))
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--batch-size", "2", *COMMON)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "") and [each.get("id") for each in found] == ["a", 7, None, "b"]
+    assert [len(each["token_ids"]) for each in found][:2] == [3, 6] and "id" not in found[2]
+    assert found[1]["token_ids"] == found[3]["token_ids"] != found[0]["token_ids"]  # a seed draws alike wherever it stands
+    for line, each in zip(LINES, found, strict=True):
+        options = {name: line[name] for name in ("seed", "stop") if line.get(name) is not None} | {"max_new_tokens": 6}
+        options["max_new_tokens"] = line.get("max_new_tokens", 6)
+        sampling = icejax.Sampling(temperature=line.get("temperature", 0.0))
+        (alone,) = icejax.generate(*bundled, line["prompt"], cache=Full(), sampling=sampling, **options)
+        assert each["text"] == alone.text
+
+
+WRONG = {
+    "unknown": ({"prompt": "x", "temprature": 1}, "unknown key 'temprature': expected prompt, messages, id, max_new_tokens, seed, temperature, stop (did you mean temperature?)"),
+    "nothing": ({"id": 3}, "expected a text 'prompt' or a list of 'messages' in the JSON object, and not both"),
+    "both": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "and not both"),
+    "messages": ({"messages": [{"role": "user"}]}, "'messages' must be a list of objects with a text role and a text content, got [{'role': 'user'}]"),
+    "no messages": ({"messages": []}, "'messages' must be a list of objects"),
+    "id": ({"prompt": "x", "id": [1]}, "'id' must be text or a number, got [1]"),
+    "tokens": ({"prompt": "x", "max_new_tokens": 0}, "'max_new_tokens' must be at least 1, got 0"),
+    "seed": ({"prompt": "x", "seed": -1}, "'seed' must be at least 0, got -1"),
+    "temperature": ({"prompt": "x", "temperature": "hot"}, "'temperature': temperature must be a number from 0 to 1e+06, got 'hot'"),
+    "stop": ({"prompt": "x", "stop": [""]}, "a stop string is empty: expected some text"),
+    "no stop": ({"prompt": "x", "stop": 3}, "stop must be a string or several in a list, got 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_line_that_asks_for_what_cannot_be_is_refused(capsys, tmp_path, case):
+    line, message = WRONG[case]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' + json.dumps(line))
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"))
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+    assert "line 2" in err or "stop" in case
+
+
+def test_messages_are_no_turn_of_a_session(capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--session", str(tmp_path / "kept"))
+    assert (status, out) == (2, "") and "'messages' are a whole chat: leave --session out" in err
+
+
+def test_token_ids_are_prompts(bundled):
+    text = "import os\nimport sys\n"
+    options = dict(cache=Full(), max_new_tokens=5)
+    expected = icejax.generate(*bundled, text, **options)[0].token_ids
+    ids = bundled[1](text).input_ids
+    for prompts in (ids, [ids], np.asarray(ids), [np.asarray(ids, np.int64)], icejax.Request(prompt=ids)):
+        assert icejax.generate(*bundled, prompts, **options)[0].token_ids == expected
+    for bad, message in (
+        ([[1, 300]], "prompt 1 has token 300 and the model knows 257: they are of another model"),
+        ([-1], "a token id of prompt 1 must be at least 0, got -1"),
+        ([[]], "prompt 1 is empty"),
+        ([], "no prompt: expected at least one"),
+        ([["a"]], r"prompt 1 must be text or token ids, got \['a'\]"),
+        ([None], "prompt 1 must be text or token ids, got None"),
+        (7, "prompts must be text, token ids, or several of them, got 7"),
+    ):
+        with pytest.raises(icejax.InputError, match=message):
+            icejax.generate(*bundled, bad, **options)
+
+
+@pytest.mark.parametrize("cache", [Full(), icejax.Clustered(budget=2000)], ids=["full", "clustered"])
+def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
+    """Against a log-softmax in float64 of the logits of one pass over the whole text."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(40)
+
+    class Numbers:
+        def decode(self, ids, **_):
+            return " ".join(map(str, ids))
+
+    options = dict(cache=cache, max_new_tokens=6, logprobs=3)
+    (found,) = icejax.generate(model, Numbers(), prompt, sampling=icejax.Sampling(temperature=2.0), seed=3, **options)
+    logits = all_logits(model, [*prompt, *found.token_ids], Full()).astype(np.float64)[len(prompt) - 1 : -1]
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert len(found.logprobs) == len(found.token_ids) == 6
+    for token, own, row in zip(found.token_ids, found.logprobs, expected, strict=True):
+        assert own.chosen.token_id == token and own.chosen.text == str(token)
+        best = np.argsort(-row)[:3]
+        assert [each.token_id for each in own.top] == best.tolist()
+        np.testing.assert_allclose(
+            [own.chosen.logprob, *(each.logprob for each in own.top)], [row[token], *row[best]], atol=1e-3
+        )
+    for bad in (-1, 1001, 2.5):
+        with pytest.raises(icejax.InputError, match="logprobs must be"):
+            icejax.generate(model, Numbers(), prompt, **options | {"logprobs": bad})
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.sampled_from([None, 0.5, 1.0])), min_size=1, max_size=30), st.integers(1, 9))
+def test_what_runs_together_is_of_like_length_and_temperature(prompts, size):
+    asked = [Asked(prompt="x", temperature=temperature) for _, temperature in prompts]
+    ids = [[0] * length for length, _ in prompts]
+    found = batches(asked, ids, size)
+    assert sorted(row for rows, _ in found for row in rows) == list(range(len(prompts)))
+    assert all(0 < len(rows) <= size and {asked[row].temperature for row in rows} == {t} for rows, t in found)
+    for temperature in {t for _, t in prompts}:
+        lengths = [len(ids[row]) for rows, t in found if t == temperature for row in rows]
+        assert lengths == sorted(lengths)
+        groups = [rows for rows, t in found if t == temperature]
+        assert all(len(rows) == size for rows in groups[:-1])
