@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from rich.console import Console
 from icejax import generation
 from icejax.commands.show import progress
 from icejax.models import CausalLM
+
+PROGRAMS_BYTES = 2 * 2**30  # of compiled programs that are kept
 
 
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
@@ -29,10 +32,28 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
 
 
 def _use_compile_cache(folder: str | None) -> None:
-    """Turns JAX's persistent compilation cache on: compiling takes longer than a short answer."""
+    """Turns JAX's persistent compilation cache on: compiling takes longer than a short answer.
+
+    When it is full, the programs that were used longest ago make room.
+    """
     if folder == "none":
         return
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", folder or str(Path(home) / "icejax" / "programs"))
+    programs = Path(folder or Path(home) / "icejax" / "programs")
+    with contextlib.suppress(OSError):  # JAX warns of a folder that it cannot write
+        _tell_times(programs)
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    jax.config.update("jax_compilation_cache_max_size", PROGRAMS_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _tell_times(programs: Path) -> None:
+    """Writes when a program was used for those that were kept without a bound, or by a process that was killed.
+
+    JAX keeps nothing more in a folder with one program whose time it does not find.
+    """
+    for program in programs.glob("*-cache"):
+        used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+        if not used.exists():
+            used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
