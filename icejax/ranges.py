@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from icejax.errors import InputError, quoted
@@ -23,15 +22,8 @@ def whole(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
 
 def number(name: str, value: Any, *, least: float, most: float, above: bool = False) -> float:
     """Returns a finite number from `least` to `most`, or `above` the least; InputError for anything else."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(_float(value))
-    if not good or not least <= value <= most or (above and value == least):
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most  # no NaN is
+    if not good or (above and value == least):
         expected = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
         raise InputError(f"{name} must be a number {expected}, got {quoted(value)}")
     return float(value)
-
-
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.inf
