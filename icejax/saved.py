@@ -120,7 +120,9 @@ class Saved:
         if about.pages > (plan.pool_shape[0] if plan.pool_shape is not None else 0):
             damaged(self.path, f"it has {about.pages} pages and there is no room for them")
         expected = size(plan, tokens=about.tokens, pages=about.pages)
-        with self._open(expected) as file:
+        with self.open() as file:
+            if self._size != expected:
+                damaged(self.path, f"{ARRAYS} has {self._size} bytes, expected {expected}")
             blocks = list(_blocks(plan.pool_shape, bits_dtype(plan.pool_dtype), about.pages)) if plan.pooled else []
             if list(self.arrays) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, *_ in blocks)]:
                 damaged(self.path, "its arrays are others than those of this cache")
@@ -151,7 +153,7 @@ class Saved:
 
     def verify(self) -> None:
         """Raises InputError if a byte of the arrays is not as it was saved; needs no model, and little memory."""
-        with self._open(sum(length for length, _ in self.arrays.values())) as file:
+        with self.open() as file:
             for name, (length, _) in self.arrays.items():
                 checksum = done = 0
                 while done < length and (piece := file.read(min(BLOCK, length - done))):
@@ -159,12 +161,17 @@ class Saved:
                 self._check(name, done, checksum)
 
     @contextlib.contextmanager
-    def _open(self, size: int) -> Iterator[BinaryIO]:
+    def open(self) -> Iterator[BinaryIO]:
+        """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
         with _reading(self.path), open(present(self.path) / ARRAYS, "rb") as file:
             found = os.fstat(file.fileno()).st_size
-            if found != size:
-                damaged(self.path, f"{ARRAYS} has {found} bytes, expected {size}")
+            if found != self._size:
+                damaged(self.path, f"{ARRAYS} has {found} bytes, expected {self._size}")
             yield file
+
+    @property
+    def _size(self) -> int:
+        return sum(length for length, _ in self.arrays.values())
 
     def _check(self, name: str, length: int, checksum: int) -> None:
         if [length, checksum] != self.arrays[name]:
