@@ -12,6 +12,7 @@ import pytest
 import icejax
 from icejax.commands import COMMANDS
 
+PACKAGE = Path(icejax.__file__).parent
 SCRIPT = "import sys; from importlib.metadata import entry_points as e; sys.exit([*e(name='icejax')][0].load()())"
 
 
@@ -20,7 +21,7 @@ def installed(tmp_path_factory) -> Path:
     """The folder that the wheel was unpacked in."""
     folder = tmp_path_factory.mktemp("wheel")
     line = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "built")]
-    subprocess.run(line, cwd=Path(icejax.__file__).parent.parent, check=True, capture_output=True)
+    subprocess.run(line, cwd=PACKAGE.parent, check=True, capture_output=True)
     (wheel,) = (folder / "built").iterdir()
     with zipfile.ZipFile(wheel) as file:
         file.extractall(folder / "installed")
@@ -38,6 +39,10 @@ def run(installed: Path, tmp_path: Path, *line: str, after: str = "") -> tuple[i
 def test_it_holds_the_packages_and_nothing_else(installed):
     assert sorted(re.sub(r"-.*\.", ".", path.name) for path in installed.iterdir()) == ["convert", "icejax", "icejax.dist-info"]
     assert {path.name for path in (installed / "icejax/commands").iterdir()} >= {f"{name}.py" for name in COMMANDS}
+    assets = [
+        {path.name: path.read_bytes() for path in (root / "assets").iterdir()} for root in (PACKAGE, installed / "icejax")
+    ]
+    assert assets[0] == assets[1] and "model.safetensors" in assets[0]
 
 
 def test_it_is_the_wheel_that_runs(installed, tmp_path):
@@ -69,7 +74,8 @@ def test_a_command_gets_its_own_arguments(installed, tmp_path):
     assert (status, err) == (0, "") and out.startswith("usage: convert.hf_to_orbax ")
 
 
-def test_the_bundled_model_is_in_it(installed, tmp_path):
+@pytest.mark.slow  # imports, loads and compiles
+def test_the_bundled_model_answers(installed, tmp_path):
     line = ["-m", "icejax", "generate", "--prompt", "import os", "--max-new-tokens", "2", "--cache", "full"]
     status, out, err = run(installed, tmp_path, *line)
     assert (status, err) == (0, "") and len(out) > 1
