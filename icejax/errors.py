@@ -20,8 +20,12 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        message = message if len(message) <= LONGEST else message[:LONGEST] + "..."
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+        super().__init__(printable(message if len(message) <= LONGEST else message[:LONGEST] + "..."))
+
+
+def printable(text: str) -> str:
+    """Returns `text` with what is not printable as in a Python string: one line that is no command to a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def quoted(value: object) -> str:

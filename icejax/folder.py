@@ -19,7 +19,7 @@ from pathlib import Path
 from icejax.errors import InputError
 from icejax.launch import unfinished
 
-OWN = re.compile(r"\..+\.(part|old|lock)")
+OWN = re.compile(r"\.(.+)\.(part|old|lock)")
 # How Orbax and safetensors name the system's error inside their own.
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
 OLD_PART = "[a-z0-9_]" * 8  # what a folder on its way was called after its name in icejax 0.1
@@ -30,6 +30,17 @@ def present(path: Path) -> Path:
     target = Path(os.path.realpath(path))
     old = _beside(target, "old")
     return old if old.is_dir() and not os.path.lexists(target) else path
+
+
+def kept(folder: Path, *, mark: str) -> dict[str, Path]:
+    """Returns the folders in `folder` that hold the file `mark`, by name; OSError if it cannot be read."""
+    found = {}
+    for name in os.listdir(folder):
+        own = OWN.fullmatch(name)
+        path = folder / (own[1] if own is not None and own[2] == "old" else name)
+        if not OWN.fullmatch(path.name) and os.path.exists(present(path) / mark):
+            found[path.name] = path
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,13 @@ class Claim:
             with contextlib.suppress(OSError):  # the new one is in its place; the next writer removes what is left
                 _sync_one(target.parent)
                 self._settle()
+
+    def remove(self) -> None:
+        """Removes the folder, which is whole until it is gone; InputError if the system forbids it."""
+        target, part, _ = self._names
+        with _told(self.path, "remove it by hand"), unfinished(part):
+            os.rename(target, part)
+            shutil.rmtree(part)
 
     def _settle(self) -> None:
         """Puts a folder that was on its way out back if no other took its place, and removes what writers left."""

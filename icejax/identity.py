@@ -16,7 +16,7 @@ from flax import nnx
 
 from icejax.cache import POLICIES, name_of
 from icejax.cache.policy import CachePolicy
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.models import CausalLM
 
 SCALARS = {int, float, str, bool, type(None)}
@@ -78,11 +78,21 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(str(value).split())[:80]
+    return " ".join((value if isinstance(value, str) else quoted(value)).split())[:80]
+
+
+class Damaged(InputError):
+    """Raised for the session at `path`, which is not as it was saved.
+
+    Attributes:
+        fault: what is wrong with it.
+    """
+
+    def __init__(self, path: Path, fault: str) -> None:
+        self.fault = " ".join(fault.split())
+        super().__init__(f"{path} is a damaged session ({self.fault}): use a copy of it, or begin anew in another folder")
 
 
 def damaged(path: Path, fault: str) -> NoReturn:
-    """Raises the InputError of a session that is not as it was saved."""
-    raise InputError(
-        f"{path} is a damaged session ({' '.join(fault.split())}): use a copy of it, or begin anew in another folder"
-    )
+    """Raises Damaged."""
+    raise Damaged(path, fault)

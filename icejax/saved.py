@@ -1,7 +1,8 @@
 """A session in a folder: `session.json` says what it is, `arrays` holds its arrays' bytes one behind the other.
 
-How these are laid out follows from the model, the cache's options and a few sizes, so no array describes itself; each has
-a checksum, and so has the description. Nothing is allocated before the file has been found to be of the right size.
+How these are laid out follows from the model, the cache's options and a few sizes, so no array describes itself. The
+description has the bytes and the checksum of each, by which they can be verified without a model, and its own checksum.
+Nothing is allocated before the file has been found to be of the right size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
-VERSION = 2
+VERSION = 3
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes of the pool that are read, checked and written at once, each with a checksum
 MOST = 2**31  # tokens are counted in 32 bits
@@ -62,13 +63,13 @@ def write(
     part: Path, identity: dict[str, Any], about: About, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
 ) -> None:
     """Writes a session into the empty folder `part`."""
-    checksums = {}
+    arrays = {}
     with open(part / ARRAYS, "wb") as file:
         for name, array in _arrays(token_ids, cache, pool, about.pages):
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            checksums[name] = zlib.crc32(data)
+            arrays[name] = [len(data), zlib.crc32(data)]
             file.write(data)
-    fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), checksums=checksums)
+    fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=arrays)
     (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
 
 
@@ -86,16 +87,22 @@ def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pa
 
 @dataclass(frozen=True)
 class Saved:
-    """A session in a folder that can be gone on from here; its arrays are still to be read.
+    """A session in a folder, of which the description has been read and the arrays have not.
 
     Attributes:
-        policy: the cache's.
+        identity: what it was saved with, as `identity.identity` has it.
+        arrays: bytes and checksum of every array, in the order in which they are stored.
     """
 
     path: Path
     about: About
-    policy: CachePolicy
-    checksums: dict[str, int]
+    identity: dict[str, Any]
+    arrays: dict[str, list[int]]
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The cache's; InputError if there is none such here."""
+        return policy_of(self.path, self.identity)
 
     def read(
         self, plan: Plan, *, vocab_size: int, host_memory_limit: int | None
@@ -113,18 +120,17 @@ class Saved:
         if about.pages > (plan.pool_shape[0] if plan.pool_shape is not None else 0):
             damaged(self.path, f"it has {about.pages} pages and there is no room for them")
         expected = size(plan, tokens=about.tokens, pages=about.pages)
-        with _reading(self.path), open(present(self.path) / ARRAYS, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != expected:
-                damaged(self.path, f"{ARRAYS} has {found} bytes, expected {expected}")
+        with self.open() as file:
+            if self._size != expected:
+                damaged(self.path, f"{ARRAYS} has {self._size} bytes, expected {expected}")
             blocks = list(_blocks(plan.pool_shape, bits_dtype(plan.pool_dtype), about.pages)) if plan.pooled else []
-            if list(self.checksums) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, *_ in blocks)]:
+            if list(self.arrays) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, *_ in blocks)]:
                 damaged(self.path, "its arrays are others than those of this cache")
 
             def take(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
                 data = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
-                if file.readinto(data) != len(data) or zlib.crc32(data) != self.checksums[name]:
-                    damaged(self.path, f"the bytes of {name} are not those that were saved")
+                file.readinto(data)
+                self._check(name, len(data), zlib.crc32(data))
                 return data.view(dtype).reshape(shape)
 
             token_ids = take("token_ids", (about.tokens,), np.int32)
@@ -145,35 +151,65 @@ class Saved:
             damaged(self.path, "its cache holds other tokens than it says")
         return token_ids.tolist(), cache, pool
 
+    def verify(self) -> None:
+        """Raises InputError if a byte of the arrays is not as it was saved; needs no model, and little memory."""
+        with self.open() as file:
+            for name, (length, _) in self.arrays.items():
+                checksum = done = 0
+                while done < length and (piece := file.read(min(BLOCK, length - done))):
+                    checksum, done = zlib.crc32(piece, checksum), done + len(piece)
+                self._check(name, done, checksum)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
+        with _reading(self.path), open(present(self.path) / ARRAYS, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != self._size:
+                damaged(self.path, f"{ARRAYS} has {found} bytes, expected {self._size}")
+            yield file
+
+    @property
+    def _size(self) -> int:
+        return sum(length for length, _ in self.arrays.values())
+
+    def _check(self, name: str, length: int, checksum: int) -> None:
+        if [length, checksum] != self.arrays[name]:
+            damaged(self.path, f"the bytes of {name} are not those that were saved")
+
 
 def find(path: Path, model: CausalLM, cache: CachePolicy | None) -> Saved:
-    """Returns the session at `path`.
+    """Returns the session at `path`, which can be gone on from here.
 
     Raises:
         InputError: there is none, it is damaged or of another version, or it was saved with another model or cache than
             `cache` (None: whatever it is); the message names the difference.
     """
+    found = look(path)
+    check_same(path, found.identity, identity(model, found.policy if cache is None else cache))
+    return found
+
+
+def look(path: Path) -> Saved:
+    """Returns the session at `path`, whatever it was saved with; InputError if there is none, or its description is damaged."""
     try:
         with _reading(path):
             text = (present(path) / ABOUT).read_text(encoding="utf-8")
         fields = json.loads(text)
         if not isinstance(fields, dict):
             damaged(path, f"{ABOUT} holds no object")
-        version = fields.get("version")
-        if version is None and "identity" in fields:
+        version = fields.get("version", 1 if "identity" in fields else None)
+        if type(version) is int and version < VERSION:
             raise InputError(f"{path} was saved by an older icejax: begin a new session in another folder, or remove it")
         if type(version) is int and version > VERSION:
             raise InputError(f"{path} was saved by a newer icejax: use that, or another folder")
         if version != VERSION or fields.pop("checksum", None) != _checksum(fields):
             damaged(path, f"{ABOUT} is not as it was saved")
-        about = _about(path, fields)
-        policy = policy_of(path, fields["identity"])
+        return Saved(path, _about(path, fields), fields["identity"], fields["arrays"])
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         damaged(path, f"{ABOUT} is no JSON")
-    check_same(path, fields["identity"], identity(model, policy if cache is None else cache))
-    return Saved(path, about, policy, fields["checksums"])
 
 
 def size(plan: Plan, *, tokens: int, pages: int) -> int:
@@ -193,14 +229,18 @@ def _about(path: Path, fields: dict[str, Any]) -> About:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
     if not isinstance(about.messages, list) or not all(map(_is_message, about.messages)):
         damaged(path, "messages are no list of roles and contents")
-    checksums, saved = fields.get("checksums"), fields.get("identity")
-    if not isinstance(saved, dict) or not isinstance(checksums, dict):
+    arrays, saved = fields.get("arrays"), fields.get("identity")
+    if not isinstance(saved, dict) or not isinstance(arrays, dict) or not all(map(_is_array, arrays.values())):
         damaged(path, "it does not say what it was saved with")
     return about
 
 
 def _is_message(found: Any) -> bool:
     return isinstance(found, dict) and found.keys() == {"role", "content"} and all(isinstance(x, str) for x in found.values())
+
+
+def _is_array(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(type(x) is int and x >= 0 for x in found)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A folder is there whole, old or new, whatever happens to its writer; and it has one writer."""
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -69,6 +70,24 @@ def test_a_writer_killed_at_any_step_leaves_the_old_one_or_the_new_one_whole(tmp
     assert step > 20 and found[0] == before and found[-1] == "new"
     turns = [a != b for a, b in itertools.pairwise(found)]
     assert sum(turns) == 1  # never back again
+
+
+def test_a_remover_killed_at_any_step_leaves_it_whole_or_gone(tmp_path):
+    found = []
+    for step in itertools.count(1):
+        target = tmp_path / str(step) / "kept"
+        target.parent.mkdir()
+        save(target, "old")
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+            killed_at(step, patch)
+            with claim(target, mark=MARK) as held:
+                held.remove()
+            break
+        found.append(version_of(target))
+        save(target, "next")
+        assert version_of(target) == "next" and os.listdir(target.parent) == ["kept"]
+    assert os.listdir(target.parent) == [] and found[0] == "old" and found[-1] is None
+    assert sum(a != b for a, b in itertools.pairwise(found)) == 1
 
 
 @settings(max_examples=25, deadline=None)

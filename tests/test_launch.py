@@ -65,7 +65,9 @@ def test_ctrl_c_ends_with_one_line_at_any_moment(endless, moments):
 
 @LINUX
 @pytest.mark.parametrize(
-    "line", [["icejax.doctor"], ["convert.hf_to_orbax", str(ASSETS), "/no/such/place"]], ids=lambda x: x[0]
+    "line",
+    [["icejax", "doctor"], ["icejax.doctor"], ["convert.hf_to_orbax", str(ASSETS), "/no/such/place"]],
+    ids=lambda x: x[0],
 )
 def test_every_command_owns_its_ctrl_c(line):
     interrupted([sys.executable, "-m", *line], 0.3)

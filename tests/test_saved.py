@@ -43,7 +43,7 @@ def whole(session, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved, "BLOCK", 2**20)
         session.save(folder)
-    assert len([name for name in fields_of(folder)["checksums"] if name.startswith("pool.")]) == 2
+    assert len([name for name in fields_of(folder)["arrays"] if name.startswith("pool.")]) == 2
     return folder
 
 
@@ -115,7 +115,10 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
     except icejax.InputError as error:
         message = str(error)
         assert message.startswith(str(folder)) and "session" in message and "\n" not in message
+        with pytest.raises(icejax.InputError):
+            saved.look(folder).verify()
     else:
+        saved.look(folder).verify()
         assert not cut and (change == 0 or name == saved.ABOUT)
         assert_same(loaded, session)
     shutil.rmtree(folder)
@@ -124,8 +127,9 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
 # Each with a checksum that holds: what was written so on purpose.
 LIES = {
     "no version": (lambda f: f.pop("version"), "was saved by an older icejax: begin a new session in another folder"),
-    "newer": (lambda f: f.update(version=3), "was saved by a newer icejax: use that, or another folder"),
-    "version of text": (lambda f: f.update(version="2"), "damaged session"),
+    "older": (lambda f: f.update(version=2), "was saved by an older icejax: begin a new session in another folder"),
+    "newer": (lambda f: f.update(version=4), "was saved by a newer icejax: use that, or another folder"),
+    "version of text": (lambda f: f.update(version="3"), "damaged session"),
     "tokens that are not there": (lambda f: f.update(tokens=f["tokens"] + 1), "arrays has .* bytes, expected"),
     "a context of 10^12 tokens": (lambda f: f.update(context_length=10**12), "room for 1000000000000 do not fit"),
     "10^12 tokens": (lambda f: f.update(tokens=10**12), "1000000000000 in all"),
@@ -150,9 +154,12 @@ LIES = {
     "a message without content": (lambda f: f.update(messages=[{"role": "user"}]), "messages are no list"),
     "a message of numbers": (lambda f: f.update(messages=[{"role": "user", "content": 1}]), "messages are no list"),
     "no identity": (lambda f: f.update(identity=[]), "does not say what it was saved with"),
-    "no checksums": (lambda f: f.update(checksums=None), "does not say what it was saved with"),
-    "other arrays": (lambda f: f["checksums"].pop("token_ids"), "arrays are others than those of this cache"),
-    "another checksum": (lambda f: f["checksums"].update(token_ids=None), "the bytes of token_ids are not those"),
+    "no arrays": (lambda f: f.update(arrays=None), "does not say what it was saved with"),
+    "an array without a checksum": (lambda f: f["arrays"].update(token_ids=[4]), "does not say what it was saved with"),
+    "an array of no bytes": (lambda f: f["arrays"].update(token_ids=[-1, 1]), "does not say what it was saved with"),
+    "other arrays": (lambda f: f["arrays"].update(x=f["arrays"].pop("token_ids")), "arrays are others than those of this cache"),
+    "another length": (lambda f: f["arrays"]["token_ids"].__setitem__(0, 7), "arrays has .* bytes, expected"),
+    "another checksum": (lambda f: f["arrays"]["token_ids"].__setitem__(1, 7), "the bytes of token_ids are not those"),
     "another model": (lambda f: f["identity"].update({"config.rope_theta": "a\nb"}), "saved with config.rope_theta = a b, here"),
     "more of a model": (lambda f: f["identity"].update({"config.x": 1}), "saved with config.x = 1, here it is None"),
     "unknown cache": (lambda f: f["identity"].update({"cache.name": "cluttered"}), "cache.name = cluttered: register it"),
@@ -163,6 +170,8 @@ LIES = {
     ),
     "an option out of range": (lambda f: f["identity"].update({"cache.budget": 1}), "its cache: budget must hold"),
     "an option of text": (lambda f: f["identity"].update({"cache.tail": "yes"}), "cache.tail is yes"),
+    "a deep option": (
+        lambda f: f["identity"].update({"cache.page_size": json.loads("[" * 400 + "]" * 400)}), r"cache.page_size is \[\["),
     "an option of a list": (lambda f: f["identity"].update({"cache.page_size": [16]}), r"cache.page_size is \[16\]"),
     "an enormous option": (lambda f: f["identity"].update({"cache.sinks": 10**12}), "its cache: sinks must be at most 1048576"),
     "an enormous cache": (
@@ -203,7 +212,7 @@ BROKEN = {
     "a file": (lambda f: shutil.rmtree(f) or f.touch(), "is no session"),
     "deep": (lambda f: (f / saved.ABOUT).write_text("[" * 10**6), "session.json is no JSON"),
     "deep in a field": (
-        lambda f: (f / saved.ABOUT).write_text('{"version": 2, "identity": ' + "[" * 900 + "]" * 900 + "}"), "damaged session"),
+        lambda f: (f / saved.ABOUT).write_text('{"version": 3, "identity": ' + "[" * 900 + "]" * 900 + "}"), "damaged session"),
     "a list": (lambda f: (f / saved.ABOUT).write_text("[]"), "holds no object"),
     "a number": (lambda f: (f / saved.ABOUT).write_text('{"version": ' + "9" * 10**5 + "}"), "is no JSON"),
     "no text": (lambda f: (f / saved.ABOUT).write_bytes(b"\xff\xfe"), "is no JSON"),
@@ -228,7 +237,7 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     (copy / saved.ARRAYS).write_bytes(content)
     assert "the bytes of token_ids are not those that were saved" in refused(copy, bundled)
     fields, count = fields_of(copy), 4 * len(session.token_ids)
-    fields["checksums"]["token_ids"] = saved.zlib.crc32(content[:count])
+    fields["arrays"]["token_ids"] = [count, saved.zlib.crc32(content[:count])]
     seal(copy, fields)
     assert "it has tokens that the model does not know" in refused(copy, bundled)
     lengths = dataclasses.replace(session._run.state.cache.lengths, prompt=jax.numpy.full(1, 5000, jax.numpy.int32))

@@ -1,1 +1,9 @@
-"""The command lines, one file each; `icejax/__main__.py` names them."""
+"""The command lines, a file each, and what they share."""
+
+COMMANDS = {
+    "generate": "answer prompts",
+    "chat": "talk with a model",
+    "convert": "turn a Hugging Face folder into an icejax folder, or back",
+    "doctor": "tell what this machine can do",
+    "sessions": "list, verify or remove what is kept",
+}

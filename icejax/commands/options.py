@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from icejax.cache import POLICIES, CachePolicy
 from icejax.cache.options import cache_options, described, make_policy
+from icejax.commands import programs
 from icejax.errors import meant
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.launch import write
@@ -79,7 +80,8 @@ def _add_model(parser: Parser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
-    group.add_argument("--compile-cache", metavar="DIR", help="where compiled programs are kept; 'none' keeps none")
+    kept = f"where compiled programs are kept, the last used {programs.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
+    group.add_argument("--compile-cache", metavar="DIR", help=kept)
 
 
 def _add_answer(parser: Parser) -> None:

@@ -1,0 +1,22 @@
+"""What ``icejax`` says of itself: its commands, its version, and that there is no such command."""
+
+from icejax import __version__
+from icejax.commands import COMMANDS
+from icejax.errors import InputError, meant
+from icejax.launch import ending, write
+
+USAGE = "usage: icejax COMMAND ...\n\n" + "".join(f"  {name:10} {does}\n" for name, does in COMMANDS.items())
+USAGE += "\nicejax COMMAND --help tells more, icejax --version the version.\n"
+ANSWERS = {"--help": USAGE, "-h": USAGE, "--version": f"icejax {__version__}\n"}
+
+
+def main(argv: list[str], *, name: str) -> int:
+    """Answers the one argument, which names no command, and returns the exit status."""
+    return ending(name, lambda: _tell(*argv))
+
+
+def _tell(asked: str) -> None:
+    if asked not in ANSWERS:
+        known = [*COMMANDS, *ANSWERS]
+        raise InputError(f"there is no command {asked!r}: expected one of {', '.join(COMMANDS)}{meant(asked, known)}")
+    write(ANSWERS[asked])

@@ -1,0 +1,145 @@
+"""``icejax sessions DIR``: what is kept there, whether it is whole, and an end to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from rich.console import Console
+
+from icejax.commands.options import Parser
+from icejax.commands.show import progress
+from icejax.errors import InputError, meant, printable, quoted
+from icejax.folder import claim, kept, present
+from icejax.identity import Damaged, damaged
+from icejax.launch import ending, write
+from icejax.saved import ABOUT, ARRAYS, look
+
+HEAD = ["name", "size", "model", "cache", "tokens", "messages", "age"]
+# What is shown of a session's identity: by which name, under which key, of which kinds.
+IDENTITY = (
+    ("model", "config.model_type", (str,)),
+    ("layers", "config.num_hidden_layers", (int,)),
+    ("hidden_size", "config.hidden_size", (int,)),
+    ("cache", "cache.name", (str,)),
+    ("budget", "cache.budget", (int, NoneType)),
+)
+
+
+def main(argv: list[str] | None = None, *, name: str = "icejax sessions") -> int:
+    """Runs the command line; exit status 2 if a session that was to be verified is damaged, or one to be removed stays."""
+    return ending(name, lambda: _run(argv, name))
+
+
+def _run(argv: list[str] | None, name: str) -> int:
+    parser = Parser(prog=name, description="List the sessions in a folder; no model is loaded.")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that holds sessions, or one of a session")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per session; sizes in bytes, unix times")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--verify", action="store_true", help="check every byte; exit status 2 if one is not as it was saved")
+    what.add_argument("--remove", nargs="+", metavar="NAME", help="remove these sessions")
+    arguments = parser.parse_args(argv)
+    found = _find(arguments.folder)
+    if arguments.remove is not None:
+        rows = _remove(arguments.folder, found, list(dict.fromkeys(arguments.remove)))
+    else:
+        with progress(Console(stderr=True)) as bars:
+            each = bars.track(found.items(), description="sessions")
+            rows = [_describe(name, path, verify=arguments.verify) for name, path in each]
+    if arguments.json:
+        write("".join(json.dumps(row) + "\n" for row in rows))
+    elif not rows:
+        write(f"{printable(str(arguments.folder))} holds no sessions\n")
+    else:
+        write(_table([_cells(row) for row in rows] if arguments.remove is not None else [HEAD, *map(_cells, rows)]))
+    ignored = not arguments.verify and arguments.remove is None
+    return 0 if ignored or not any("damaged" in row or "not_removed" in row for row in rows) else 2
+
+
+def _find(folder: Path) -> dict[str, Path]:
+    """Returns the sessions in `folder` by name, or `folder` if it is one."""
+    if os.path.exists(present(folder) / ABOUT):
+        return {Path(os.path.realpath(folder)).name: folder}
+    try:
+        return kept(folder, mark=ABOUT)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read ({error.strerror}): expected a folder that holds sessions") from None
+
+
+def _describe(name: str, path: Path, *, verify: bool) -> dict[str, Any]:
+    """Returns what is known of a session, or why it cannot be gone on from."""
+    row: dict[str, Any] = dict(name=name)
+    try:
+        with os.scandir(present(path)) as files:
+            row["bytes"] = sum(file.stat(follow_symlinks=False).st_size for file in files)
+        row["saved"] = (present(path) / ABOUT).stat().st_mtime
+        found = look(path)
+        said = {}
+        for shown, key, kinds in IDENTITY:
+            said[shown] = found.identity.get(key)
+            if type(said[shown]) not in kinds:
+                damaged(path, f"{key} is {quoted(said[shown])}")
+        if verify:
+            found.verify()
+        with found.open():  # it is there and has its size
+            pass
+        return row | said | dict(tokens=found.about.tokens, messages=len(found.about.messages), started=found.about.started)
+    except OSError as error:
+        return row | dict(damaged=error.strerror)
+    except InputError as error:
+        return row | dict(damaged=_why(error, path))
+
+
+def _remove(folder: Path, found: dict[str, Path], names: list[str]) -> list[dict[str, Any]]:
+    """Removes sessions one by one and returns what became of each; InputError, and none is removed, if one is not there."""
+    for name in names:
+        if name not in found:
+            raise InputError(f"{folder} holds no session {name!r}, and nothing was removed{meant(name, found)}")
+    rows = []
+    for name in names:
+        try:
+            with claim(found[name], mark=ABOUT) as held:
+                if others := {file.name for file in found[name].iterdir()} - {ABOUT, ARRAYS}:
+                    raise InputError(f"{found[name]} holds more than a session ({quoted(min(others))}): remove it by hand")
+                held.remove()
+            rows.append(dict(name=name, removed=True))
+        except InputError as error:
+            rows.append(dict(name=name, not_removed=_why(error, found[name])))
+    return rows
+
+
+def _why(error: InputError, path: Path) -> str:
+    return error.fault if isinstance(error, Damaged) else str(error).removeprefix(f"{path} ")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Returns the cells of a line: as many as `HEAD` has, or fewer that end with what went wrong."""
+    name = printable(row["name"])
+    if "removed" in row:
+        return [name, "removed"]
+    if "not_removed" in row:
+        return [name, printable(f"not removed: {row['not_removed']}")]
+    size = f"{row['bytes'] / 2**20:.1f} MiB" if "bytes" in row else ""
+    if "damaged" in row:
+        return [name, size, printable(f"damaged: {row['damaged']}")]
+    model = f"{row['model']}, {row['layers']} layers of {row['hidden_size']}"
+    cache = row["cache"] if row["budget"] is None else f"{row['cache']}, budget {row['budget']}"
+    counts = [str(row["tokens"]), str(row["messages"])]
+    return [name, size, printable(model), printable(cache), *counts, _age(time.time() - row["saved"])]
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Returns the rows with their cells below one another; the last of a row may be longer than its column."""
+    widths = [max([len(row[i]) for row in rows if i < len(row) - 1], default=0) for i in range(len(HEAD))]
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
