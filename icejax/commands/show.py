@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from icejax.generation import GenerationResponse, join
-from icejax.launch import is_unicode, write
+from icejax.launch import harmless, is_unicode, write
 
 
 def progress(console: Console) -> Progress:
@@ -32,7 +32,7 @@ def answers(
     for piece in stream:
         if streaming:
             bars.stop()  # the text is progress enough, and shares the terminal
-            write(piece.text)
+            write(harmless(piece.text))
         elif tokens is None:
             tokens = bars.add_task("tokens", total=arguments.max_new_tokens)
         else:
@@ -44,7 +44,7 @@ def answers(
         write("\n")
     else:
         for response in whole:
-            write((_json(response) if arguments.json else response.text) + "\n")
+            write(harmless(_json(response) if arguments.json else response.text) + "\n")
     return whole
 
 
