@@ -23,10 +23,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
         path = BUNDLED_PROMPT
     if path is None:
         return prompts
-    try:
-        text = _decode(str(path), path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    text = read_text(path)
     if path.suffix != ".jsonl":
         return [*prompts, text]
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
@@ -35,6 +32,14 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     if not prompts:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' per line")
     return prompts
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file; InputError if it cannot be read or is not UTF-8."""
+    try:
+        return _decode(str(path), path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _decode(source: str, content: bytes) -> str:
