@@ -74,6 +74,12 @@ class Session:
         self._plan: Plan | None = None
         self._run: Run | None = None
 
+    def anew(self) -> Session:
+        """Returns an empty session like this one: of the same cache, context length and system message."""
+        system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+        limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
+        return Session(self._model, self._tokenizer, cache=self._cache, system=system, **limits)
+
     def ask(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to `text`; the options are those of `stream`."""
         return join(list(self.stream(text, **options)))
