@@ -122,12 +122,13 @@ def prefill(
 
 
 def extend(
-    model: CausalLM, tokens: Sequence[int], plan: Plan, state: DecodeState, pool: jax.Array | None
-) -> tuple[DecodeState, Step, jax.Array | None]:
+    model: CausalLM, tokens: Sequence[int], plan: Plan, state: DecodeState, pool: jax.Array | None, *,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[DecodeState, Step, jax.Array | None]:  # fmt: skip
     """Puts more tokens behind those of a cache of one row and chooses the next, as `prefill` does; takes state and pool.
 
     The new tokens attend exactly to all before them, whose pages are read from the pool block by block. The caller sees to
-    it that the pool has room: `Plan.room_for`.
+    it that the pool has room: `Plan.room_for`. `progress` is called with the number of layers done.
     """
     padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -145,6 +146,9 @@ def extend(
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
             pool, used = host.write_layer(pool, pages[0], pooled, first=lengths.pages), pages[1]
+        if progress is not None:
+            x.block_until_ready()
+            progress(i + 1)
     logits = _last_logits(model, x, new)
     lengths = Lengths(lengths.seen + new, jnp.int32(0), lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from icejax.errors import InputError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 REMOVE_S = 2.0  # while what was being written is removed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 LOG = logging.getLogger("icejax")
 _unfinished: list[Path] = []  # what an interrupt is to remove
@@ -77,6 +79,10 @@ def ending(name: str, work: Callable[[], int | None]) -> int:
         LOG.removeHandler(warnings)
 
 
+class OutputError(InputError):
+    """Raised where stdout cannot be written: nothing that follows could be told either."""
+
+
 class _Warnings(logging.Handler):
     """Prints each message once, in the form of an error: warnings, or what the level of the logger lets through."""
 
@@ -92,7 +98,7 @@ class _Warnings(logging.Handler):
 
 
 def write(text: str) -> None:
-    """Writes `text` to stdout at once; InputError if there is no room for it."""
+    """Writes `text` to stdout at once; OutputError if there is no room for it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -100,7 +106,12 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         _discard_output()
-        raise InputError(f"stdout cannot be written ({error.strerror}): choose another place for the answer") from None
+        raise OutputError(f"stdout cannot be written ({error.strerror}): choose another place for the answer") from None
+
+
+def harmless(text: str) -> str:
+    """Returns text of a model as stdout may have it: on a terminal, which would obey them, control characters are escaped."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text) if sys.stdout.isatty() else text
 
 
 def is_unicode() -> bool:
@@ -121,8 +132,6 @@ def unfinished(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
     """Makes Ctrl-C call `action`, in a thread of its own, while the block runs."""
-    if _wakeup:  # a prompt for input takes the signal for itself
-        _listen()
     _instead.append(action)
     try:
         yield
@@ -134,13 +143,15 @@ def _own_interrupts() -> None:
     _wakeup.extend(socket.socketpair())
     for end in _wakeup:
         end.setblocking(end is _wakeup[0])
-    _listen()
+    listen()
     threading.Thread(target=_watch, daemon=True).start()
 
 
-def _listen() -> None:
-    signal.signal(signal.SIGINT, _pause)
-    signal.set_wakeup_fd(_wakeup[1].fileno(), warn_on_full_buffer=False)
+def listen() -> None:
+    """Takes Ctrl-C back from a prompt for input, which had it for itself; does nothing in a process without `launch`."""
+    if _wakeup:
+        signal.signal(signal.SIGINT, _pause)
+        signal.set_wakeup_fd(_wakeup[1].fileno(), warn_on_full_buffer=False)
 
 
 def _pause(*_: object) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Session:
     Attributes:
         token_ids: all tokens so far, the texts' and the answers'.
         messages: those of the chat, each with a role and a content.
+        context_length: tokens of all texts and answers together.
         started: unix time at which it began, which a chat template takes for the present.
     """
 
@@ -68,7 +69,7 @@ class Session:
         """
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
-        self._context_length = check_context(model, context_length)
+        self.context_length = check_context(model, context_length)
         self._limit = host_memory_limit
         self.token_ids: list[int] = []
         self.messages = opening(system)
@@ -77,6 +78,12 @@ class Session:
         self._first = 0  # tokens of the first text
         self._plan: Plan | None = None
         self._run: Run | None = None
+
+    def anew(self) -> Session:
+        """Returns an empty session like this one: of the same cache, context length and system message."""
+        system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+        limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
+        return Session(self._model, self._tokenizer, cache=self._cache, system=system, **limits)
 
     def ask(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to `text`; the options are those of `stream`."""
@@ -92,11 +99,14 @@ class Session:
         seed: int = 0,
         logprobs: int | None = None,
         special_tokens: bool = True,
+        progress: Callable[[int], None] | None = None,
     ) -> Iterator[GenerationResponse]:
         """Puts `text` behind all there is and yields the answer piece by piece.
 
         Args:
             special_tokens: whether the tokenizer adds its own, which it does before the first text only.
+            progress: called with the number of layers done while the text runs. What it raises while `token_ids` is empty
+                leaves the text out of the session; otherwise it must not raise, as the cache has been changed in part.
 
         Raises:
             InputError: the text is empty, there is no room for it, the session holds a chat, or the logits are not finite.
@@ -104,7 +114,9 @@ class Session:
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         new = self._encode(text, special_tokens=special_tokens and self._run is None)
-        options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs)
+        options = dict(
+            sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs, progress=progress
+        )
         yield from self._answer(self.token_ids, new, [], **options)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
@@ -139,29 +151,30 @@ class Session:
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         request = Request(prompt=text, special_tokens=special_tokens, index=0)
-        return encode(self._model, self._tokenizer, [request], context_length=self._context_length)[0]
+        return encode(self._model, self._tokenizer, [request], context_length=self.context_length)[0]
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), seed: int = 0,
-        logprobs: int | None = None,
+        logprobs: int | None = None, progress: Callable[[int], None] | None = None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
         stop, logprobs = check(stop, max_new_tokens, seed), check_logprobs(logprobs)
-        room = self._context_length - len(held) - len(new)
+        room = self.context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
                 f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
-                f"{self._context_length} is full; begin a new one, or one with a larger context_length"
+                f"{self.context_length} is full; begin a new one, or one with a larger context_length"
             )
         started = Mark.now()
         if not held:
-            self._run, self._first = None, len(new)  # a cache there was makes room for the new one
+            self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new), sampling)
-            begun = prefill(self._model, [new], self._plan, draws=[(seed, 0)], host_memory_limit=self._limit)
+            options = dict(draws=[(seed, 0)], progress=progress, host_memory_limit=self._limit)
+            begun = prefill(self._model, [new], self._plan, **options)
             self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
-            self._extend(held[self._seen :] + new, sampling, seed)
+            self._extend(held[self._seen :] + new, sampling, seed, progress)
         self.token_ids = held + new
         self.messages += turn
         row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, min(max_new_tokens, room))
@@ -180,11 +193,13 @@ class Session:
     def _plan_for(self, tokens: int, sampling: Sampling | None) -> Plan:
         """Returns the plan of a session whose first text has so many tokens."""
         # Later texts come padded, and each begins a page anew: half as much again is kept free.
-        new_tokens = max(0, self._context_length - tokens) * 3 // 2 + 2 * SHORTEST
+        new_tokens = max(0, self.context_length - tokens) * 3 // 2 + 2 * SHORTEST
         sampling = sampling or Sampling()
         return make_plan(self._model, self._cache, sampling, batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
 
-    def _extend(self, tokens: Sequence[int], sampling: Sampling | None, seed: int) -> None:
+    def _extend(
+        self, tokens: Sequence[int], sampling: Sampling | None, seed: int, progress: Callable[[int], None] | None
+    ) -> None:
         run, plan = self._run, dataclasses.replace(self._plan, sampling=sampling or Sampling())
         if not plan.room_for(len(tokens), pages=int(run.state.cache.lengths.pages)):
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
@@ -194,7 +209,7 @@ class Session:
             seen[0, self.token_ids] = True
             state = dataclasses.replace(state, seen=jnp.asarray(seen))
         decoding = Decoding(self._model, plan)
-        self._plan, self._run = plan, Run(decoding, *extend(self._model, tokens, plan, state, run.pool))
+        self._plan, self._run = plan, Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))
 
     def size_with(self, text: str, *, chat: bool = False, max_new_tokens: int = MAX_NEW_TOKENS) -> int:
         """Returns the bytes that `save` will write, at most, once `text`, or the message `text`, has been answered."""
@@ -223,7 +238,7 @@ class Session:
             )
         cache = self._run.state.cache
         about = saved.About(
-            context_length=self._context_length,
+            context_length=self.context_length,
             first=self._first,
             tokens=len(self.token_ids),
             pages=int(cache.lengths.pages),

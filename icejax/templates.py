@@ -38,7 +38,8 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], *, now: float | N
         template = template["default"]
     if not template:
         raise InputError(
-            "the tokenizer has no chat template: give the prompt as it is (without --chat), in the model's own form"
+            "the tokenizer has no chat template: choose a model that has one, or give icejax.generate the prompt as it is "
+            "(without --chat), in the model's own form"
         )
     if not isinstance(template, str):
         raise InputError(f"the tokenizer's chat template must be text, found a {type(template).__name__}")

@@ -130,7 +130,7 @@ BAD = {
     "empty prompt": (["--prompt", ""], "prompt 1 is empty: expected some text"),
     "long prompt": (["--prompt", "x" * 40000], "prompt 1 has 40000 tokens and the context holds 32768, the answer included"),
     "context length": (["--prompt", "x" * 50, "--context-length", "20"], "prompt 1 has 50 tokens and the context holds 20"),
-    "no chat template": (["--prompt", "x", "--chat"], "the tokenizer has no chat template: give the prompt as it is (without --chat)"),
+    "no chat template": (["--prompt", "x", "--chat"], "the tokenizer has no chat template: choose a model that has one, or give icejax.generate the prompt as it is (without --chat)"),
     "small budget": (["--prompt", "x", "--budget", "30"], "budget must hold 5 sinks, a window of 21 and a page of 16: at least 42, got 30"),
     "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
     "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),

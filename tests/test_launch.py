@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -179,3 +180,11 @@ def test_errors_become_statuses(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "x: error: no\n")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert not launch.is_unicode()
+
+
+def test_a_terminal_is_given_no_control_characters(monkeypatch):
+    text = "a\tb\n\x1b[2J\r\x9b7m\x7f é\u00a0\u3000\u200d"
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert launch.harmless(text) == "a\tb\n\\x1b[2J\\r\\x9b7m\\x7f é\u00a0\u3000\u200d"
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
+    assert launch.harmless(text) == text

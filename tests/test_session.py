@@ -170,3 +170,22 @@ def test_a_full_session_says_so(bundled):
     ):
         session.ask("y" * 100)
     assert session.ask("y" * 20, max_new_tokens=5).new_tokens <= 5
+
+
+def test_progress_is_told_and_may_end_the_first_text(bundled):
+    class Enough(Exception):
+        pass
+
+    def enough(layers):
+        raise Enough
+
+    session, done = Session(*bundled, cache=Full(), context_length=300), []
+    with pytest.raises(Enough):
+        list(session.stream("another text", max_new_tokens=3, progress=enough))
+    assert session.token_ids == []
+    pieces = [*session.stream("import ", max_new_tokens=3, progress=done.append)]
+    pieces += session.stream(" x", max_new_tokens=3, progress=done.append)
+    plain = Session(*bundled, cache=Full(), context_length=300)
+    for text in ("import ", " x"):
+        plain.ask(text, max_new_tokens=3)
+    assert done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6

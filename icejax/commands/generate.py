@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import logging
 
-import jax
 from rich.console import Console
 
 from icejax.cache import CachePolicy
 from icejax.commands import options
-from icejax.commands.loading import load
+from icejax.commands.loading import go_on_or_begin, load
+from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import Asked, read_prompts
 from icejax.commands.show import answer, answers, progress, table
 from icejax.errors import InputError
@@ -25,7 +25,6 @@ from icejax.ranges import whole
 from icejax.response import GenerationResponse
 from icejax.sampling import Sampling
 from icejax.saved import ABOUT
-from icejax.session import Session
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.generate") -> int:
@@ -37,22 +36,8 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     arguments = options.parser(name).parse_args(argv)
     if arguments.verbose:
         logging.getLogger("icejax").setLevel(logging.INFO)
-    try:
+    with out_of_memory_told("use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype", arguments.session):
         run(arguments, Console(stderr=True))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        there = arguments.session is not None and arguments.session.exists()
-        kept = f"; {arguments.session} holds the session up to its last whole answer" if there else ""
-        raise InputError(
-            f"out of memory on {_side(error)}: use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype{kept}"
-        ) from None
-
-
-def _side(error: Exception) -> str:
-    """Says which memory an error is about."""
-    on_host = isinstance(error, MemoryError) or "host" in str(error).splitlines()[0].lower()
-    return "the host" if on_host else f"the device ({jax.devices()[0].device_kind})"
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
@@ -71,7 +56,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         if any(asked.messages is not None for asked in prompts):
             raise InputError("'messages' are a whole chat: leave --session out, or give a 'prompt' per turn with --chat")
         with claim(arguments.session, mark=ABOUT) as held:
-            _run_session(arguments, console, held, policy if options.cache_named(arguments) else None, sampling, prompts)
+            _run_session(arguments, console, held, sampling, prompts)
         return
     model, tokenizer = load(arguments, console)
     template = dict(in_template=arguments.chat, system=arguments.system)
@@ -128,25 +113,11 @@ def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePo
 
 
 def _run_session(
-    arguments: argparse.Namespace,
-    console: Console,
-    held: Claim,
-    policy: CachePolicy | None,
-    sampling: Sampling,
-    prompts: list[Asked],
+    arguments: argparse.Namespace, console: Console, held: Claim, sampling: Sampling, prompts: list[Asked]
 ) -> None:
     """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
     model, tokenizer = load(arguments, console)
-    limit = options.memory_limit(arguments)
-    if arguments.session.exists():
-        if arguments.context_length is not None:
-            raise InputError("a session's context length is set when it begins: leave --context-length out")
-        if arguments.system is not None:
-            raise InputError("a session's system message is set when it begins: leave --system out")
-        session = Session.load(arguments.session, model, tokenizer, cache=policy, host_memory_limit=limit)
-    else:
-        length, system = arguments.context_length, arguments.system
-        session = Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
+    session = go_on_or_begin(arguments, model, tokenizer)
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for asked in prompts:

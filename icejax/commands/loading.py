@@ -1,17 +1,21 @@
-"""What a command line needs before it can answer: the compile cache, a model and its tokenizer."""
+"""What a command line needs before it can answer: the compile cache, a model and its tokenizer, a session."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from icejax import generation
+from icejax.commands import options
 from icejax.commands.programs import keep_programs
 from icejax.commands.show import progress
+from icejax.errors import InputError
 from icejax.models import CausalLM
+from icejax.session import Session
 
 
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
@@ -25,3 +29,22 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
             dtype=arguments.dtype,
             progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
         )
+
+
+def go_on(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:
+    """Returns the session kept in `folder`; InputError also if its cache is not the one that the command line names."""
+    policy = options.policy(arguments) if options.cache_named(arguments) else None
+    return Session.load(folder, model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments))
+
+
+def go_on_or_begin(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
+    """Returns the session kept where --session says, or a new one."""
+    length, system = arguments.context_length, arguments.system
+    if arguments.session is None or not arguments.session.exists():
+        policy, limit = options.policy(arguments), options.memory_limit(arguments)
+        return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
+    if length is not None:
+        raise InputError("a session's context length is set when it begins: leave --context-length out")
+    if system is not None:
+        raise InputError("a session's system message is set when it begins: leave --system out")
+    return go_on(arguments, arguments.session, model, tokenizer)

@@ -115,7 +115,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[Asked]:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, without a byte-order mark; InputError if it cannot be read or is no UTF-8."""
+    """Returns the text of a file; InputError if it cannot be read or is not UTF-8."""
     try:
         return _decode(str(path), path.read_bytes())
     except OSError as error:

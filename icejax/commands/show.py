@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from icejax.compiling import clock
-from icejax.launch import is_unicode, write
+from icejax.launch import harmless, is_unicode, write
 from icejax.response import GenerationResponse, join
 
 WIDE = 76  # columns from which an answer is a row of the table
@@ -46,7 +46,7 @@ def answers(
         done += 1
         if streaming:
             bars.stop()  # the text is progress enough, and shares the terminal
-            write(piece.text)
+            write(harmless(piece.text))
         elif tokens is None:
             tokens = bars.add_task("tokens", total=limit * rows, completed=done)
         else:
@@ -61,11 +61,11 @@ def answers(
 def answer(response: GenerationResponse, arguments: argparse.Namespace, name: Any = None) -> None:
     """Prints a whole answer, as text or as JSON with the id it was asked under."""
     if not arguments.json:
-        return write(response.text + "\n")
+        return write(harmless(response.text) + "\n")
     fields = dataclasses.asdict(response)
     del fields["row"]  # the order of the lines
     fields = fields if name is None else {"id": name} | fields
-    write(json.dumps(fields, ensure_ascii=not is_unicode()) + "\n")
+    write(harmless(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
 
 
 def table(responses: list[GenerationResponse], console: Console) -> RenderableType:

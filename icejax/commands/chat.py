@@ -1,0 +1,216 @@
+"""The command line of ``icejax chat``: a conversation in the terminal, answers on stdout, all else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from icejax.commands import options
+from icejax.commands.lines import piped, typed
+from icejax.commands.loading import go_on, go_on_or_begin, load
+from icejax.commands.memory import out_of_memory_told
+from icejax.commands.requests import read_text
+from icejax.commands.show import progress
+from icejax.errors import InputError, meant
+from icejax.folder import Claim, claim
+from icejax.launch import OutputError, ending, harmless, instead_of_ending, write
+from icejax.prompts import opening
+from icejax.response import GenerationResponse, join
+from icejax.saved import ABOUT
+from icejax.session import Session
+from icejax.streaming import check
+from icejax.templates import render
+
+HELP = """\
+/file PATH   put a text file in front of the next message; without PATH none
+/save DIR    keep the conversation in a folder
+/load DIR    go on with a conversation that was kept
+/reset       begin anew
+/stats       what the conversation holds, and what the last answer cost
+/help        this
+/quit        leave (or Ctrl-D)
+Enter sends, Alt-Enter begins a new line, Ctrl-C ends an answer or drops a line. A space before / makes it a message."""
+
+
+def main(argv: list[str] | None = None, *, name: str = "icejax chat") -> int:
+    """Runs the conversation and returns the exit status, as `launch.ending` has it."""
+    return ending(name, lambda: _run(argv, name))
+
+
+def _run(argv: list[str] | None, name: str) -> None:
+    arguments = options.chat_parser(name).parse_args(argv)
+    answer = dict(sampling=options.sampling(arguments), max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
+    answer["stop"] = check(arguments.stop, arguments.max_new_tokens, arguments.seed)
+    options.policy(arguments)
+    options.memory_limit(arguments)  # all that can be wrong so far is told before the model is loaded
+    claimed = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
+    with out_of_memory_told("use shorter messages, or a 16-bit --dtype", arguments.session), claimed as held:
+        chat = Chat(arguments, answer, held, name=name)
+        for text in typed() if sys.stdin.isatty() else piped():
+            if not chat.take(text):
+                break
+
+
+class Ended(Exception):
+    """Raised in a prefill that Ctrl-C ends."""
+
+
+class Chat:
+    """A conversation, and what its commands do."""
+
+    def __init__(self, arguments: argparse.Namespace, answer: dict[str, object], held: Claim | None, *, name: str) -> None:
+        """Loads the model, and the conversation if there is one.
+
+        Args:
+            answer: the options of `Session.stream_chat`.
+            held: the folder that the conversation is kept in after every answer; None: it is not.
+            name: what errors begin with.
+        """
+        self._console = Console(stderr=True, highlight=False)
+        self._arguments, self._answer, self._held, self._name = arguments, answer, held, name
+        self._model, self._tokenizer = load(arguments, self._console)
+        render(self._tokenizer, [*opening(arguments.system), {"role": "user", "content": "-"}])  # a fault is told now
+        self._session = self._chatting(go_on_or_begin(arguments, self._model, self._tokenizer))
+        self._keeping = held is not None  # not once the conversation is another than the one in `held`
+        self._files: list[str] = []
+        self._last: GenerationResponse | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/file": self._file,
+            "/save": self._save,
+            "/load": self._load,
+            "/reset": self._reset,
+            "/stats": self._stats,
+            "/help": lambda _: self._tell(HELP),
+        }
+
+    def take(self, text: str) -> bool:
+        """Does what a line asks for, or answers it; False if it is the last one. What is wrong with it is told in a line."""
+        word, *rest = text.split(maxsplit=1) or [""]
+        command = text.startswith("/")
+        if command and word == "/quit":
+            return False
+        try:
+            if command:
+                self._do(word, *rest)
+            elif word:
+                self._reply(text)
+        except OutputError:
+            raise
+        except InputError as error:
+            self._tell(f"{self._name}: error: {error}")
+        return True
+
+    def _do(self, word: str, rest: str = "") -> None:
+        if word not in self._commands:
+            known = [*self._commands, "/quit"]
+            raise InputError(f"there is no {word}: expected a message or one of {', '.join(known)}{meant(word, known)}")
+        if "\0" in rest:
+            raise InputError(f"{word} takes the name of a file, which has no zero byte")
+        self._commands[word](rest.rstrip())
+
+    def _reply(self, text: str) -> None:
+        """Streams the answer and keeps it. Ctrl-C ends it where somebody types; what has come so far is the answer then."""
+        text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
+        if self._keeping:
+            need = session.size_with(text, chat=True, max_new_tokens=self._arguments.max_new_tokens)
+            self._held.check_room(need)
+        pieces = []
+        with contextlib.ExitStack() as stack:
+            if sys.stdin.isatty():
+                stack.enter_context(instead_of_ending(pressed.set))
+            bars = stack.enter_context(progress(self._console))
+            layers = bars.add_task("prefill layers", total=self._model.config.num_hidden_layers)
+
+            def done(count: int) -> None:
+                if pressed.is_set() and not session.token_ids:  # later a cache is changed, which must not end half-way
+                    raise Ended
+                bars.update(layers, completed=count)
+
+            try:
+                for piece in session.stream_chat(text, progress=done, **self._answer):
+                    bars.stop()  # the text is progress enough, and shares the terminal
+                    write(harmless(piece.text))
+                    pieces.append(piece)
+                    if pressed.is_set():
+                        break
+            except Ended:
+                bars.stop()
+                self._tell("ended before there was an answer: the message is not part of the conversation")
+                return
+            write("\n")
+            self._files, self._last = [], join(pieces)
+            if self._keeping:
+                session.save(self._held)
+
+    def _file(self, path: str) -> None:
+        if not path:
+            self._files = []
+            return
+        self._files.append(read_text(Path(os.path.expanduser(path))))
+        self._tell(f"{len(self._files[-1]):,} characters go in front of the next message")
+
+    def _save(self, folder: str) -> None:
+        place = _folder("/save", folder)
+        if self._is_held(place):
+            self._session.save(self._held)
+            self._keeping = True
+        else:
+            self._session.save(place)
+        self._tell(f"kept in {place}")
+
+    def _load(self, folder: str) -> None:
+        place = _folder("/load", folder)
+        self._session = self._chatting(go_on(self._arguments, place, self._model, self._tokenizer))
+        self._last = None
+        self._keep(self._is_held(place))
+
+    def _reset(self, _: str) -> None:
+        self._session, self._last, self._files = self._session.anew(), None, []
+        self._keep(False)
+
+    def _keep(self, keeping: bool) -> None:
+        """Says so if the conversation is no longer kept: what is in the folder is another, and not to be lost."""
+        if self._keeping and not keeping:
+            self._tell(f"{self._held.path} stays as it is: /save {self._held.path} keeps this conversation there instead")
+        self._keeping = keeping
+
+    def _is_held(self, place: Path) -> bool:
+        return self._held is not None and os.path.realpath(place) == os.path.realpath(self._held.path)
+
+    def _chatting(self, session: Session) -> Session:
+        """Tells what a session that was kept holds, and returns it; InputError if it is no chat."""
+        if session.token_ids:
+            if not session.messages:
+                raise InputError("the session holds text as it is: go on with icejax.generate, or choose another folder")
+            self._tell(f"{len(session.messages)} messages, {len(session.token_ids):,} tokens")
+        return session
+
+    def _stats(self, _: str) -> None:
+        table, session, last = Table.grid(padding=(0, 2)), self._session, self._last
+        table.add_row("messages", f"{len(session.messages)}")
+        table.add_row("tokens", f"{len(session.token_ids):,} of {session.context_length:,}")
+        if last is not None:
+            table.add_row("cache", last.cache + (f", budget {last.budget}" if last.budget is not None else ""))
+            table.add_row("on the device", f"{(last.device_kv_bytes + last.digest_bytes) / 2**20:.1f} MiB")
+            table.add_row("in host memory", f"{last.host_kv_bytes / 2**20:.1f} MiB")
+            table.add_row("first token", f"{last.ttft_s:.2f} s, {last.compile_s:.2f} s of them compiling")
+            if last.decode_tps is not None:
+                table.add_row("tokens per second", f"{last.decode_tps:.1f}")
+        self._console.print(table)
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _folder(word: str, name: str) -> Path:
+    if not name:
+        raise InputError(f"{word} needs a folder: {word} DIR")
+    return Path(os.path.expanduser(name))
