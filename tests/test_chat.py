@@ -68,7 +68,7 @@ def test_lines_are_answered_one_behind_the_other(talk, chatting, tmp_path):
     assert err[0] == "17 characters go in front of the next message"
     stats = dict(line.strip().split("  ", 1) for line in err[1:])
     assert stats["messages"].strip() == "4" and stats["tokens"].strip().endswith(" of 600")
-    assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s")
+    assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s of them compiling")
 
 
 def test_reset_begins_anew_and_files_can_be_left_out(talk, chatting):

@@ -3,6 +3,7 @@
 import copy
 import json
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from icejax import saved
 from icejax.checkpoint import huggingface, load
 from icejax.commands.options import parser
 from icejax.commands.requests import read_prompts
@@ -43,7 +45,8 @@ def safetensors(text: bytes) -> bytes:
 
 
 def sound(folder: Path) -> None:
-    """Writes a whole small checkpoint."""
+    """Writes a whole small checkpoint, and the arrays of a session."""
+    (folder / "arrays").write_bytes(TOKENS)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model.safetensors").write_bytes(safetensors(json.dumps(HEADER).encode()))
 
@@ -65,6 +68,28 @@ def read_jsonl(folder: Path) -> None:
     assert all(isinstance(asked.prompt, str) or asked.messages for asked in prompts)
 
 
+def read_session(folder: Path) -> None:
+    found = saved.look(folder)
+    assert 0 < found.about.tokens <= found.about.context_length < 2**31
+    assert hash(found.policy) is not None
+    found.verify()
+
+
+def with_checksum(text: bytes) -> bytes:
+    """Or every change would be refused for the same reason."""
+    try:
+        fields = json.loads(text)
+        return json.dumps(fields | {"checksum": saved._checksum(fields)}).encode()
+    except (ValueError, TypeError, RecursionError):
+        return text
+
+
+TOKENS = bytes(20)
+SESSION = dict(
+    version=saved.VERSION, context_length=100, first=3, tokens=5, pages=0, started=1.5, messages=[{"role": "user", "content": "x"}],
+    identity={"config.model_type": "llama", "dtype": "float32", "weights": 1, "cache.name": "clustered", "cache.budget": 64},
+    arrays={"token_ids": [len(TOKENS), zlib.crc32(TOKENS)]},
+)  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "max_new_tokens": 5, "stop": "x"}
 # File -> what reads it, sound contents to begin with, and what makes bytes of a changed content's JSON.
 ENTRIES = {
@@ -76,6 +101,7 @@ ENTRIES = {
         bytes,
     ),
     "model.safetensors": (read_weights, [HEADER], safetensors),
+    "session.json": (read_session, [SESSION], with_checksum),
     "prompts.jsonl": (
         read_jsonl,
         [{"prompt": "a"}, {"prompt": "b", "id": 3, "temperature": 0.5, "stop": ["x"]}, CHAT],
