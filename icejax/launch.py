@@ -43,6 +43,7 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
     _own_interrupts()
+    sys.modules.setdefault("torch", None)  # transformers would import it, for seconds; no command uses it
     if not is_unicode():
         sys.stdout.reconfigure(errors="backslashreplace")
         _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as \\uXXXX")

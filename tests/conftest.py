@@ -6,18 +6,22 @@ import os
 import sys
 import tempfile
 
-CACHES = tempfile.TemporaryDirectory(prefix="icejax-tests-")
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "JAX_PLATFORMS": "cpu",
-    "TOKENIZERS_PARALLELISM": "false",
-    "XDG_CACHE_HOME": CACHES.name,  # nothing is left in the user's own
-    # One cache of compiled programs for all tests and the commands they start: the same small ones come again and again.
-    "JAX_COMPILATION_CACHE_DIR": f"{CACHES.name}/programs",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # a quarter less to wait; `make test-slow` optimises
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process that starts them has
+    CACHES = tempfile.TemporaryDirectory(prefix="icejax-tests-")
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "JAX_PLATFORMS": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",  # a process per core has no use for more
+        "MALLOC_ARENA_MAX": "2",
+        "XDG_CACHE_HOME": CACHES.name,  # nothing is left in the user's own
+        # One cache of compiled programs for all tests and the commands they start: the same small ones come again and again.
+        "JAX_COMPILATION_CACHE_DIR": f"{CACHES.name}/programs",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+# A quarter less to wait; `make test-slow` optimises.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false")
 
 import jax
 import pytest

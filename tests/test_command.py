@@ -335,9 +335,8 @@ def test_a_session_goes_on_from_the_shell(capsys, tmp_path):
     context = task.context(np.random.default_rng(4), length=1200, facts=task.Facts(keys=3), split="heldout")
     (tmp_path / "document.txt").write_bytes(context.text)
     kept = ("--session", str(tmp_path / "kept"))
-    status, out, _ = run(
-        capsys, "--prompt-file", str(tmp_path / "document.txt"), "--max-new-tokens", "1", *kept, "--budget", "64"
-    )
+    begun = ["--max-new-tokens", "1", "--budget", "64", "--context-length", "2000"]
+    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "document.txt"), *kept, *begun)
     assert status == 0 and len(out) <= 2
     for question in context.questions[:2]:
         assert run(capsys, "--prompt", question.text, *kept) == (0, question.answer + "\n", "")
