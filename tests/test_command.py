@@ -36,6 +36,17 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch, bundled):
+    """The bundled model is read once for all; others are loaded."""
+    load = command.load
+
+    def loaded(arguments, console):
+        return bundled if arguments.model is None and arguments.dtype is None else load(arguments, console)
+
+    monkeypatch.setattr(command, "load", loaded)
+
+
 def test_without_arguments_the_bundled_example_is_answered():
     """As a newcomer runs it, with optimised programs."""
     done = subprocess.run(
@@ -279,30 +290,30 @@ def test_too_little_host_memory_is_one_line_before_the_prompt_runs(capsys):
         assert status == 2 and f"--host-memory-limit must be a number above 0 and at most 1e+09, got {float(bad)}" in err
 
 
-@pytest.mark.parametrize(
-    "kind, text, side",
-    [
-        (jax.errors.JaxRuntimeError, "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes", "the device"),
-        (jax.errors.JaxRuntimeError, "RESOURCE_EXHAUSTED: Out of host memory: xla_gpu_host_bfc", "the host"),
-        (MemoryError, "", "the host"),
-    ],
-    ids=["device", "pinned", "numpy"],
+OUT_OF_MEMORY = (
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"), "the device"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory: xla_gpu_host_bfc"), "the host"),
+    (MemoryError(), "the host"),
 )
-def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monkeypatch, kind, text, side):
+
+
+def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monkeypatch):
     kept = ["--session", str(tmp_path / "kept"), *SHORT]
     begun = run(capsys, "--prompt", "Pass key ab:12345.\nPass key ab:", "--context-length", "2000", *kept)
     assert begun[0] == 0
     before = (tmp_path / "kept" / "session.json").read_text()
+    for error, side in OUT_OF_MEMORY:
 
-    def fail(*_, **__):
-        raise kind(text)
+        def fail(*_, error=error, **__):
+            raise type(error)(*error.args)  # anew, or it would keep the arrays of what it ended
 
-    with monkeypatch.context() as patch:
-        patch.setattr(session, "extend", fail)
-        status, _, err = run(capsys, "--prompt", "Pass key ab:", *kept)
-    assert status == 2 and len(err.splitlines()) == 1
-    assert f"out of memory on {side}" in err and f"{tmp_path / 'kept'} holds the session up to its last whole answer" in err
-    assert (tmp_path / "kept" / "session.json").read_text() == before
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "extend", fail)
+            status, _, err = run(capsys, "--prompt", "Pass key ab:", *kept)
+        assert status == 2 and len(err.splitlines()) == 1
+        assert f"out of memory on {side}" in err
+        assert f"{tmp_path / 'kept'} holds the session up to its last whole answer" in err
+        assert (tmp_path / "kept" / "session.json").read_text() == before
     assert run(capsys, "--prompt", "Pass key ab:", *kept)[0] == 0
 
 
