@@ -145,6 +145,14 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch, path, message):
         load_model(path)
 
 
+def test_a_tensor_in_two_shards_is_refused(folder):
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    key, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {key: tensor}, second)
+    with pytest.raises(InputError, match=f"{key} is stored twice"):
+        load_model(folder)
+
+
 def test_unknown_dtype_is_refused(folder):
     with pytest.raises(InputError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
         load_model(folder, dtype="int8")

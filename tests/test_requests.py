@@ -17,9 +17,9 @@ from tests.test_command import run
 
 LINES = [
     {"id": "a", "prompt": "import os\n" * 4, "max_new_tokens": 3},
-    {"id": 7, "prompt": "def f(x):", "temperature": 1.3, "seed": 5},
+    {"id": 7, "prompt": "import ", "temperature": 1.5, "seed": 5, "max_new_tokens": 12},
     {"prompt": "x = 1\n", "stop": "1", "id": None, "seed": None},
-    {"id": "b", "prompt": "def f(x):", "temperature": 1.3, "seed": 5, "stop": ["zzz", "\n\n\n\n"]},
+    {"id": "b", "prompt": "import ", "temperature": 1.5, "seed": 5, "max_new_tokens": 12, "stop": ["\0zz", "\0\0"]},
 ]
 COMMON = ["--json", "--cache", "full", "--max-new-tokens", "6", "--compile-cache", "none"]
 
@@ -30,7 +30,7 @@ def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundl
     status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--batch-size", "2", *COMMON)
     found = [json.loads(line) for line in out.splitlines()]
     assert (status, err) == (0, "") and [each.get("id") for each in found] == ["a", 7, None, "b"]
-    assert [len(each["token_ids"]) for each in found][:2] == [3, 6] and "id" not in found[2]
+    assert [len(each["token_ids"]) for each in found][:2] == [3, 12] and "id" not in found[2]
     assert found[1]["token_ids"] == found[3]["token_ids"] != found[0]["token_ids"]  # a seed draws alike wherever it stands
     for line, each in zip(LINES, found, strict=True):
         options = {name: line[name] for name in ("seed", "stop") if line.get(name) is not None} | {"max_new_tokens": 6}
