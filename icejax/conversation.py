@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from icejax.errors import InputError
 from icejax.templates import render
 
 
@@ -17,10 +16,8 @@ def next_turn(
     The second is None where there was no answer, or the template rewrites what was before.
 
     Raises:
-        InputError: the question is empty, or the template refuses or fails.
+        InputError: the template refuses or fails.
     """
-    if not question["content"]:
-        raise InputError("a message is empty: expected some text")
     whole = render(tokenizer, [*messages, question], now=now)
     if not messages or messages[-1]["role"] != "assistant":
         return whole, None

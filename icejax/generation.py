@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from icejax.cache import Clustered
-from icejax.cache.host import raise_pinned_limit
+from icejax.cache.host import check_memory, raise_pinned_limit
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.compiling import Mark
+from icejax.errors import InputError, quoted
 from icejax.inference import DecodeState, Decoding, prefill
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
@@ -81,6 +82,9 @@ def stream_generate(
     cache, sampling = Clustered() if cache is None else cache, sampling or Sampling()
     if not isinstance(cache, CachePolicy):
         raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
+    if not isinstance(sampling, Sampling):
+        raise InputError(f"sampling must be an icejax.Sampling(...), got {quoted(sampling)}")
+    check_memory(host_memory_limit)
     asked = [
         replace(
             each,

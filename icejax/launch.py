@@ -48,9 +48,10 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
         sys.stdout.reconfigure(errors="backslashreplace")
         _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as \\uXXXX")
     status = importlib.import_module(module).main(argv, name=name, **more)
-    if status in (INTERRUPTED, BROKEN_PIPE):  # Python's own way out crashes while an abandoned program still runs
-        os._exit(status)
-    sys.exit(status)
+    # Python's own way out listens to no Ctrl-C, and crashes while an abandoned program still runs.
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status or 0)
 
 
 def ending(name: str, work: Callable[[], int | None]) -> int:

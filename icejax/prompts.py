@@ -18,14 +18,21 @@ LOG = logging.getLogger(__name__)
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
     """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none, refuses or fails."""
-    if not prompt:
-        raise InputError("a prompt is empty: expected some text")
-    return render(tokenizer, [*opening(system), {"role": "user", "content": prompt}])
+    return render(tokenizer, [*opening(system), message("user", prompt)])
 
 
 def opening(system: str | None) -> list[dict[str, str]]:
     """Returns the messages that a chat begins with."""
-    return [] if system is None else [{"role": "system", "content": system}]
+    return [] if system is None else [message("system", system)]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    """Returns a message of a chat; InputError if its content is no text, or empty where a user is to say something."""
+    if not isinstance(content, str):
+        raise InputError(f"the {role}'s message must be text, got {quoted(content)}")
+    if not content and role == "user":
+        raise InputError("a message is empty: expected some text")
+    return {"role": role, "content": content}
 
 
 def encode(
@@ -46,7 +53,7 @@ def encode(
 def _encoded(model: CausalLM, tokenizer: Any, request: Request, context_length: int) -> list[int]:
     name, prompt, more = f"prompt {request.index + 1}", request.prompt, False
     if isinstance(prompt, str):
-        if not _is_unicode(prompt):
+        if not is_unicode(prompt):
             raise InputError(f"{name} is not UTF-8 text: convert it first")
         ids, more = _tokens(tokenizer, prompt, special_tokens=request.special_tokens is not False, enough=2 * context_length)
     else:
@@ -67,6 +74,8 @@ def _encoded(model: CausalLM, tokenizer: Any, request: Request, context_length: 
 def _checked_ids(name: str, prompt: Any) -> list[int]:
     """Returns token ids as a list; numpy's whole numbers are taken too."""
     try:
+        if isinstance(prompt, (bytes, bytearray, set, dict)) or any(isinstance(token, bool) for token in prompt):
+            raise TypeError
         ids = [operator.index(token) for token in prompt]
     except TypeError:
         raise InputError(f"{name} must be text or token ids, got {quoted(prompt)}") from None
@@ -91,14 +100,18 @@ def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -
     """Returns a prompt's tokens, of one far too long the first ones that show it, and whether there are more."""
     characters = 2 * enough
     while prompt:
-        ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        try:
+            ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        except Exception as error:  # a broken setting makes it raise nearly anything
+            raise InputError(f"the tokenizer fails: {' '.join(str(error).split()) or type(error).__name__}") from None
         if characters >= len(prompt) or len(ids) >= enough:
             return ids, characters < len(prompt)
         characters *= 4
     return [], False
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Says whether a text can be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes of another encoding, as the shell passes them on

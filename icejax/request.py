@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from icejax.errors import InputError, quoted
+from icejax.ranges import whole
 
 Prompt = str | Sequence[int]
 
@@ -21,6 +22,9 @@ class Request:
         seed: of its own draws, which then are the same wherever the prompt stands.
         special_tokens: whether the tokenizer adds its own to the text.
         index: which prompt of a run this is, by which equal prompts draw apart; None: its place in the call.
+
+    Raises:
+        InputError: the index or `special_tokens` is out of range.
     """
 
     prompt: Prompt
@@ -29,6 +33,12 @@ class Request:
     seed: int | None = None
     special_tokens: bool | None = None
     index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.index is not None:
+            whole("index", self.index, least=0, most=2**32 - 1)
+        if self.special_tokens not in (None, True, False):
+            raise InputError(f"special_tokens must be true or false, got {quoted(self.special_tokens)}")
 
 
 def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Request]:
@@ -39,7 +49,7 @@ def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Req
         several = list(prompts)
     except TypeError:
         raise InputError(f"prompts must be text, token ids, or several of them, got {quoted(prompts)}") from None
-    if several and isinstance(several[0], Integral):  # the token ids of one prompt
-        several = [several]
+    if isinstance(prompts, (bytes, bytearray, set, dict)) or (several and isinstance(several[0], Integral)):
+        several = [prompts]  # the token ids of one prompt, or what is to be refused as such
     found = [each if isinstance(each, Request) else Request(prompt=each) for each in several]
     return [each if each.index is not None else replace(each, index=i) for i, each in enumerate(found)]

@@ -15,6 +15,7 @@ import numpy as np
 
 from icejax import saved
 from icejax.cache import Clustered, name_of
+from icejax.cache.host import check_memory
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
@@ -26,7 +27,7 @@ from icejax.inference import DecodeState, Decoding, Step, extend, prefill, row_k
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
-from icejax.prompts import check_context, encode, opening
+from icejax.prompts import check_context, encode, message, opening
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
 from icejax.sampling import Sampling
@@ -70,13 +71,14 @@ class Session:
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
         self.context_length = check_context(model, context_length)
-        self._limit = host_memory_limit
+        self._limit = check_memory(host_memory_limit)
         self.token_ids: list[int] = []
         self.messages = opening(system)
         self.started = time.time()
         self._rewritten = False  # whether it was told that the template rewrites
         self._first = 0  # tokens of the first text
         self._plan: Plan | None = None
+        self._newest: Row | None = None
         self._run: Run | None = None
 
     def anew(self) -> Session:
@@ -139,7 +141,7 @@ class Session:
 
     def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
         """Returns the messages of a turn, the tokens that stay, and those that come behind them."""
-        turn = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+        turn = [message("user", text), {"role": "assistant", "content": ""}]
         whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
         if self._run is not None and added is not None:
             ends = self._model.config.eos_token_ids
@@ -179,11 +181,14 @@ class Session:
         self.messages += turn
         row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, min(max_new_tokens, room))
         fixed = still(self._model, self._cache, self._plan, self._run)
+        self._newest = row
         for piece in stream([row], fixed, self._run, started, logprobs=logprobs):
             self.token_ids += piece.token_ids
             for answer in turn[1:]:
                 answer["content"] += piece.text
             yield piece
+            if self._newest is not row:
+                raise InputError("the session has been asked something else since: this answer cannot go on")
 
     @property
     def _seen(self) -> int:

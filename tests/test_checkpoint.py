@@ -204,9 +204,13 @@ def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
     assert convert("hf_to_orbax", [str(folder), str(target)]) == 2
     error = capsys.readouterr().err
     assert error == f"convert.hf_to_orbax: error: {target} exists: choose another place, or give --force to replace it\n"
-    assert (target / "precious").exists()
+    assert convert("hf_to_orbax", [str(folder), str(target), "--force"]) == 2
+    assert f"{target} holds more than a checkpoint (precious): choose another place" in capsys.readouterr().err
+    (target / "precious").unlink()
     assert convert("hf_to_orbax", [str(folder), str(target), "--force"]) == 0
-    assert (target / ORBAX).is_dir() and not (target / "precious").exists()
+    assert (target / ORBAX).is_dir()
+    assert convert("hf_to_orbax", [str(folder), str(folder), "--force"]) == 2
+    assert f"{folder} is the source: choose another place" in capsys.readouterr().err
 
 
 def test_a_failed_conversion_leaves_nothing_and_the_old_one_whole(folder, tmp_path, capsys, monkeypatch):

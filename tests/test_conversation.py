@@ -248,7 +248,7 @@ def test_the_shell_chats_on_in_a_session(tmp_path, capsys):
     model, tokenizer = icejax.load(tmp_path / "model")
     token_ids = Session.load(tmp_path / "kept", model, tokenizer).token_ids
     assert token_ids[: -last["new_tokens"]] == tokenizer(text).input_ids and err == ""
-    assert command.main([*chats, "--prompt", "c", "--system", "s"]) == 2
+    assert command.main([*chats, "--prompt", "c", "--system", "t"]) == 2
     message = "a session's system message is set when it begins: leave --system out"
     assert capsys.readouterr() == ("", f"icejax.generate: error: {message}\n")
 

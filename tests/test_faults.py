@@ -42,7 +42,7 @@ FAULTS = (
     ("detokenize.py", "if text.endswith(UNFINISHED):", "if False:", "detokenize"),
     ("generation.py", "else (each.seed, 0)", "else (seed, 0)", "requests"),
     ("streaming.py", "1 - row.pages[1] / row.pages[2]", "row.pages[1] / row.pages[2]", "counts"),
-    ("request.py", "if several and isinstance(several[0], Integral):", "if False:", "requests"),
+    ("request.py", "(several and isinstance(several[0], Integral))", "False", "requests"),
     ("response.py", "for p in pieces for found in p.logprobs", "for p in pieces[1:] for found in p.logprobs", "requests"),
     ("logprobs.py", "jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)", "logits", "requests"),
     ("commands/generate.py", "while told in responses and", "while told not in responses and", "requests"),

@@ -189,3 +189,14 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
     for text in ("import ", " x"):
         plain.ask(text, max_new_tokens=3)
     assert done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
+
+
+def test_an_answer_left_for_another_question_cannot_go_on(bundled):
+    session = Session(*bundled, cache=Full(), context_length=600)
+    left = session.stream("import os", max_new_tokens=5)
+    pieces = [next(left), next(left)]
+    answer = session.ask("import", max_new_tokens=3)
+    held = list(session.token_ids)
+    with pytest.raises(icejax.InputError, match="the session has been asked something else since: this answer cannot go on"):
+        next(left)
+    assert session.token_ids == held and held[-3:] == list(answer.token_ids) and len(held) == 9 + len(pieces) + 6 + 3

@@ -143,3 +143,12 @@ def test_a_broken_tokenizer_is_told_in_one_line(tmp_path, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(icejax.InputError, match=r"^\S+/model has no tokenizer that loads: \S[^\n]*$"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_fails_is_one_line(tmp_path):
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "x"}))
+    model, tokenizer = icejax.load(tmp_path / "model")
+    with pytest.raises(icejax.InputError, match="the tokenizer fails: "):
+        icejax.generate(model, tokenizer, "import os", max_new_tokens=1)

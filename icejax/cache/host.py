@@ -24,6 +24,7 @@ from icejax.cache import fetch
 from icejax.cache.encoding import bits_dtype, decode, encode
 from icejax.cache.fetch import DEVICE, HOST, sharding
 from icejax.errors import InputError
+from icejax.ranges import whole
 
 MISSING = 32  # pages that are fetched at once where others are at hand
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA reads it when its backend starts
@@ -127,6 +128,11 @@ def pinned_limit() -> int:
         return int(text) * 2**30
     except ValueError:
         raise InputError(f"{PINNED_LIMIT} must be a whole number of GiB, got {text!r}") from None
+
+
+def check_memory(limit: int | None) -> int | None:
+    """Returns the bytes of host memory that a cache may take, None for what is free; InputError for what is no such number."""
+    return None if limit is None else whole("host_memory_limit", limit, most=2**63)
 
 
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> jax.Array:

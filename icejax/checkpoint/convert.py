@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from icejax.checkpoint import huggingface, orbax
-from icejax.checkpoint.folder import ORBAX, copy_companions, resolve
+from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config, tensors
 from icejax.errors import InputError
 from icejax.folder import claim
@@ -28,6 +28,7 @@ def hf_to_orbax(source: str | Path, target: Path, *, force: bool = False, progre
     if (folder / ORBAX).is_dir():
         raise InputError(f"{folder} is an icejax folder already: expected a Hugging Face folder")
     with claim(target, mark=CONFIG, replace=force) as held:
+        _check_target(folder, target)
         shapes = _shapes(folder)
         held.check_room(sum(shard.stat().st_size for shard in huggingface.shards(folder)))
         with held.writing() as part:
@@ -49,6 +50,7 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
     if not (folder / ORBAX).is_dir():
         raise InputError(f"{folder} has no {ORBAX} folder in it: expected an icejax folder, as convert.hf_to_orbax writes")
     with claim(target, mark=CONFIG, replace=force) as held:
+        _check_target(folder, target)
         shapes = _shapes(folder)
         held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
         stored = orbax.read(folder / ORBAX, shapes, device=jax.devices("cpu")[0])
@@ -57,6 +59,17 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
             copy_companions(folder, part)
             for done, key in enumerate(huggingface.write(part, parameters), start=1):
                 _tell(progress, key, done, len(shapes))
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """Raises InputError if what stands at `target` is the source, or holds what replacing it would lose."""
+    if not target.exists():
+        return
+    if target.samefile(source):
+        raise InputError(f"{target} is the source: choose another place")
+    for name in sorted(file.name for file in target.iterdir()):
+        if name not in (*COMPANIONS, ORBAX, huggingface.INDEX) and not name.endswith(".safetensors"):
+            raise InputError(f"{target} holds more than a checkpoint ({name}): choose another place")
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -94,8 +95,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     if arguments.json:
         write(json.dumps(found) + "\n")
     else:
-        console = Console()
-        with console.capture() as shown:
-            _show(found, console)
-        write(shown.get())
+        console = Console(file=io.StringIO(), force_terminal=sys.stdout.isatty(), width=Console().width)
+        _show(found, console)
+        write(console.file.getvalue())
     return 0 if found["fetch_backend"] is not None else 2

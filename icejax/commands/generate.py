@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     sampling, policy = options.sampling(arguments), options.policy(arguments)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
+    if arguments.logprobs is not None and not arguments.json:
+        raise InputError("--logprobs needs --json: a text has no place for them")
     whole("--batch-size", arguments.batch_size, most=2**63)
     options.memory_limit(arguments)
     if arguments.explain is not None:

@@ -15,6 +15,7 @@ from icejax.commands.programs import keep_programs
 from icejax.commands.show import progress
 from icejax.errors import InputError
 from icejax.models import CausalLM
+from icejax.prompts import opening
 from icejax.session import Session
 
 
@@ -43,8 +44,9 @@ def go_on_or_begin(arguments: argparse.Namespace, model: CausalLM, tokenizer: An
     if arguments.session is None or not arguments.session.exists():
         policy, limit = options.policy(arguments), options.memory_limit(arguments)
         return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
-    if length is not None:
+    session = go_on(arguments, arguments.session, model, tokenizer)
+    if length not in (None, session.context_length):
         raise InputError("a session's context length is set when it begins: leave --context-length out")
-    if system is not None:
+    if system is not None and session.messages[:1] != opening(system):
         raise InputError("a session's system message is set when it begins: leave --system out")
-    return go_on(arguments, arguments.session, model, tokenizer)
+    return session

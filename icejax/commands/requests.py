@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from icejax import jsontext
 from icejax.detokenize import stop_strings
 from icejax.errors import InputError, meant, quoted
 from icejax.generation import ASSETS
-from icejax.prompts import chat, opening
+from icejax.prompts import chat, is_unicode, opening
 from icejax.ranges import whole
 from icejax.request import Request
 from icejax.sampling import Sampling
@@ -69,16 +70,22 @@ def _text(name: str, value: Any) -> str:
 
 
 def _id(name: str, value: Any) -> str | int | float:
-    if not isinstance(value, (str, int, float)):
+    good = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not good or (isinstance(value, float) and not math.isfinite(value)) or not is_unicode(str(value)):
         raise InputError(f"{name} must be text or a number, got {quoted(value)}")
     return value
 
 
-def _temperature(name: str, value: Any) -> float:
-    try:
-        return Sampling(temperature=value).temperature
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from None
+def _told_of(check: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
+    """Returns a check whose message names the value by itself as one whose message says where it stands."""
+
+    def checked(name: str, value: Any) -> Any:
+        try:
+            return check(value)
+        except InputError as error:
+            raise InputError(f"{name.rpartition(':')[0]}: {error}") from None
+
+    return checked
 
 
 # What a line may say, and what it must be.
@@ -88,8 +95,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "id": _id,
     "max_new_tokens": whole,
     "seed": lambda name, value: whole(name, value, least=0, most=2**32 - 1),
-    "temperature": _temperature,
-    "stop": lambda _, value: stop_strings(value),
+    "temperature": _told_of(lambda value: Sampling(temperature=value).temperature),
+    "stop": _told_of(stop_strings),
 }
 
 
@@ -135,5 +142,6 @@ def _line(source: str, line: str) -> Asked:
         if name not in FIELDS:
             raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{meant(name, FIELDS)}")
     if ("prompt" in found) == ("messages" in found):
-        raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, and not both")
+        given = "both" if "prompt" in found else "neither"
+        raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {given}")
     return Asked(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in found.items()})

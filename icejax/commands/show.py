@@ -18,7 +18,7 @@ from icejax.compiling import clock
 from icejax.launch import harmless, is_unicode, write
 from icejax.response import GenerationResponse, join
 
-WIDE = 76  # columns from which an answer is a row of the table
+WIDE = 100  # columns from which an answer is a row of the table
 
 
 class Speed(ProgressColumn):
