@@ -61,7 +61,7 @@ def test_ctrl_c_ends_with_one_line_at_any_moment(endless, moments):
     """While it imports, loads, compiles, prefills and answers."""
     draw = random.Random(moments)
     with concurrent.futures.ThreadPoolExecutor(2) as several:
-        list(several.map(lambda after_s: interrupted(endless, after_s), [draw.uniform(0, 5) for _ in range(moments)]))
+        list(several.map(lambda after_s: interrupted(endless, after_s), [draw.uniform(0, 4) for _ in range(moments)]))
 
 
 @LINUX
