@@ -8,7 +8,7 @@ run: .venv/installed
 	$(BIN)/python -m icejax.generate
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal  # more processes would take more than 3 GB
+	$(BIN)/python -m pytest -n 2 --dist loadfile  # more processes would take more than 3 GB
 
 test-slow: .venv/installed-dev
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow

@@ -59,7 +59,7 @@ def test_first_layers_and_windows_are_told_apart():
 
 @pytest.mark.parametrize("width, several", [(60, 1), (60, 7), (100, 7)])
 def test_the_table_fits_the_terminal(bundled, width, several):
-    found = icejax.generate(*bundled, ["import os"] * several, max_new_tokens=2)
+    found = icejax.generate(*bundled, "import os", max_new_tokens=2) * several
     console = Console(width=width, file=io.StringIO())
     console.print(table([replace(each, prompt_tokens=10**6, ttft_s=1234.5) for each in found], console))
     lines = console.file.getvalue().splitlines()
