@@ -46,7 +46,7 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
     sys.modules.setdefault("torch", None)  # transformers would import it, for seconds; no command uses it
     if not is_unicode():
         sys.stdout.reconfigure(errors="backslashreplace")
-        _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as \\uXXXX")
+        _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as escapes")
     status = importlib.import_module(module).main(argv, name=name, **more)
     # Python's own way out listens to no Ctrl-C, and crashes while an abandoned program still runs.
     with contextlib.suppress(OSError):

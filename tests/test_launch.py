@@ -165,7 +165,7 @@ launch.launch("work", name="work")
         [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout == "caf\\xe9 \\u2603\n"
-    assert done.stderr == ("work: warning: stdout takes ascii, not UTF-8: other characters are written as \\uXXXX\n")
+    assert done.stderr == ("work: warning: stdout takes ascii, not UTF-8: other characters are written as escapes\n")
 
 
 def test_errors_become_statuses(capsys, monkeypatch):
