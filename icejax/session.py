@@ -102,6 +102,7 @@ class Session:
         logprobs: int | None = None,
         special_tokens: bool = True,
         progress: Callable[[int], None] | None = None,
+        kept_in: Claim | None = None,
     ) -> Iterator[GenerationResponse]:
         """Puts `text` behind all there is and yields the answer piece by piece.
 
@@ -109,17 +110,17 @@ class Session:
             special_tokens: whether the tokenizer adds its own, which it does before the first text only.
             progress: called with the number of layers done while the text runs. What it raises while `token_ids` is empty
                 leaves the text out of the session; otherwise it must not raise, as the cache has been changed in part.
+            kept_in: where the session is to be saved; its disk must have room for it before anything runs.
 
         Raises:
-            InputError: the text is empty, there is no room for it, the session holds a chat, or the logits are not finite.
+            InputError: the text is empty, there is no room for it, here or in `kept_in`, the session holds a chat, or the
+                logits are not finite.
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         new = self._encode(text, special_tokens=special_tokens and self._run is None)
-        options = dict(
-            sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs, progress=progress
-        )
-        yield from self._answer(self.token_ids, new, [], **options)
+        options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs)
+        yield from self._answer(self.token_ids, new, [], progress=progress, kept_in=kept_in, **options)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to the message `text`; the options are those of `stream_chat`."""
@@ -158,7 +159,7 @@ class Session:
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), seed: int = 0,
-        logprobs: int | None = None, progress: Callable[[int], None] | None = None,
+        logprobs: int | None = None, progress: Callable[[int], None] | None = None, kept_in: Claim | None = None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
         stop, logprobs = check(stop, max_new_tokens, seed), check_logprobs(logprobs)
@@ -168,6 +169,9 @@ class Session:
                 f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
                 f"{self.context_length} is full; begin a new one, or one with a larger context_length"
             )
+        limit = min(max_new_tokens, room)
+        if kept_in is not None:
+            kept_in.check_room(self._size_with(held, new, limit))
         started = Mark.now()
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
@@ -179,7 +183,7 @@ class Session:
             self._extend(held[self._seen :] + new, sampling, seed, progress)
         self.token_ids = held + new
         self.messages += turn
-        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, min(max_new_tokens, room))
+        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, limit)
         fixed = still(self._model, self._cache, self._plan, self._run)
         self._newest = row
         for piece in stream([row], fixed, self._run, started, logprobs=logprobs):
@@ -216,14 +220,13 @@ class Session:
         decoding = Decoding(self._model, plan)
         self._plan, self._run = plan, Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))
 
-    def size_with(self, text: str, *, chat: bool = False, max_new_tokens: int = MAX_NEW_TOKENS) -> int:
-        """Returns the bytes that `save` will write, at most, once `text`, or the message `text`, has been answered."""
-        held, new = self._chat_turn(text)[1:] if chat else (self.token_ids, self._encode(text, special_tokens=True))
+    def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
+        """Returns the bytes that `save` will write at most, once tokens behind those held have been answered with `limit`."""
         coming = len(held) - (self._seen if held else 0) + len(new)
         plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new), None), 0)
         if plan.pooled:
-            pages = min(plan.pool_shape[0], pages + (plan.padded(coming) + max_new_tokens) // plan.page_size)
-        return saved.size(plan, tokens=len(held) + len(new) + max_new_tokens, pages=pages)
+            pages = min(plan.pool_shape[0], pages + (plan.padded(coming) + limit) // plan.page_size)
+        return saved.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
 
     def save(self, path: str | Path | Claim) -> None:
         """Writes the session to the folder `path`, in place of one that is there; it appears whole or not at all.

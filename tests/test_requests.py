@@ -129,12 +129,12 @@ def test_what_runs_together_is_of_like_length_and_temperature(prompts, size):
     asked = [Asked(prompt="x", temperature=temperature) for _, temperature in prompts]
     ids = [[0] * length for length, _ in prompts]
     found = batches(asked, ids, size)
-    assert sorted(row for rows, _ in found for row in rows) == list(range(len(prompts)))
-    assert all(0 < len(rows) <= size and {asked[row].temperature for row in rows} == {t} for rows, t in found)
+    assert sorted(row for rows in found for row in rows) == list(range(len(prompts)))
+    assert all(0 < len(rows) <= size and len({asked[row].temperature for row in rows}) == 1 for rows in found)
     for temperature in {t for _, t in prompts}:
-        lengths = [len(ids[row]) for rows, t in found if t == temperature for row in rows]
+        groups = [rows for rows in found if asked[rows[0]].temperature == temperature]
+        lengths = [len(ids[row]) for rows in groups for row in rows]
         assert lengths == sorted(lengths)
-        groups = [rows for rows, t in found if t == temperature]
         assert all(len(rows) == size for rows in groups[:-1])
 
 

@@ -8,8 +8,9 @@ import pytest
 import icejax
 from bench.needle import task
 from icejax.cache import Clustered, Full
+from icejax.folder import Claim, claim
 from icejax.generation import still
-from icejax.saved import ARRAYS
+from icejax.saved import ABOUT, ARRAYS
 from icejax.session import Session
 from tests import families
 from tests.layer import assert_digests
@@ -61,21 +62,22 @@ NARROW = pytest.param(Clustered(budget=64, digest_dtype="int8"), marks=pytest.ma
 
 
 @pytest.mark.parametrize("cache", [Full(), Clustered(budget=64), NARROW], ids=repr)
-def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, cache):
+def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, monkeypatch, cache):
     text, questions = document()
-    session = Session(*bundled, cache=cache, context_length=3000)
-    estimate = session.size_with(text + questions[0].text, max_new_tokens=40)
-    session.ask(text + questions[0].text, max_new_tokens=40)
-    session.save(tmp_path / "kept")
-    loaded = Session.load(tmp_path / "kept", *bundled)
-    for question in questions[1:3]:
-        session.save(tmp_path / "kept")
-        assert 0.5 * estimate < (tmp_path / "kept" / ARRAYS).stat().st_size <= estimate
-        estimate = session.size_with(question.text, max_new_tokens=20)
-        for each in (session, loaded):
-            each.last = each.ask(question.text, max_new_tokens=20)
-        assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
-        np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
+    session, estimates = Session(*bundled, cache=cache, context_length=3000), []
+    monkeypatch.setattr(Claim, "check_room", lambda _, need: estimates.append(need))
+    with claim(tmp_path / "kept", mark=ABOUT) as held:
+        session.ask(text + questions[0].text, max_new_tokens=40, kept_in=held)
+        session.save(held)
+        loaded = Session.load(tmp_path / "kept", *bundled)
+        for question in questions[1:3]:
+            session.save(held)
+            assert 0.5 * estimates[-1] < (tmp_path / "kept" / ARRAYS).stat().st_size <= estimates[-1]
+            for each in (session, loaded):
+                each.last = each.ask(question.text, max_new_tokens=20, kept_in=held)
+            assert estimates[-1] == estimates[-2] and len(estimates) % 2
+            assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
+            np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
 
 
 def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, monkeypatch):

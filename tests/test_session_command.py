@@ -66,3 +66,8 @@ def test_a_save_that_fails_is_told_after_the_answer_and_the_old_session_kept(cap
     assert (status, err) == (2, expected) and len(out) > 1
     assert {file: (tmp_path / "kept" / file).read_bytes() for file in os.listdir(tmp_path / "kept")} == before
     assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_an_answer_without_a_limit_needs_room_for_the_context_alone(capsys, tmp_path):
+    status, out, err = run(capsys, *line(tmp_path / "kept"), "--max-new-tokens", str(10**12))
+    assert (status, err) == (0, "") and out.startswith("12345.")

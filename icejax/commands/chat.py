@@ -119,10 +119,7 @@ class Chat:
     def _reply(self, text: str) -> None:
         """Streams the answer and keeps it. Ctrl-C ends it where somebody types; what has come so far is the answer then."""
         text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
-        if self._keeping:
-            need = session.size_with(text, chat=True, max_new_tokens=self._arguments.max_new_tokens)
-            self._held.check_room(need)
-        pieces = []
+        pieces, kept_in = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
             if sys.stdin.isatty():
                 stack.enter_context(instead_of_ending(pressed.set))
@@ -135,7 +132,7 @@ class Chat:
                 bars.update(layers, completed=count)
 
             try:
-                for piece in session.stream_chat(text, progress=done, **self._answer):
+                for piece in session.stream_chat(text, progress=done, kept_in=kept_in, **self._answer):
                     bars.stop()  # the text is progress enough, and shares the terminal
                     write(harmless(piece.text))
                     pieces.append(piece)
@@ -147,8 +144,8 @@ class Chat:
                 return
             write("\n")
             self._files, self._last = [], join(pieces)
-            if self._keeping:
-                session.save(self._held)
+            if kept_in is not None:
+                session.save(kept_in)
 
     def _file(self, path: str) -> None:
         if not path:

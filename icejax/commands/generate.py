@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     explanation = _explanation(arguments, model, policy, ids) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}
     told, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
-    for rows, temperature in batches(prompts, ids, arguments.batch_size):
-        own = sampling if temperature is None else dataclasses.replace(sampling, temperature=temperature)
+    for rows in batches(prompts, ids, arguments.batch_size):
         with progress(console) as bars:
             layers = bars.add_task("prefill layers", total=model.config.num_hidden_layers)
             stream = stream_generate(
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 tokenizer,
                 [requests[row] for row in rows],
                 cache=policy,
-                sampling=own,
+                sampling=prompts[rows[0]].sampling(sampling),
                 max_new_tokens=arguments.max_new_tokens,
                 stop=arguments.stop,
                 seed=arguments.seed,
@@ -98,12 +97,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(table([responses[row] for row in sorted(responses)], console))
 
 
-def batches(prompts: list[Asked], ids: list[list[int]], size: int) -> list[tuple[list[int], float | None]]:
-    """Returns which prompts run together, and the temperature they ask for: of like lengths, so that little is padded."""
+def batches(prompts: list[Asked], ids: list[list[int]], size: int) -> list[list[int]]:
+    """Returns which prompts run together: of one temperature, and of like lengths, so that little is padded."""
     found = []
     for temperature in dict.fromkeys(asked.temperature for asked in prompts):
         rows = sorted((i for i, asked in enumerate(prompts) if asked.temperature == temperature), key=lambda i: len(ids[i]))
-        found += [(rows[start : start + size], temperature) for start in range(0, len(rows), size)]
+        found += [rows[start : start + size] for start in range(0, len(rows), size)]
     return found
 
 
@@ -123,17 +122,16 @@ def _run_session(
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for asked in prompts:
+        most = arguments.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens
         own = dict(
-            sampling=sampling if asked.temperature is None else dataclasses.replace(sampling, temperature=asked.temperature),
-            max_new_tokens=arguments.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens,
+            sampling=asked.sampling(sampling),
+            max_new_tokens=most,
             stop=arguments.stop if asked.stop is None else asked.stop,
             seed=arguments.seed if asked.seed is None else asked.seed,
-            logprobs=arguments.logprobs,
         )
-        most = own["max_new_tokens"]
-        held.check_room(session.size_with(asked.prompt, chat=arguments.chat, max_new_tokens=most))
         with progress(console) as bars:
-            found = answers(respond(asked.prompt, **own), bars, rows=1, limit=most, streaming=streaming)
+            stream = respond(asked.prompt, logprobs=arguments.logprobs, kept_in=held, **own)
+            found = answers(stream, bars, rows=1, limit=most, streaming=streaming)
         if not streaming:
             answer(found[0], arguments, asked.id)
         responses += found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Callable
@@ -40,6 +41,10 @@ class Asked:
     seed: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] | None = None
+
+    def sampling(self, others: Sampling) -> Sampling:
+        """Returns how its tokens are chosen, where `others` is how all are."""
+        return others if self.temperature is None else dataclasses.replace(others, temperature=self.temperature)
 
     def request(self, tokenizer: Any, index: int, *, in_template: bool, system: str | None) -> Request:
         """Returns what is to be answered, in the tokenizer's chat template if it is a chat or to be one."""
