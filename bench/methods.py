@@ -13,6 +13,7 @@ from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, digest, score
 from icejax.ops.paged import attend_paged
 from icejax.ops.pages import pack
+from icejax.ops.topk import best
 
 STRETCH = 8192  # tokens; long texts are padded to whole ones
 FORMATIONS = {
@@ -141,10 +142,10 @@ def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=N
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
-    chosen = jax.lax.top_k(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)[1]
+    chosen, taken = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
-        tail_out, tail_lse = tree.tail_of([(tree.without(score(q, digests)[1], chosen), digests.value)])
+        tail_out, tail_lse = tree.tail_of([(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests)[1]), digests.value)])
     return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from icejax import compiler
 from icejax.cache import host
 from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.topk import compiler_options
 from icejax.plan import Plan
 
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
@@ -253,7 +253,7 @@ class Decoding:
 
 @functools.lru_cache(maxsize=16)
 def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
-    @functools.partial(jax.jit, donate_argnums=1, compiler_options=compiler_options())
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=compiler.OPTIONS.get(plan.platform))
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         lengths = state.cache.lengths

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.topk import top_k
 from icejax.ranges import whole
 from icejax.response import Logprob, TokenLogprobs
 
@@ -39,4 +38,4 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, cou
 def _likely(logits: jax.Array, tokens: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
-    return chosen, *top_k(logprobs, count)
+    return chosen, *jax.lax.top_k(logprobs, count)

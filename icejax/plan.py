@@ -12,25 +12,31 @@ import jax
 
 from icejax.cache import layer_policies, name_of
 from icejax.cache.encoding import page_rows
-from icejax.cache.fetch import fetch_backend
+from icejax.cache.fetch import ORDER, fetch_backend
 from icejax.cache.policy import CachePolicy, CacheSpec
 from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
-SHORTEST, STEP = 256, 8192  # tokens
+SHORTEST, STEP, EVEN = 256, 8192, 1024  # tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is static about a generation: how each layer caches, how large, how tokens are chosen and what ends a text."""
+    """What is static about a generation: how each layer caches, how large, how tokens are chosen and what ends a text.
+
+    Attributes:
+        fetch_backend: the way the pool is read, a key of `fetch.BACKENDS`; empty without a pool.
+        platform: what the programs are compiled for: cpu, gpu or tpu.
+    """
 
     policies: tuple[CachePolicy, ...]
     spec: CacheSpec
     sampling: Sampling
     eos_token_ids: tuple[int, ...]
     fetch_backend: str
+    platform: str
 
     @functools.cached_property
     def pooled(self) -> tuple[int, ...]:
@@ -88,10 +94,23 @@ def ladder(tokens: int) -> int:
     return size
 
 
+def _even(prompt: int, new: int) -> int:
+    """Returns the room for `new` tokens, filled up where a long prompt needs many slots.
+
+    XLA:GPU splits its products over so many tokens in parts, and copies the values of all in every step if they do not divide.
+    """
+    return new if prompt < 2 * STEP else -(-new // EVEN) * EVEN
+
+
 def make_plan(
-    model: CausalLM, policy: CachePolicy, sampling: Sampling, *, batch_size: int, prompt_tokens: int, new_tokens: int
-) -> Plan:
+    model: CausalLM, policy: CachePolicy, sampling: Sampling, *, batch_size: int, prompt_tokens: int, new_tokens: int,
+    platform: str | None = None,
+) -> Plan:  # fmt: skip
     """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`.
+
+    Args:
+        platform: cpu, gpu or tpu, for programs that are compiled and do not run here: the pool is then read in the way that is
+            best there, untried. None: the platform that JAX runs on.
 
     Raises:
         InputError: the policy needs what this platform does not have.
@@ -102,7 +121,7 @@ def make_plan(
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         prompt_capacity=ladder(prompt_tokens),
-        new_capacity=ladder(new_tokens),
+        new_capacity=_even(ladder(prompt_tokens), ladder(new_tokens)),
         dtype=model.dtype,
     )
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
@@ -110,9 +129,11 @@ def make_plan(
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
-    if pooled and policy.page_dtype is not None and jax.default_backend() == "tpu":
+    here = platform or jax.default_backend()
+    if pooled and policy.page_dtype is not None and here == "tpu":
         raise InputError(f"page_dtype={policy.page_dtype} does not compile on TPU: leave it out")
-    return Plan(policies, spec, sampling, config.eos_token_ids, fetch_backend() if pooled else "")
+    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pooled else ""
+    return Plan(policies, spec, sampling, config.eos_token_ids, backend, here)
 
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:

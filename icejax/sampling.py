@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from icejax.ops.topk import top_k
 from icejax.ranges import number, whole
 
 
@@ -66,7 +66,7 @@ class Sampling:
         if self.top_k == 0 and self.top_p == 1.0:
             tokens = jnp.broadcast_to(jnp.arange(vocabulary)[None, :], logits.shape)
         else:
-            logits, tokens = top_k(logits, min(self.top_k or vocabulary, vocabulary))
+            logits, tokens = lax.top_k(logits, min(self.top_k or vocabulary, vocabulary))
         if self.top_p < 1.0:
             before = jnp.cumsum(jax.nn.softmax(logits, axis=-1), axis=-1) - jax.nn.softmax(logits, axis=-1)
             logits = jnp.where(before < self.top_p, logits, -jnp.inf)

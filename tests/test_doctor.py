@@ -19,7 +19,7 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     def refuse(table, rows):
         raise NotImplementedError("not here")
 
-    monkeypatch.setattr(fetch, "BACKENDS", {**fetch.BACKENDS, "gather_flat": refuse})
+    monkeypatch.setitem(fetch.BACKENDS, "gather_flat", refuse)
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "fails: not here" in out and "used: host_compute (" in out and "host memory" in out

@@ -100,7 +100,7 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
     def refuse(table, rows):
         raise NotImplementedError("not here")
 
-    wrong = {"refusing": refuse, "wrong": lambda t, r: fetch._gather(t, r) + jnp.uint16(1)}
+    wrong = {"refusing": refuse, "wrong": lambda t, i: tuple(x + jnp.uint16(1) for x in fetch.BACKENDS["gather"](t, i))}
     monkeypatch.setattr(fetch, "BACKENDS", wrong | fetch.BACKENDS)
     monkeypatch.setattr(fetch, "ORDER", {"cpu": ("refusing", "wrong", "slices")})
     with caplog.at_level("INFO"):

@@ -20,9 +20,9 @@ from jax import lax
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jaxtyping import Array, Bool, Int
 
-from icejax.cache import fetch
+from icejax.cache.backends import BACKENDS, CHOOSING, DEVICE, HOST
 from icejax.cache.encoding import bits_dtype, decode, encode
-from icejax.cache.fetch import DEVICE, HOST, sharding
+from icejax.cache.fetch import sharding
 from icejax.errors import InputError
 from icejax.ranges import whole
 
@@ -44,9 +44,7 @@ class PoolLayer:
     def fetch(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and the values of pages, dtype[B, K, M, p, H] each, on the device."""
         table, rows = self._table(page_ids)
-        # Apart, because to part them later would copy them.
-        pages = (self._read(table, rows + i) for i in (0, 1))
-        return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in pages)
+        return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows))
 
     def fetch_live(
         self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]
@@ -59,19 +57,34 @@ class PoolLayer:
         every = there.sum((1, 2), dtype=jnp.int32)
         if self.ended is None or batch == 1:
             return self.fetch(page_ids), every
+        live = jnp.where(self.ended, 0, every)
+        if self.backend in CHOOSING:
+            return self._chosen(page_ids, there & ~self.ended[:, None, None]), live
+        return self._by_row(page_ids), live
+
+    def _by_row(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+        """Returns `fetch`, with zeros for rows that have ended."""
+        batch = len(page_ids)
         table, rows = self._table(page_ids)
         rows, live = rows.reshape(batch, -1), jnp.flatnonzero(~self.ended, size=batch, fill_value=0)
 
+        nothing = jax.eval_shape(self.fetch, page_ids)
+
         def one(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            found = (self._read(table, rows[live[i]] + j).reshape(x.shape[1:]) for j, x in enumerate(pages))
+            found = (x.reshape(nothing[0].shape[1:]) for x in self._read(table, rows[live[i]]))
             return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, found, strict=True))
 
         def by_row() -> tuple[jax.Array, jax.Array]:
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self.fetch, page_ids))
-            return lax.fori_loop(0, (~self.ended).sum(), one, nothing)
+            zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in nothing)
+            return lax.fori_loop(0, (~self.ended).sum(), one, zeros)
 
-        pages = lax.cond(self.ended.any(), by_row, lambda: self.fetch(page_ids))
-        return pages, jnp.where(self.ended, 0, every)
+        return lax.cond(self.ended.any(), by_row, lambda: self.fetch(page_ids))
+
+    def _chosen(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+        """Returns `fetch`, with zeros for pages that are not wanted, by a backend that reads no others."""
+        table, rows = self._table(page_ids)
+        pages = CHOOSING[self.backend](table, rows, wanted.reshape(-1))
+        return tuple(decode(x, self.dtype).reshape(*page_ids.shape, -1, x.shape[-1]) for x in pages)
 
     def fetch_missing(
         self,
@@ -88,8 +101,12 @@ class PoolLayer:
         missing = there & ~same.any(-1)
         if self.ended is not None and len(page_ids) > 1:  # a session goes on with the pages of its only row
             missing &= ~self.ended[:, None, None]
+        came = missing.sum((1, 2), dtype=jnp.int32)
         at = same.argmax(-1)[..., None, None]
-        start = (jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held)
+        start = [jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held]
+        if self.backend in CHOOSING:
+            pages = self._chosen(page_ids, missing)
+            return tuple(jnp.where(missing[..., None, None], x, y) for x, y in zip(pages, start, strict=True)), came
         table, rows = self._table(page_ids)
         pages = tuple(x.reshape(-1, *x.shape[3:]) for x in start)
         # What is missing, in front; behind it page 0 over and over, which may come once more.
@@ -98,21 +115,21 @@ class PoolLayer:
 
         def some(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
-            return tuple(x.at[at].set(self._read(table, rows[at] + j)) for j, x in enumerate(pages))
+            return tuple(x.at[at].set(y) for x, y in zip(pages, self._read(table, rows[at]), strict=True))
 
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
-        return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), missing.sum((1, 2), dtype=jnp.int32)
+        return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), came
 
-    def _read(self, table: jax.Array, rows: jax.Array) -> jax.Array:
-        """Returns rows [n, p, H] of the table, decoded."""
-        return decode(fetch.BACKENDS[self.backend](table, rows), self.dtype)
+    def _read(self, table: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values [n, p, H] of rows of the table, decoded."""
+        return tuple(decode(x, self.dtype) for x in BACKENDS[self.backend](table, rows))
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns the pool as a table, and the row of every page's keys, behind which its values are."""
+        """Returns the pool as a table of pages, keys and values, and the row of every page."""
         _, layers, batch, heads, _, height, size = self.pages.shape
         owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
         rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        return self.pages.reshape(-1, height, size), 2 * rows
+        return self.pages.reshape(-1, 2, height, size), rows
 
 
 def raise_pinned_limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,11 +189,26 @@ class CachePolicy(abc.ABC):
 def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
     """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot` of each row."""
     batch, heads, size = new.shape
-    new = new.reshape(batch * heads, 1, size).astype(buffer.dtype)
-    for row in range(batch):  # XLA:CPU would copy the buffer for a scatter, or for an axis more than the products have
-        part = new[row * heads : (row + 1) * heads]
-        buffer = jax.lax.dynamic_update_slice(buffer, part, (row * heads, slot[row], 0))
-    return buffer
+    slots, new = jnp.repeat(slot, heads), new.reshape(batch * heads, 1, size).astype(buffer.dtype)
+    if batch == 1:
+        return jax.lax.dynamic_update_slice(buffer, new, (0, slot[0], 0))
+    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=_by_row(heads))
+
+
+def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """In one kernel; XLA:CPU would copy the buffer for it."""
+    return buffer.at[jnp.arange(len(buffer)), slots].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
+
+
+def _by_row(heads: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns what writes the `heads` rows of the buffer that have one slot at a time."""
+
+    def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        for row in range(0, len(buffer), heads):
+            buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + heads], (row, slots[row], 0))
+        return buffer
+
+    return write
 
 
 def grouped(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "R G H"]:

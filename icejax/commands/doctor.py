@@ -18,11 +18,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from icejax.cache import fetch, host
+from icejax.cache import fetch, host, probe
+from icejax.cache.backends import BACKENDS
 from icejax.launch import ending, write
 
 PAGES, FETCHED = 8192, 512
-PAGE = (2 * 16, 128)  # of 16-bit keys and values: 8 KiB
+PAGE = (2, 16, 128)  # of 16-bit keys and values: 8 KiB
 REPEATS = 20
 
 
@@ -31,10 +32,10 @@ def measure(name: str) -> dict[str, Any]:
     fault = fetch.fault(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
-    pool = host.allocate((PAGES, 1, 1, 1, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
+    pool = host.allocate((PAGES, 1, 1, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
     pool = jax.device_put(pool, fetch.sharding(host=True))
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
-    read, seconds = jax.jit(fetch.BACKENDS[name]), []
+    read, seconds = jax.jit(BACKENDS[name]), []
     jax.block_until_ready(read(pool, rows))
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -91,6 +92,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     host.raise_pinned_limit()
+    probe.ahead(fetch.APART)
     found = examine()
     if arguments.json:
         write(json.dumps(found) + "\n")

@@ -169,8 +169,17 @@ def attend_with_lse(
 
 def masked_scores(q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R S"]) -> Float[Array, "R G S"]:
     """Returns the scaled products of queries and keys in fp32, -inf outside `mask`."""
-    # The keys first: XLA:CPU would transpose them as the second operand.
-    return jnp.where(mask[..., None], EINSUM("rsh,rgh->rsg", k, q) * q.shape[-1] ** -0.5, -jnp.inf).swapaxes(1, 2)
+    return jnp.where(mask[:, None], products(q, k) * q.shape[-1] ** -0.5, -jnp.inf)
+
+
+def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Array, "*R G S"]:
+    """Returns the products of queries and keys in fp32."""
+    return lax.platform_dependent(q, k, cpu=_keys_first, default=functools.partial(EINSUM, "...gh,...sh->...gs"))
+
+
+def _keys_first(q: jax.Array, k: jax.Array) -> jax.Array:
+    """XLA:CPU would transpose the keys as the second operand; XLA:GPU then fuses nothing into the products."""
+    return EINSUM("...sh,...gh->...sg", k, q).swapaxes(-1, -2)
 
 
 def merge_by_lse(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention import EINSUM, products
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
 TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
@@ -144,8 +144,7 @@ def score(
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    # The large operand first: XLA:CPU would transpose it as the second.
-    found = EINSUM("bkph,bkgh->bkpg", vectors.data.astype(jnp.float32), q).swapaxes(2, 3)
+    found = products(q, vectors.data.astype(jnp.float32))
     return found if vectors.scale is None else found * vectors.scale[:, :, None, :]
 
 

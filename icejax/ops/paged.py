@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, masked_scores, merge_by_lse
-from icejax.ops.topk import top_k
+from icejax.ops.topk import largest
 
 
 def attend_paged(
@@ -41,9 +41,7 @@ def attend_paged(
     own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
     total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
     worth = jnp.where(flat, (found / total[..., None]).sum(1), -1.0)
-    best = top_k(worth, min(most, worth.shape[-1]))[1]
-    fits = jnp.arange(best.shape[-1])[None, :] < room[:, None]
-    chosen = jnp.zeros(worth.shape, bool).at[jnp.arange(rows)[:, None], best].set(fits) & flat
+    chosen = largest(worth, room, most=most) & flat
     exact = jnp.where(chosen[:, None], found, 0.0)
     if tail:
         # A page's other tokens share their weight alike, which is their weight with their mean value.

@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM
-from icejax.ops.topk import top_k
 
 BLOCK = 2048  # tokens among which nearest neighbours are sought; chosen in bench/results/pages.md
 NODE_BLOCK = 4096  # pages, and nodes
@@ -119,7 +118,7 @@ def _neighbours(keys: jax.Array, late: jax.Array, *, group: int) -> jax.Array:
         key = jnp.take_along_axis(keys, seed[:, None, None], axis=1)[:, 0]
         distance = squares - 2 * EINSUM("nsh,nh->ns", keys, key)  # less the seed's own square, alike for all
         distance = jnp.where(taken, jnp.inf, jnp.where(late > 0, FAR * late, distance))
-        chosen = top_k(-distance, group)[1]
+        chosen = lax.top_k(-distance, group)[1]
         rows = jnp.arange(len(keys))[:, None]
         return taken.at[rows, chosen].set(True), chosen
 

@@ -1,23 +1,66 @@
-"""Top-k, in the form each version of JAX compiles best."""
+"""Which values are the largest: by sorting on CPU, elsewhere by counting those that are larger.
+
+An accelerator sorts a thousand numbers in many dependent steps, and counts them in one. Of equal values the first is larger.
+"""
 
 from __future__ import annotations
 
-import inspect
+import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-
-# From JAX 0.11 on the GPU takes its selection kernel only where ties may fall either way; a full sort otherwise.
-_UNSTABLE = {"is_stable": False} if "is_stable" in inspect.signature(lax.top_k).parameters else {}
-# Before 0.11 XLA:GPU selects without a sort only if told to; an option that later compilers do not know.
-GPU_OPTIONS = {} if _UNSTABLE else {"xla_gpu_experimental_use_raft_select_k": True}
+from jaxtyping import Array, Bool, Float, Int
 
 
-def compiler_options() -> dict[str, bool]:
-    """Returns the options that a program with `top_k` is to be compiled with on this platform."""
-    return GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+def best(worth: Float[Array, "*R n"], wanted: int) -> tuple[Int[Array, "*R wanted"], Bool[Array, "*R n"]]:
+    """Returns the indices of the `wanted` largest values, largest first, and which values they are."""
+    return lax.platform_dependent(
+        worth, cpu=functools.partial(_best_sorted, wanted=wanted), default=functools.partial(_best_counted, wanted=wanted)
+    )
 
 
-def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the `k` largest values along the last axis and their indices, largest first."""
-    return lax.top_k(x, k, **_UNSTABLE)
+def largest(worth: Float[Array, "R n"], room: Int[Array, " R"], *, most: int) -> Bool[Array, "R n"]:
+    """Returns which values are the `room` largest of their row; `room` is at most `most`."""
+    return lax.platform_dependent(
+        worth, room, cpu=functools.partial(_largest_sorted, most=min(most, worth.shape[-1])), default=_largest_counted
+    )
+
+
+def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R n"]:
+    """Returns which of `size` values the indices name."""
+    values = jnp.arange(size, dtype=jnp.int32).reshape(*(1,) * (indices.ndim - 1), size, 1)
+    return (values == indices[..., None, :]).any(-1)
+
+
+def _best_sorted(worth: jax.Array, *, wanted: int) -> tuple[jax.Array, jax.Array]:
+    indices = lax.top_k(worth, wanted)[1]
+    return indices, chosen(indices, worth.shape[-1])
+
+
+def _best_counted(worth: jax.Array, *, wanted: int) -> tuple[jax.Array, jax.Array]:
+    rank, size = _ranks(worth), worth.shape[-1]
+    numbers = jnp.arange(size, dtype=jnp.int32).reshape(*(1,) * (worth.ndim - 1), 1, size)
+    places = jnp.arange(wanted, dtype=jnp.int32).reshape(*(1,) * (worth.ndim - 1), wanted, 1)
+    indices = jnp.where(rank[..., None, :] == places, numbers, 0).sum(-1)
+    # NaN shares its rank: the sum may then lie past the end, and is an address later.
+    return jnp.minimum(indices, size - 1), rank < wanted
+
+
+def _largest_sorted(worth: jax.Array, room: jax.Array, *, most: int) -> jax.Array:
+    rows = jnp.arange(len(worth))[:, None]
+    fits = jnp.arange(most)[None, :] < room[:, None]
+    return jnp.zeros(worth.shape, bool).at[rows, lax.top_k(worth, most)[1]].set(fits)
+
+
+def _largest_counted(worth: jax.Array, room: jax.Array) -> jax.Array:
+    return _ranks(worth) < room[:, None]
+
+
+def _ranks(worth: jax.Array) -> jax.Array:
+    """Returns how many values of a row are larger than each, i32[*R, n]."""
+    own, other = worth[..., :, None], worth[..., None, :]
+    size = worth.shape[-1]
+    before = jnp.arange(size)[None, :] < jnp.arange(size)[:, None]
+    before = before.reshape(*(1,) * (worth.ndim - 1), size, size)
+    return ((other > own) | ((other == own) & before)).sum(-1, dtype=jnp.int32)

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.ops.digests import Digests, Score, Vectors, merge, put, score, weighted
-from icejax.ops.topk import top_k
+from icejax.ops.topk import best, chosen
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
 Group = Literal["sum", "max", "interleave"]
+EVEN = 64  # the highest level has whole 64s of nodes: XLA:GPU then fuses what it joins of them into the products
 TOP = 2304  # nodes of the highest level, all of which are scored: 32,768 tokens and 4,096 new ones
 
 
@@ -50,9 +51,10 @@ def build(pages: Digests) -> tuple[Digests, ...]:
     """Returns the digests of pages and of every level above them, highest last."""
     levels = [pages]
     for _ in range(num_levels(pages.count.shape[-1])):
-        levels[-1] = _padded(levels[-1])  # here once, so that no step pads
+        levels[-1] = _padded(levels[-1], FAN_OUT)  # here once, so that no step pads
         levels.append(merge(_families(levels[-1])))
-    return tuple(levels)
+    many = levels[-1].count.shape[-1] > 8 * EVEN  # few cost little, and would become far more
+    return (*levels[:-1], _padded(levels[-1], EVEN)) if many else tuple(levels)
 
 
 def lineage(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
@@ -123,15 +125,16 @@ def walk(
         if path is None:
             estimates = estimates if guess is None else score(guess, candidates, rule)[0]
             wanted = min(selected if below is None else opened, estimates.shape[-1])
-            found.append(top_k(jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf), wanted)[1])
+            indices, taken = best(jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf), wanted)
         else:
-            found.append(path[len(found)])
-        chosen = found[-1]
+            indices = path[len(found)]
+            taken = chosen(indices, scores.shape[-1])
+        found.append(indices)
+        rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates.value))
         if below is None:
             break
-        rest.append((without(scores, chosen), candidates.value))
-        nodes = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
-        filled = jnp.take_along_axis(candidates.count, chosen, axis=-1) > 0
+        nodes = indices if ids is None else jnp.take_along_axis(ids, indices, axis=-1)
+        filled = jnp.take_along_axis(candidates.count, indices, axis=-1) > 0
         nodes = jnp.where(filled, nodes, 0)  # an empty node may lie past the last family
         opened_nodes = jax.tree.map(lambda x, n=nodes: _rows(x, n), _families(below))
         opened_nodes = dataclasses.replace(opened_nodes, count=jnp.where(filled[..., None], opened_nodes.count, 0))
@@ -139,13 +142,12 @@ def walk(
         ids = (nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]).reshape(
             *nodes.shape[:2], -1
         )
-    counts = jnp.take_along_axis(candidates.count, chosen, axis=-1)
-    page_ids = chosen if ids is None else jnp.take_along_axis(ids, chosen, axis=-1)
+    counts = jnp.take_along_axis(candidates.count, indices, axis=-1)
+    page_ids = indices if ids is None else jnp.take_along_axis(ids, indices, axis=-1)
     page_ids = jnp.where(counts > 0, page_ids, 0)  # an empty one may lie past the last page
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         return Selection(page_ids, counts, jnp.zeros(q.shape), empty, tuple(found))
-    rest.append((without(scores, jnp.where(counts > 0, chosen, scores.shape[-1])), candidates.value))
     return Selection(page_ids, counts, *tail_of(rest), tuple(found))
 
 
@@ -163,25 +165,18 @@ def _worth(scores: Float[Array, "B K G P"], group: Group, wanted: int) -> Float[
     """Returns what nodes are worth to a KV head, of which `wanted` are to be chosen; safe where all are empty."""
     if group == "interleave":
         batch, heads, size, nodes = scores.shape
-        best = top_k(scores, wanted)[1].reshape(batch * heads, -1)
+        first = best(scores, wanted)[0].reshape(batch * heads, -1)
         turns = (jnp.arange(wanted)[None, :] * size + jnp.arange(size)[:, None]).reshape(1, -1)
-        worth = jnp.full((batch * heads, nodes), -jnp.inf, jnp.float32).at[jnp.arange(batch * heads)[:, None], best]
+        worth = jnp.full((batch * heads, nodes), -jnp.inf, jnp.float32).at[jnp.arange(batch * heads)[:, None], first]
         return worth.max(-turns.astype(jnp.float32)).reshape(batch, heads, nodes)
     # Rows and heads in one axis, and an axis less for XLA:CPU to reduce over, in a tenth of the time.
     shares = jax.nn.softmax(jnp.maximum(scores, -1e30).reshape(-1, *scores.shape[2:]), axis=-1)
     return (shares.sum(1) if group == "sum" else shares.max(1)).reshape(*scores.shape[:2], -1)
 
 
-def without(scores: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Returns the scores with -inf at `chosen` [B, K, M]; indices past the end choose nothing."""
-    nodes = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    taken = (nodes[None, None, None, :] == chosen[..., None]).any(2)
-    return jnp.where(taken[:, :, None, :], -jnp.inf, scores)
-
-
-def _padded(digests: Digests) -> Digests:
-    """Returns the level filled up with empty nodes to whole families."""
-    missing = -digests.count.shape[-1] % FAN_OUT
+def _padded(digests: Digests, whole: int) -> Digests:
+    """Returns the level filled up with empty nodes to a multiple of `whole`."""
+    missing = -digests.count.shape[-1] % whole
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)), digests)
 
 

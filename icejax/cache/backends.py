@@ -1,0 +1,117 @@
+"""Ways of reading pages of a table uint[R, 2, rows, H] in host memory inside a program: keys and values, apart.
+
+Apart, because to part them later would copy them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import compute_on as compute_on_module
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+Pages = tuple[jax.Array, jax.Array]  # uint[n, rows, H]
+# Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
+_compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
+STARTED = 16  # copies that XLA:TPU starts before it awaits the first
+MOST_LOADED = 4096  # elements that a GPU program holds in registers at once
+
+
+def _halves(read: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], Pages]:
+    """Returns a way of reading pages from one of reading rows of a table uint[2 R, rows, H]."""
+
+    def both(table: jax.Array, pages: jax.Array) -> Pages:
+        flat = table.reshape(-1, *table.shape[2:])
+        return read(flat, 2 * pages), read(flat, 2 * pages + 1)
+
+    return both
+
+
+def _take(table: jax.Array, index: jax.Array) -> jax.Array:
+    kept = tuple(range(1, table.ndim))
+    numbers = lax.GatherDimensionNumbers(offset_dims=kept, collapsed_slice_dims=(0,), start_index_map=(0,))
+    return lax.gather(table, index, numbers, (1, *table.shape[1:]), mode="promise_in_bounds")
+
+
+def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:
+    # Indices go to host memory too: a primitive takes its operands from one memory space.
+    return jax.device_put(_take(table, jax.device_put(rows[:, None], HOST)), DEVICE)
+
+
+def _gather_flat(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """On CPU a gather of [p, H] takes many times as long; on CUDA this one does not compile for pages of int8."""
+    return _gather(table.reshape(len(table), -1), rows).reshape(len(rows), *table.shape[1:])
+
+
+def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
+    run = _compute_on(_take, compute_type="device_host", out_memory_spaces=DEVICE)
+    return run(table, jax.device_put(rows[:, None], HOST))
+
+
+def _slices(table: jax.Array, pages: jax.Array) -> Pages:
+    def one(_: None, page: jax.Array) -> tuple[None, Pages]:
+        both = jax.device_put(lax.dynamic_slice_in_dim(table, page, 1, axis=0), DEVICE)
+        return None, (both[0, 0], both[0, 1])
+
+    return lax.scan(one, None, pages, unroll=min(STARTED, len(pages)))[1]
+
+
+def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None) -> Pages:
+    """A kernel that loads pages through the GPU's unified addresses, a page per program; those not `wanted` are zero."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    width = math.prod(table.shape[2:])
+    flat = table.reshape(-1, width)
+    wanted = jnp.ones(pages.shape, bool) if wanted is None else wanted
+
+    def copy(pages_ref, wanted_ref, table_ref, k_ref, v_ref) -> None:
+        row, there = 2 * pages_ref[pl.program_id(0)], wanted_ref[pl.program_id(0)] != 0
+
+        @pl.when(there)
+        def load() -> None:
+            for columns in _parts(width):
+                k_ref[0, columns], v_ref[0, columns] = table_ref[row, columns], table_ref[row + 1, columns]
+
+        @pl.when(~there)
+        def clear() -> None:
+            for columns in _parts(width):
+                k_ref[0, columns] = v_ref[0, columns] = jnp.zeros(columns.size, table.dtype)
+
+    whole = [pl.BlockSpec(x.shape, lambda i, n=x.ndim: (0,) * n) for x in (pages, wanted, flat)]
+    copied = pl.pallas_call(
+        copy,
+        grid=(len(pages),),
+        in_specs=whole,
+        out_specs=[pl.BlockSpec((1, width), lambda i: (i, 0))] * 2,
+        out_shape=[jax.ShapeDtypeStruct((len(pages), width), table.dtype)] * 2,
+        compiler_params=triton.CompilerParams(num_warps=4),
+    )(pages, wanted.astype(jnp.int32), flat)
+    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in copied)
+
+
+def _parts(width: int) -> list:
+    """Returns slices that make up `width` columns; each has a power of two of them, as Triton's loads do."""
+    from jax.experimental import pallas as pl
+
+    parts, at = [], 0
+    while at < width:
+        size = min(MOST_LOADED, 1 << ((width - at).bit_length() - 1))
+        parts.append(pl.ds(at, size))
+        at += size
+    return parts
+
+
+BACKENDS: dict[str, Callable[[jax.Array, jax.Array], Pages]] = {
+    "gather": _halves(_gather),
+    "gather_flat": _halves(_gather_flat),
+    "host_compute": _halves(_host_compute),
+    "slices": _slices,
+    "triton": _triton,
+}
+# Those that can be told which pages are wanted, and read no others.
+CHOOSING: dict[str, Callable[[jax.Array, jax.Array, jax.Array], Pages]] = {"triton": _triton}

@@ -1,0 +1,109 @@
+"""What runs on an accelerator gives what the CPU's forms give: each against numpy, and a whole text."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas
+
+import icejax
+from icejax import inference
+from icejax.cache import backends, fetch, policy
+from icejax.ops import attention, topk
+from tests import tolerances
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The forms of a GPU, on the CPU: its kernels are interpreted."""
+
+    def chosen(*args, default=None, **forms):
+        return forms.get("cuda", default)(*args)
+
+    monkeypatch.setattr(lax, "platform_dependent", chosen)
+    monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
+    monkeypatch.setattr(fetch, "ORDER", {"cpu": ("triton",)})
+    monkeypatch.setattr(fetch, "APART", ())
+    caches = (inference._programs, fetch.fetch_backend)
+    for cache in caches:
+        cache.cache_clear()
+    jax.clear_caches()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+    jax.clear_caches()
+
+
+def ties(rows: int, size: int) -> np.ndarray:
+    """Values of which many are equal, some -inf."""
+    worth = np.random.default_rng(size).integers(0, 7, (rows, size)).astype(np.float32)
+    return np.where(worth == 0, -np.inf, worth)
+
+
+@pytest.mark.parametrize("form", [topk._best_counted, topk._best_sorted], ids=["counted", "sorted"])
+@pytest.mark.parametrize(("size", "wanted"), [(40, 11), (9, 9), (1, 1)])
+def test_the_best_are_the_first_of_a_stable_sort(form, size, wanted):
+    worth = ties(6, size)
+    expected = np.argsort(-worth, axis=-1, kind="stable")[:, :wanted]
+    indices, taken = form(jnp.asarray(worth).reshape(2, 3, size), wanted=wanted)
+    np.testing.assert_array_equal(np.asarray(indices).reshape(6, wanted), expected)
+    np.testing.assert_array_equal(np.flatnonzero(np.asarray(taken).reshape(6, size)[4]), np.sort(expected[4]))
+
+
+def test_indices_of_values_that_are_no_numbers_stay_inside():
+    worth = jnp.full((2, 30), jnp.nan)
+    assert int(topk._best_counted(worth, wanted=5)[0].max()) < 30
+
+
+def test_the_largest_are_as_many_as_there_is_room():
+    worth, room = ties(4, 50), np.asarray([0, 3, 17, 20], np.int32)
+    rank = np.argsort(np.argsort(-worth, axis=-1, kind="stable"), axis=-1)
+    for found in (topk._largest_counted(worth, room), topk._largest_sorted(jnp.asarray(worth), room, most=20)):
+        np.testing.assert_array_equal(np.asarray(found), rank < room[:, None])
+
+
+@pytest.mark.parametrize("form", ["by row", "scattered"])
+def test_a_token_lands_in_its_row_s_slot(form, request):
+    if form == "scattered":
+        request.getfixturevalue("on_gpu")
+    rng = np.random.default_rng(0)
+    buffer, new, slot = rng.random((6, 5, 4)), rng.random((3, 2, 4)), np.asarray([4, 0, 2])
+    expected = buffer.copy()
+    for row in range(3):
+        expected[2 * row : 2 * row + 2, slot[row]] = new[row]
+    found = policy.append(*(jnp.asarray(x, "float32") for x in (buffer, new)), jnp.asarray(slot, jnp.int32))
+    np.testing.assert_array_equal(np.asarray(found), expected.astype(np.float32))
+
+
+def test_products_are_the_same_whichever_comes_first(on_gpu):
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal(shape, np.float32) for shape in ((3, 2, 4, 16), (3, 2, 9, 16)))
+    for found in (attention.products(jnp.asarray(q), jnp.asarray(k)), attention._keys_first(jnp.asarray(q), jnp.asarray(k))):
+        np.testing.assert_allclose(np.asarray(found), q @ k.swapaxes(2, 3), atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize(("dtype", "height", "size"), [("uint16", 16, 32), ("uint32", 4, 8), ("uint8", 18, 128)])
+def test_the_kernel_copies_whole_pages_and_none_that_is_not_wanted(on_gpu, dtype, height, size):
+    """18 rows of 128 bytes are no power of two."""
+    table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (9, 2, height, size), dtype=dtype)
+    pages, wanted = np.asarray([8, 0, 3, 3]), np.asarray([True, False, False, True])
+    k, v = backends._triton(jnp.asarray(table), jnp.asarray(pages, jnp.int32), jnp.asarray(wanted))
+    for found, part in ((k, 0), (v, 1)):
+        np.testing.assert_array_equal(np.asarray(found), np.where(wanted[:, None, None], table[pages, part], 0))
+    assert sum(part.size for part in backends._parts(height * size)) == height * size
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": True, "page_dtype": "int8"}], ids=str)
+def test_a_text_is_the_same(request, bundled, options):
+    """One row ends before the other; a page leaves the window."""
+    model, tokenizer = bundled
+    texts = ("Once upon a time there was a lighthouse. " * 12, "One more time. " * 30)
+    prompts = [icejax.Request(prompt=text, max_new_tokens=limit) for text, limit in zip(texts, (4, 14), strict=True)]
+    asked = dict(cache=icejax.Clustered(budget=64, page_size=8, **options))
+    expected = [row.token_ids for row in icejax.generate(model, tokenizer, prompts, **asked)]
+    request.getfixturevalue("on_gpu")
+    found = [row.token_ids for row in icejax.generate(model, tokenizer, prompts, **asked)]
+    assert found == expected and [len(ids) for ids in found] == [4, 14]

@@ -1,0 +1,110 @@
+"""A backend is tried in a process of its own: what it found is told, kept, and never taken for another machine's."""
+
+import json
+import sys
+
+import pytest
+
+from icejax.cache import fetch, probe
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with one GPU, whose child process is what `tried.child` says."""
+    (tmp_path / "gpus" / "0").mkdir(parents=True)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX 580.1\nGCC version: 12\n")
+    (tmp_path / "gpus" / "0" / "information").write_text("Model: \t H200\nIRQ: 7\n")
+    monkeypatch.setattr(probe, "DRIVER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def child(program: str) -> None:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    return tmp_path, child
+
+
+def kept(folder) -> dict:
+    return json.loads((folder / "cache" / "icejax" / "fetch.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("program", "fault", "lasting"),
+    [
+        ("echo noise; echo 'found: [\"gpu\", null]'", None, True),
+        ('echo \'found: ["gpu", "brings wrong bits"]\'', "brings wrong bits", True),
+        ("kill -SEGV $$", "fails: the process that tries it ended with status -11", True),
+        ('echo \'found: ["gpu", "fails: RESOURCE_EXHAUSTED: x"]\'', "fails: RESOURCE_EXHAUSTED: x", False),
+        ('echo \'found: ["cpu", "fails: no GPU"]\'', "fails: no GPU", False),
+        ("exit 0", "fails: the process that tries it ended with status 0", False),
+    ],
+)
+def test_what_a_process_of_its_own_finds_is_kept_if_it_will_last(machine, program, fault, lasting):
+    folder, child = machine
+    child(program)
+    assert probe.found("triton") == fault
+    assert not lasting or list(kept(folder).values()) == [fault]
+    child("exit 3")
+    assert probe.found("triton") == (fault if lasting else "fails: the process that tries it ended with status 3")
+
+
+def test_another_driver_is_tried_anew(machine):
+    folder, child = machine
+    child("echo 'found: [\"gpu\", null]'")
+    assert probe.found("triton") is None
+    (folder / "version").write_text("NVRM version: NVIDIA UNIX 581.0\n")
+    child("kill -ABRT $$")
+    assert probe.found("triton") == "fails: the process that tries it ended with status -6"
+    assert len(kept(folder)) == 2
+
+
+def test_one_that_hangs_is_ended_and_tried_again(machine, monkeypatch):
+    folder, child = machine
+    monkeypatch.setattr(probe, "SECONDS", 0.2)
+    child("exec sleep 60")
+    assert probe.found("triton") == "is not ready in 0.2 s"
+    assert not (folder / "cache").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 3}', "\xff"])
+def test_a_file_that_holds_no_results_is_written_anew(machine, text):
+    folder, child = machine
+    (folder / "cache" / "icejax").mkdir(parents=True)
+    (folder / "cache" / "icejax" / "fetch.json").write_bytes(text.encode("latin-1"))
+    child("echo 'found: [\"gpu\", null]'")
+    assert probe.found("triton") is None and list(kept(folder).values()) == [None]
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_another_try(machine):
+    folder, child = machine
+    (folder / "cache").write_text("a file")
+    child("echo 'found: [\"gpu\", null]'")
+    assert probe.found("triton") is None
+
+
+def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machine, monkeypatch):
+    tried = []
+    monkeypatch.setattr(probe, "found", tried.append)
+    monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: False)
+    probe.ahead(["triton"])  # the suite is for the CPU alone
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    probe.ahead(["triton"])
+    assert tried == ["triton"]
+    monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: True)
+    probe.ahead(["triton"])
+    monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: False)
+    (machine[0] / "version").unlink()
+    (machine[0] / "gpus" / "0" / "information").unlink()
+    probe.ahead(["triton"])
+    assert tried == ["triton"]
+
+
+def test_the_process_tells_what_is_wrong_here(monkeypatch, tmp_path):
+    """Triton compiles for no CPU; a backend that does is exact. Of a GPU that says nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert probe.found("triton").startswith("fails: ")
+    monkeypatch.setattr(fetch, "APART", ("slices",))
+    assert fetch.fault("slices") is None
+    assert not list(tmp_path.iterdir())
