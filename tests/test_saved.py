@@ -128,8 +128,8 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
 LIES = {
     "no version": (lambda f: f.pop("version"), "was saved by an older icejax: begin a new session in another folder"),
     "older": (lambda f: f.update(version=2), "was saved by an older icejax: begin a new session in another folder"),
-    "newer": (lambda f: f.update(version=4), "was saved by a newer icejax: use that, or another folder"),
-    "version of text": (lambda f: f.update(version="3"), "damaged session"),
+    "newer": (lambda f: f.update(version=saved.VERSION + 1), "was saved by a newer icejax: use that, or another folder"),
+    "version of text": (lambda f: f.update(version=str(saved.VERSION)), "damaged session"),
     "tokens that are not there": (lambda f: f.update(tokens=f["tokens"] + 1), "arrays has .* bytes, expected"),
     "a context of 10^12 tokens": (lambda f: f.update(context_length=10**12), "room for 1000000000000 do not fit"),
     "10^12 tokens": (lambda f: f.update(tokens=10**12), "1000000000000 in all"),
@@ -212,7 +212,7 @@ BROKEN = {
     "a file": (lambda f: shutil.rmtree(f) or f.touch(), "is no session"),
     "deep": (lambda f: (f / saved.ABOUT).write_text("[" * 10**6), "session.json is no JSON"),
     "deep in a field": (
-        lambda f: (f / saved.ABOUT).write_text('{"version": 3, "identity": ' + "[" * 900 + "]" * 900 + "}"), "damaged session"),
+        lambda f: (f / saved.ABOUT).write_text(f'{{"version": {saved.VERSION}, "identity": ' + "[" * 900 + "]" * 900 + "}"), "damaged session"),
     "a list": (lambda f: (f / saved.ABOUT).write_text("[]"), "holds no object"),
     "a number": (lambda f: (f / saved.ABOUT).write_text('{"version": ' + "9" * 10**5 + "}"), "is no JSON"),
     "no text": (lambda f: (f / saved.ABOUT).write_bytes(b"\xff\xfe"), "is no JSON"),
