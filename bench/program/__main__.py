@@ -1,0 +1,100 @@
+"""What a decode step compiles to on a device that is not there: ``python -m bench.program --target h200 --context 131072``.
+
+One JSON line per program: kernels, graph launches, copies from and to the host, sorts and selections, what blocks the host,
+bytes by named scope, memory, copies of the pool; and an estimate of the milliseconds with the least they could be. Tables, and
+the assumptions behind the estimate, go to stderr. `--target`, `--context`, `--batch` and `--cache` take lists. Nothing runs on
+a device and no array of a cache's size is made; the compilers are those of ``pip install -e '.[aot]'``, for jax 0.10.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import sys
+
+import jax
+from rich.console import Console
+
+from bench import shapes
+from bench.program import compile, estimate, report, targets
+from icejax.cache.options import cache_options, make_policy
+from icejax.errors import InputError
+from icejax.ranges import whole
+
+
+def rows(arguments: argparse.Namespace):
+    """Yields a row per program; of one that does not fit, or does not compile, the reason."""
+    options = cache_options(arguments.cache_option)
+    flags = dict(_pair(text) for text in arguments.flag)
+    named = [targets.target(name) for name in arguments.target.split(",")]
+    policies = {name: make_policy(name, options if name == "clustered" else {}) for name in arguments.cache.split(",")}
+    contexts, batches = _numbers("--context", arguments.context), _numbers("--batch", arguments.batch)
+    for target in named:
+        compile.check_compiler(target)
+    model = compile.abstract_model(arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
+    for target, context, batch, (cache, policy) in itertools.product(named, contexts, batches, policies.items()):
+        what = dict(target=target.name, shape=arguments.shape, layers=model.config.num_hidden_layers, dtype=arguments.dtype)
+        what |= dict(context=context, batch=batch, cache=cache, options=options if cache == "clustered" else {}, flags=flags)
+        sizes = dict(batch=batch, context=context, new_tokens=arguments.new_tokens, backend=arguments.fetch_backend)
+        step = compile.decode_step(model, policy, target, **sizes)
+        compile.check_compiler(target, step.plan.fetch_backend)
+        yield what | dict(backend=step.plan.fetch_backend) | report.row(target, step, flags) | versions(target)
+
+
+def versions(target: targets.Target) -> dict[str, str]:
+    """Returns the versions of what compiled."""
+    plugin = "jax-cuda12-plugin" if target.platform == "gpu" else "libtpu"
+    return dict(jax=jax.__version__, plugin=f"{plugin} {importlib.metadata.version(plugin)}")
+
+
+def _pair(text: str) -> tuple[str, str | bool]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise InputError(f"--flag must be NAME=VALUE, got {text!r}")
+    return name, {"true": True, "false": False}.get(value.lower(), value)  # XLA takes no text for these
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
+    return [whole(option, number, least=1, most=2**30) for number in found]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.program", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h200", help=f"comma-separated, of {', '.join(targets.TARGETS)}")
+    parser.add_argument("--shape", choices=shapes.NAMES, default="llama-3.1-8b", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, help="of the shape")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--context", default="131072", help="tokens, comma-separated (default: %(default)s)")
+    parser.add_argument("--batch", default="1", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--cache", default="clustered", help="comma-separated, of the cache's names (default: %(default)s)")
+    parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="of clustered; repeatable")
+    parser.add_argument("--new-tokens", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--fetch-backend", metavar="NAME", help="default: what that platform would take first")
+    parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="a compiler option; repeatable")
+    arguments = parser.parse_args(argv)
+    compile.without_devices()
+    found = []
+    try:
+        for row in rows(arguments):
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    console = Console(stderr=True, width=170)
+    for table in report.tables(found):
+        console.print(table)
+    for name in dict.fromkeys(row["target"] for row in found):
+        concurrent = any(row.get("concurrent") for row in found if row["target"] == name)
+        lines = estimate.reasons(targets.TARGETS[name], concurrent=concurrent)
+        console.print(f"{name}, low / mid / high: {'; '.join(lines)}.", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Compiles a decode step for a device that is not there, of a model and a cache of which no array is made.
+
+Needs the compilers: ``pip install -e '.[aot]'``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax._src.lib import xla_client
+
+from bench import shapes
+from bench.program.targets import Target
+from icejax import compiler, inference
+from icejax.cache.encoding import bits_dtype
+from icejax.cache.fetch import BACKENDS
+from icejax.cache.policy import CachePolicy, KVCache, Lengths
+from icejax.errors import InputError, meant
+from icejax.models import CausalLM, family
+from icejax.plan import Plan, make_plan
+from icejax.sampling import Sampling
+
+PLUGINS = dict(gpu="jax_cuda12_plugin", tpu="libtpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step that is yet to be compiled.
+
+    Attributes:
+        program: the jitted function.
+        arguments: what it is traced with: weights, state and pool, all abstract.
+        leaves: the paths of the weights, as the program numbers them.
+    """
+
+    plan: Plan
+    program: Any
+    arguments: tuple
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program.
+
+    Attributes:
+        hlo: the optimized program.
+        thunks: what XLA:GPU launches, in order, as it dumps it; empty for a TPU.
+        thunk_names: which instruction each of them is, likewise.
+        memory: XLA's account of it.
+        options: what it was compiled with.
+    """
+
+    hlo: str
+    thunks: str
+    thunk_names: str
+    memory: Any
+    options: dict[str, Any]
+
+
+def without_devices() -> None:
+    """Keeps JAX from looking for devices: there is no driver to ask, and no metadata server."""
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    jax.config.update("jax_platforms", "cpu")
+
+
+def abstract_model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
+    """Returns the model of a shape, with shapes for arrays."""
+    raw = shapes.raw_config(name, layers=layers)
+    return nnx.eval_shape(lambda: CausalLM(family(raw).read_config(raw), dtype=dtype))
+
+
+def abstract_state(plan: Plan) -> inference.DecodeState:
+    """Returns the state of a decode step, with shapes for arrays."""
+    batch = plan.spec.batch_size
+
+    def empty() -> inference.DecodeState:
+        none = jnp.zeros(batch, jnp.int32)
+        layers = tuple(policy.init(plan.spec) for policy in plan.policies)
+        cache = KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0)))
+        return inference.DecodeState(cache, none, none > 0, inference.row_keys([(0, i) for i in range(batch)]), None)
+
+    return jax.eval_shape(empty)
+
+
+def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
+    """Returns the pool's shape in host memory; None without one."""
+    if plan.pool_shape is None:
+        return None
+    # Of the shardings only a named one brings its memory into a trace.
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:1]), ("device",))
+    pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(plan.pool_shape, bits_dtype(plan.pool_dtype), sharding=pinned)
+
+
+def decode_step(
+    model: CausalLM, policy: CachePolicy, target: Target, *, batch: int, context: int, new_tokens: int, backend: str | None
+) -> Step:
+    """Returns the decode step behind a prompt of `context` tokens.
+
+    Args:
+        backend: how the pool is read; None: as it would be on that platform.
+
+    Raises:
+        InputError: there is no such backend, or the policy needs what the platform does not have.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise InputError(f"--fetch-backend must be of {', '.join(BACKENDS)}, got {backend!r}{meant(backend, BACKENDS)}")
+    graph, weights = nnx.split(model)
+    leaves, tree = jax.tree.flatten(weights)
+    sizes = dict(batch_size=batch, prompt_tokens=context, new_tokens=new_tokens)
+    plan = make_plan(model, policy, Sampling(), platform=target.platform, **sizes)
+    if backend is not None and plan.pooled:
+        plan = dataclasses.replace(plan, fetch_backend=backend)
+    paths = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
+    flat = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    program = inference._programs(graph, tree, plan)[0]
+    return Step(plan, program, (flat, abstract_state(plan), abstract_pool(plan)), paths)
+
+
+def nbytes(arrays: Any) -> int:
+    """Returns the bytes of all arrays in a tree; random keys count as nothing."""
+    kept = (x for x in jax.tree.leaves(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
+
+
+def check_compiler(target: Target, backend: str = "") -> None:
+    """Raises InputError if this environment cannot compile for the target."""
+    if importlib.util.find_spec(PLUGINS[target.platform]) is None:
+        raise InputError(f"compiling for {target.name} needs {PLUGINS[target.platform]}: pip install -e '.[aot]'")
+    if backend == "triton" and jax.__version_info__ >= (0, 11):
+        raise InputError(
+            f"jax {jax.__version__} compiles no Triton kernel without a GPU: "
+            "use jax 0.10.2 (pip install 'jax==0.10.2' -e '.[aot]') or another --fetch-backend"
+        )
+
+
+def compile_for(target: Target, program: Any, arguments: tuple, flags: dict[str, str | bool] | None = None) -> Compiled:
+    """Returns a program compiled for the target, with `flags` in place of, and besides, the options of its decode step.
+
+    Raises:
+        InputError: the compiler is not there, or does not know a flag.
+        jax.errors.JaxRuntimeError: the program does not compile.
+    """
+    check_compiler(target)
+    device = target.device()
+    lowered = program.trace(*arguments).lower(lowering_platforms=(target.lowering,)).compiler_ir("stablehlo")
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
+    chosen = compiler.options(target.platform) | (flags or {})
+    if target.platform == "gpu":  # autotuning would need the device
+        chosen = {"xla_gpu_autotune_level": "0"} | chosen
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder} if target.platform == "gpu" else {}
+        options.env_option_overrides = list((chosen | dump).items())
+        try:
+            made = device.client.compile(lowered, xla_client.DeviceList((device,)), options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" in str(error) or "While setting option" in str(error):
+                raise InputError(f"--flag: {str(error).splitlines()[0]}") from None
+            raise
+        names = ("thunk_sequence_after_thunk_passes", "thunk_metadata")
+        texts = ["".join(file.read_text() for file in Path(folder).glob(f"*.{name}.txt")) for name in names]
+    return Compiled(made.hlo_modules()[0].to_string(), *texts, made.get_compiled_memory_stats(), chosen)

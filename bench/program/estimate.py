@@ -1,0 +1,198 @@
+"""How long a step would take on a device that is not there: low, mid and high, by a few constants that are never tuned to a result.
+
+Counts and bytes are facts of the compiler; every time here is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from bench.program.compile import Step, nbytes
+from bench.program.targets import Target
+from bench.program.work import Work
+from icejax.ops.tree import FAN_OUT
+
+LEVELS = ("low", "mid", "high")
+SHARE = 0.9  # of a data sheet's bandwidth that the floor reads weights at
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What things cost, in microseconds, and bytes per microsecond.
+
+    Attributes:
+        kernel: a small kernel, gap included.
+        ramp: what a large one takes beside its bytes.
+        device: of the device's memory.
+        bus: of the bus to the host's memory, in each direction.
+        launch: a graph, or a selection that is in none.
+        copy: a copy to or from the host beside its bytes.
+        stall: a condition, a loop or a call that the host waits for the device for.
+    """
+
+    kernel: float
+    ramp: float
+    device: float
+    bus: float
+    launch: float
+    copy: float
+    stall: float
+
+
+_H200 = (
+    Rates(1.6, 0.8, 3.9e6, 52e3, 1, 12, 10),
+    Rates(2.3, 0.8, 3.4e6, 45e3, 9, 12, 20),
+    Rates(3.2, 0.8, 2.6e6, 38e3, 15, 12, 30),
+)
+
+
+def _scaled(rates: tuple[Rates, ...], *, device: float, bus: float) -> tuple[Rates, ...]:
+    return tuple(replace(x, device=x.device * device, bus=x.bus * bus) for x in rates)
+
+
+def _tpu(bandwidth: float) -> tuple[Rates, ...]:
+    known = zip((0.5, 1.0, 2.0), (0.9, 0.8, 0.7), (25e3, 17e3, 10e3), (2, 3, 4), strict=True)
+    return tuple(Rates(kernel, 0, share * bandwidth, bus, 0, copy, 0) for kernel, share, bus, copy in known)
+
+
+RATES = dict(
+    h200=_H200,
+    h100=_scaled(_H200, device=0.82, bus=1),
+    a100=_scaled(_H200, device=0.5, bus=0.5),
+    v5e=_tpu(819e3),
+    v6e=_tpu(1640e3),
+)
+_GPU_REASONS = (
+    "a kernel takes the larger of its gap and start ({kernel} us, in a graph) and its bytes at the device's rate ({device} TB/s, "
+    "and {ramp} us)",
+    "the bus moves {bus} GB/s each way; of a kernel that reads and writes host memory the busier way counts",
+    "a graph, or a RAFT selection, costs {launch} us to launch",
+    "a copy from or to the host costs {copy} us beside its bytes; what is launched before it is awaited overlaps",
+    "a condition, loop or call that the host waits for costs {stall} us, and a loop of unknown length is counted as one round",
+    "no row has ended, and every page comes from the host (no hits)",
+)
+_TPU_REASONS = (
+    "an operation takes the larger of {kernel} us and its bytes at {device} TB/s",
+    "a round trip of a copy from host memory takes {copy} us; copies under way together share one, and {bus} GB/s",
+    "no row has ended, and every page comes from the host (no hits)",
+)
+
+
+def reasons(target: Target, *, concurrent: bool) -> list[str]:
+    """Returns the assumptions behind the estimate, a sentence each."""
+    rates = RATES[target.name]
+    scale = dict(device=1e-6, bus=1e-3)
+    shown = {}
+    for name in Rates.__dataclass_fields__:
+        values = (f"{getattr(x, name) * scale.get(name, 1):.3g}" for x in rates)
+        shown[name] = " / ".join(dict.fromkeys(values))
+    order = "follow their data, but take no less than all bytes of the graph" if concurrent else "run one after another"
+    last = [f"kernels of a graph {order}"] if target.platform == "gpu" else []
+    return [x.format(**shown) for x in (_GPU_REASONS if target.platform == "gpu" else _TPU_REASONS)] + last
+
+
+@dataclass
+class _Clock:
+    """Where a step is, in microseconds since it began.
+
+    Attributes:
+        bus: when the bus is free.
+        arrive: when copies under way are done, by their pair.
+        done: when the work of a concurrent graph is done, by name.
+    """
+
+    rates: Rates
+    concurrent: bool
+    now: float = 0.0
+    bus: float = 0.0
+    arrive: dict[str, float] = field(default_factory=dict)
+    done: dict[str, float] = field(default_factory=dict)
+
+    def run(self, some: tuple[Work, ...] | list[Work], *, graph: bool = False) -> None:
+        for work in some:
+            self._one(work, graph=graph)
+
+    def _one(self, work: Work, *, graph: bool) -> None:
+        rates = self.rates
+        if work.kind in ("kernel", "select", "copy"):
+            self.now += rates.launch if work.kind == "select" and not graph else 0
+            self.now = self._kernel(work, self.now)
+        elif work.kind == "prefetch":
+            self.now += work.traffic.device / rates.device
+        elif work.kind == "start":
+            self.bus = max(self.bus, self.now) + work.traffic.bus / rates.bus
+            self.arrive[work.pair] = self.bus + rates.copy
+        elif work.kind == "wait":
+            self.now = max(self.now, self.arrive.pop(work.pair, 0.0))
+        elif work.kind == "graph":
+            self.now += rates.launch
+            self._graph(work)
+        elif work.kind == "call":
+            self.now += rates.stall
+        elif work.kind == "branch":
+            self.now += 0 if work.captured else rates.stall
+            self.run(work.inner, graph=graph)
+        elif work.kind == "loop":
+            blocking = not work.captured and work.times is None
+            for _ in range(1 if work.times is None else work.times):
+                self.now += rates.stall if blocking else 0
+                self.run(work.inner, graph=graph)
+
+    def _kernel(self, work: Work, start: float) -> float:
+        """Returns when a kernel is done that may begin at `start`."""
+        moved, rates = work.traffic, self.rates
+        took = max(rates.kernel, moved.device / rates.device + rates.ramp)
+        if not moved.bus:
+            return start + took
+        start = max(start, self.bus)
+        self.bus = start + max(took, moved.bus / rates.bus)
+        return self.bus
+
+    def _graph(self, graph: Work) -> None:
+        if not self.concurrent:
+            return self.run(graph.inner, graph=True)
+        begun = free = self.now
+        self.done.clear()
+        for work in graph.inner:
+            if work.inner:  # what is inside runs alone, and its own graph knows no order
+                self.now = max(self.done.values(), default=free)
+                self._one(work, graph=True)
+                free = self.now
+            else:
+                start = max((self.done[x] for x in work.after if x in self.done), default=free)
+                self.done[work.name] = self._kernel(work, max(start, free))
+        least = sum(x.traffic.device for x in graph.inner) / self.rates.device
+        self.now = max(free, begun + least, *self.done.values())
+
+
+def milliseconds(some: list[Work], rates: Rates, *, concurrent: bool) -> float:
+    """Returns how long a step takes; `concurrent`: whether kernels of a graph follow their data instead of each other."""
+    clock = _Clock(rates, concurrent)
+    clock.run(some)
+    return max(clock.now, *clock.arrive.values(), 0.0) / 1000
+
+
+def floor(target: Target, step: Step) -> dict[str, float]:
+    """Returns the least a step can take, in milliseconds: what it must read on the device, and the pages over the bus.
+
+    Weights, the layers that keep every token, the highest digests and those of the nodes that are opened.
+    """
+    plan, (weights, state, _) = step.plan, step.arguments
+    # A table of embeddings that is not the output's too gives one row.
+    aside = "embed_tokens" if any("lm_head" in path for path in step.leaves) else None
+    device = sum(nbytes(x) for path, x in zip(step.leaves, weights, strict=True) if not aside or aside not in path)
+    pages = 0
+    for i, (policy, layer) in enumerate(zip(plan.policies, state.cache.layers, strict=True)):
+        if i not in plan.pooled:
+            device += nbytes(layer)
+            continue
+        *lower, highest = layer.levels
+        fetched = layer.page_ids.shape[-1]
+        opened = max(policy.opened, 2 * -(-fetched // FAN_OUT)) * FAN_OUT
+        device += nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)
+        page = math.prod(step.arguments[2].shape[4:]) * step.arguments[2].dtype.itemsize
+        pages += math.prod(layer.page_ids.shape) * page
+    best = RATES[target.name][0]
+    found = dict(device_ms=device / (SHARE * target.bandwidth) * 1e3, bus_ms=pages / best.bus / 1e3)
+    return {name: round(value, 2) for name, value in found.items()} | dict(ms=round(max(found.values()), 2))
