@@ -22,9 +22,9 @@ from jax._src.lib import xla_client
 
 from bench import shapes
 from bench.program.targets import Target
-from icejax import compiler, inference
+from icejax import inference
 from icejax.cache.encoding import bits_dtype
-from icejax.cache.fetch import BACKENDS
+from icejax.cache.backends import BACKENDS
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
@@ -59,14 +59,12 @@ class Compiled:
         thunks: what XLA:GPU launches, in order, as it dumps it; empty for a TPU.
         thunk_names: which instruction each of them is, likewise.
         memory: XLA's account of it.
-        options: what it was compiled with.
     """
 
     hlo: str
     thunks: str
     thunk_names: str
     memory: Any
-    options: dict[str, Any]
 
 
 def without_devices() -> None:
@@ -147,31 +145,33 @@ def check_compiler(target: Target, backend: str = "") -> None:
         )
 
 
-def compile_for(target: Target, program: Any, arguments: tuple, flags: dict[str, str | bool] | None = None) -> Compiled:
-    """Returns a program compiled for the target, with `flags` in place of, and besides, the options of its decode step.
+def compile_for(target: Target, program: Any, arguments: tuple, options: dict[str, str | bool]) -> Compiled:
+    """Returns a program compiled for the target.
+
+    Args:
+        options: of the compiler.
 
     Raises:
-        InputError: the compiler is not there, or does not know a flag.
+        InputError: the compiler is not there, or does not know an option.
         jax.errors.JaxRuntimeError: the program does not compile.
     """
     check_compiler(target)
     device = target.device()
     lowered = program.trace(*arguments).lower(lowering_platforms=(target.lowering,)).compiler_ir("stablehlo")
-    options = xla_client.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
-    options.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
-    chosen = compiler.options(target.platform) | (flags or {})
+    made_with = xla_client.CompileOptions()
+    made_with.num_replicas = made_with.num_partitions = 1
+    made_with.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
     if target.platform == "gpu":  # autotuning would need the device
-        chosen = {"xla_gpu_autotune_level": "0"} | chosen
+        options = {"xla_gpu_autotune_level": "0"} | options
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder} if target.platform == "gpu" else {}
-        options.env_option_overrides = list((chosen | dump).items())
+        made_with.env_option_overrides = list((options | dump).items())
         try:
-            made = device.client.compile(lowered, xla_client.DeviceList((device,)), options)
+            made = device.client.compile(lowered, xla_client.DeviceList((device,)), made_with)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" in str(error) or "While setting option" in str(error):
                 raise InputError(f"--flag: {str(error).splitlines()[0]}") from None
             raise
         names = ("thunk_sequence_after_thunk_passes", "thunk_metadata")
         texts = ["".join(file.read_text() for file in Path(folder).glob(f"*.{name}.txt")) for name in names]
-    return Compiled(made.hlo_modules()[0].to_string(), *texts, made.get_compiled_memory_stats(), chosen)
+    return Compiled(made.hlo_modules()[0].to_string(), *texts, made.get_compiled_memory_stats())

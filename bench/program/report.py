@@ -12,6 +12,7 @@ from bench.program import estimate, hlo, thunks, work
 from bench.program.compile import Step, compile_for, nbytes
 from bench.program.targets import Target
 from bench.scopes import scope_of
+from icejax import compiler
 
 _MODE = "xla_gpu_command_buffer_scheduling_mode"
 
@@ -23,14 +24,15 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
     if (need := sizes["weight_bytes"] + sizes["state_bytes"]) > target.memory:
         have = f"the {target.name} has {target.memory / 2**30:.1f}"
         return sizes | dict(left_out=f"weights and cache take {need / 2**30:.1f} GiB on the device, {have}")
+    options = compiler.OPTIONS.get(target.platform, {}) | flags
     try:
-        made = compile_for(target, step.program, step.arguments, flags)
+        made = compile_for(target, step.program, step.arguments, options)
     except jax.errors.JaxRuntimeError as error:
         return sizes | dict(left_out=f"does not compile: {(str(error).splitlines() or [''])[0][:300]}")
     module, scopes = hlo.parse(made.hlo), scope_of(made.hlo, list(step.leaves))
     listed = thunks.parse(made.thunks, made.thunk_names)
     some = work.of_gpu(module, listed, scopes) if target.platform == "gpu" else work.of_tpu(module, scopes)
-    found, concurrent = work.counts(some), str(made.options.get(_MODE)).upper() == "CONCURRENT"
+    found, concurrent = work.counts(some), str(options.get(_MODE)).upper() == "CONCURRENT"
     loops = [(x.times, times) for x, times in work.flat(some) if x.kind == "loop" and any(y.kind == "start" for y in x.inner)]
     memory = made.memory
     return sizes | dict(
