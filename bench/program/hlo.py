@@ -235,8 +235,9 @@ def trips(module: Module, loop: Instruction) -> int | None:
     return int(bound.operands[0]) if bound.opcode == "constant" else None
 
 
-def pool_copies(module: Module, pool: Array) -> list[str]:
-    """Returns the names of the instructions that make an array as large as the pool, of its width."""
+def pool_copies(module: Module, shape: tuple[int, ...], itemsize: int) -> list[str]:
+    """Returns the names of the instructions that make an array of as many numbers, as wide, as the pool's `shape`."""
     given = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
     made = ((x, _target(x)) for x in module.all() if x.opcode not in given)
-    return [x.name for x, array in made if array is not None and array.nbytes == pool.nbytes and array.elements == pool.elements]
+    size = (math.prod(shape), math.prod(shape) * itemsize)
+    return [x.name for x, array in made if array is not None and (array.elements, array.nbytes) == size]

@@ -51,7 +51,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
         scopes=work.by_scope(some),
         temp_bytes=memory.temp_size_in_bytes,
         host_temp_bytes=memory.host_temp_size_in_bytes,
-        pool_copies=hlo.pool_copies(module, hlo.Array(f"u{8 * pool.dtype.itemsize}", pool.shape, hlo.HOST)) if pool is not None else [],
+        pool_copies=hlo.pool_copies(module, pool.shape, pool.dtype.itemsize) if pool is not None else [],
         concurrent=concurrent,
         ms={
             level: round(estimate.milliseconds(some, rates, concurrent=concurrent), 2)
