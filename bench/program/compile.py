@@ -23,8 +23,8 @@ from jax._src.lib import xla_client
 from bench import shapes
 from bench.program.targets import Target
 from icejax import inference
-from icejax.cache.encoding import bits_dtype
 from icejax.cache.backends import BACKENDS
+from icejax.cache.encoding import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
@@ -69,8 +69,7 @@ class Compiled:
 
 def without_devices() -> None:
     """Keeps JAX from looking for devices: there is no driver to ask, and no metadata server."""
-    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     jax.config.update("jax_platforms", "cpu")
 
 

@@ -1,6 +1,6 @@
-"""How long a step would take on a device that is not there: low, mid and high, by a few constants that are never tuned to a result.
+"""How long a step would take on a device that is not there: low, mid and high.
 
-Counts and bytes are facts of the compiler; every time here is an estimate.
+It rests on a few constants, which are never tuned to a result. Counts and bytes are facts of the compiler; every time here is an estimate.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ RATES = dict(
     v6e=_tpu(1640e3),
 )
 _GPU_REASONS = (
-    "a kernel takes the larger of its gap and start ({kernel} us, in a graph) and its bytes at the device's rate ({device} TB/s, "
-    "and {ramp} us)",
+    "a kernel takes the larger of its start in a graph ({kernel} us) and its bytes at the device's rate "
+    "({device} TB/s, and {ramp} us)",
     "the bus moves {bus} GB/s each way; of a kernel that reads and writes host memory the busier way counts",
     "a graph, or a RAFT selection, costs {launch} us to launch",
     "a copy from or to the host costs {copy} us beside its bytes; what is launched before it is awaited overlaps",

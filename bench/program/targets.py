@@ -11,7 +11,8 @@ from icejax.errors import InputError, meant
 
 # What XLA reads of a GPU. Without the versions it takes the driver for one that is too old, and captures less in graphs.
 _GPU = """
-device_description_str: "{name}" platform_name: "CUDA" runtime_version {{ major: 12 minor: 9 }} dnn_version_info {{ major: 9 minor: 7 }}
+device_description_str: "{name}" platform_name: "CUDA"
+runtime_version {{ major: 12 minor: 9 }} dnn_version_info {{ major: 9 minor: 7 }}
 gpu_device_info {{
   driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
   cuda_compute_capability {{ major: {capability} }} core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock}

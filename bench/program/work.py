@@ -1,4 +1,4 @@
-"""What a program has to do, in order: of a GPU its thunks, of a TPU its scheduled instructions, each with its bytes and scope."""
+"""What a program has to do, in order, with bytes and scopes: of a GPU its thunks, of a TPU its scheduled instructions."""
 
 from __future__ import annotations
 
