@@ -28,6 +28,13 @@ STEPS = [
 NAMES = ("prefill", "extend", "flush", "flushed", "compact", "write", "write-pages", "read-pages")
 OTHERS = [(target, name, backend) for target, backend in (("h100", "triton"), ("v5e", "slices")) for name in NAMES]
 
+GRAPHS = (
+    "--context 131072 --batch 1,4,8",
+    "--context 131072 --batch 1,4,8 --cache-option resident=true",
+    "--context 131072 --cache full",
+    "--context 32768 --batch 4,8 --cache full",
+)
+
 
 def said(target: str, *command: str) -> list[dict]:
     """Returns the JSON lines of a command that compiles for a target."""
@@ -68,3 +75,19 @@ def test_other_programs_write_in_place_and_copy_no_pool(case):
         assert found["alias_bytes"] >= found["pool_bytes"] and found["host_temp_bytes"] < found["pool_bytes"] / 100
     else:
         assert not found["pool_copies"] and found["host_temp_bytes"] < found["pool_bytes"] / 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", GRAPHS)
+def test_the_step_of_32_layers_is_one_graph(line):
+    for row in said("h100", "bench.program", "--target", "h100", *line.split()):
+        assert (row["launches"], row["graph_launches"], row["blocking"]) == (1, 1, 0), row
+        assert not row["pool_copies"] and row["layers"] == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_pages_of_a_tpu_come_together(target):
+    line = "--layers 4 --cache-option dense_layers=2 --context 131072"
+    (row,) = said(target, "bench.program", "--target", target, *line.split())
+    assert row["host_copies"] > 0 and not row["serial_waits"] and not row["pool_copies"]

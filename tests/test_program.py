@@ -143,6 +143,7 @@ def test_a_step_is_what_runs_where_no_row_has_ended(module):
     some = work.of_gpu(module, thunks.parse(LISTING, METADATA), scopes)
     expected = dict(graph=1, kernel=3, select=1, branch=1, start=1, wait=1, blocking=1)
     assert work.counts(some) == expected
+    assert work.launches(some) == 4  # a graph, a selection, and of the branch a kernel and a copy
     found = work.by_scope(some)
     assert found["append"] == dict(kernels=1, device_bytes=2 * 8 * 128 * 2, bus_bytes=0)
     # The copy has no scope of its own and takes that of what made its operand.

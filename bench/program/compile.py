@@ -68,8 +68,9 @@ class Compiled:
 
 
 def without_devices() -> None:
-    """Keeps JAX from looking for devices: there is no driver to ask, and no metadata server."""
+    """Keeps JAX from looking for devices: there is no driver to ask, no metadata server, and no TPU for one process alone."""
     os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
 
 

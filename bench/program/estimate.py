@@ -1,6 +1,7 @@
 """How long a step would take on a device that is not there: low, mid and high.
 
-It rests on a few constants, which are never tuned to a result. Counts and bytes are facts of the compiler; every time here is an estimate.
+It rests on a few constants, which are never tuned to a result.
+Counts and bytes are facts of the compiler; every time here is an estimate.
 """
 
 from __future__ import annotations

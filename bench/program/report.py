@@ -37,6 +37,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
     memory = made.memory
     return sizes | dict(
         kernels=found.get("kernel", 0),
+        launches=work.launches(some) if target.platform == "gpu" else 1,
         graph_launches=found.get("graph", 0),
         host_copies=found.get("start", 0),
         serial_waits=work.serial_waits(some),
@@ -64,9 +65,9 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
 def tables(found: list[dict[str, Any]]) -> Iterator[Table]:
     """Yields the table of all rows, and that of bytes by scope."""
     names = ("target", "context", "batch", "cache")
-    counted = ("kernels", "graph_launches", "host_copies", "serial_waits", "sorts", "selections", "blocking")
+    counted = ("kernels", "launches", "graph_launches", "host_copies", "serial_waits", "sorts", "selections", "blocking")
     table = Table(box=None, header_style="bold", padding=(0, 1))
-    for name in (*names, "kernels", "graphs", "host copies", "serial", "sorts", "RAFT", "blocking"):
+    for name in (*names, "kernels", "launches", "graphs", "host copies", "serial", "sorts", "RAFT", "blocking"):
         table.add_column(name, justify="left" if name in ("target", "cache") else "right")
     for name in ("GB device", "MB bus", "MiB temp", "pool copies", "ms low", "mid", "high", "floor"):
         table.add_column(name, justify="right")

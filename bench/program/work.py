@@ -154,6 +154,15 @@ def counts(some: list[Work]) -> dict[str, int]:
     return dict(found)
 
 
+def launches(some: list[Work] | tuple[Work, ...]) -> int:
+    """Returns how many things the host launches in a step of a GPU: graphs, and what is in none."""
+    found = 0
+    for work in some:
+        times = 1 if work.times is None else work.times
+        found += launches(work.inner) * times if work.kind in ("branch", "loop") and not work.captured else work.kind != "wait"
+    return found
+
+
 def by_scope(some: list[Work]) -> dict[str, dict[str, int]]:
     """Returns of every scope the kernels, the bytes moved on the device and those over the bus."""
     found: dict[str, dict[str, int]] = {}
