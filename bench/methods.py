@@ -142,7 +142,7 @@ def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=N
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
-    chosen, taken = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
+    chosen, taken, _ = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
         tail_out, tail_lse = tree.tail_of([(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests)[1]), digests.value)])

@@ -21,7 +21,7 @@ FAULTS = (
     ("cache/encoding.py", "(largest / 127)", "(largest / 100)", "encoding"),
     ("cache/host.py", "missing &= ~self.ended[:, None, None]", "pass", "inference"),
     ("cache/fetch.py", "if not exact:", "if False:", "host"),
-    ("cache/backends.py", "table_ref[row + 1, columns]", "table_ref[row, columns]", "accelerator"),
+    ("cache/backends.py", "2 * pages + 1, wanted", "2 * pages, wanted", "accelerator"),
     ("cache/probe.py", 'platform == "gpu" and', "", "probe"),
     ("cache/full.py", "slot=lengths.seen % state.k.shape[1]", "slot=lengths.seen % (state.k.shape[1] - 1)", "parity"),
     ("cache/clustered.py", "slot = self._fill + lengths.decoded % self.page_size", "slot = self._fill", "policies"),

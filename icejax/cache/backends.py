@@ -61,37 +61,46 @@ def _slices(table: jax.Array, pages: jax.Array) -> Pages:
 
 
 def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None) -> Pages:
-    """A kernel that loads pages through the GPU's unified addresses, a page per program; those not `wanted` are zero."""
+    """Kernels that load pages through the GPU's unified addresses, a page per program; those not `wanted` are zero.
+
+    Values are loaded after keys: on one bus both together would take as long, and the keys have work waiting for them.
+    """
+    flat = table.reshape(2 * len(table), -1)
+    wanted = jnp.ones(pages.shape, jnp.int32) if wanted is None else wanted.astype(jnp.int32)
+    keys = _copied(flat, 2 * pages, wanted)
+    values = _copied(flat, 2 * pages + 1, wanted, keys)
+    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in (keys, values))
+
+
+def _copied(flat: jax.Array, rows: jax.Array, wanted: jax.Array, *before: jax.Array) -> jax.Array:
+    """Returns rows of a table uint[R, n], once `before` is there."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    width = math.prod(table.shape[2:])
-    flat = table.reshape(-1, width)
-    wanted = jnp.ones(pages.shape, bool) if wanted is None else wanted
+    width = flat.shape[1]
 
-    def copy(pages_ref, wanted_ref, table_ref, k_ref, v_ref) -> None:
-        row, there = 2 * pages_ref[pl.program_id(0)], wanted_ref[pl.program_id(0)] != 0
+    def copy(rows_ref, wanted_ref, flat_ref, *refs) -> None:
+        row, there, out_ref = rows_ref[pl.program_id(0)], wanted_ref[pl.program_id(0)] != 0, refs[-1]
 
         @pl.when(there)
         def load() -> None:
             for columns in _parts(width):
-                k_ref[0, columns], v_ref[0, columns] = table_ref[row, columns], table_ref[row + 1, columns]
+                out_ref[0, columns] = flat_ref[row, columns]
 
         @pl.when(~there)
         def clear() -> None:
             for columns in _parts(width):
-                k_ref[0, columns] = v_ref[0, columns] = jnp.zeros(columns.size, table.dtype)
+                out_ref[0, columns] = jnp.zeros(columns.size, flat.dtype)
 
-    whole = [pl.BlockSpec(x.shape, lambda i, n=x.ndim: (0,) * n) for x in (pages, wanted, flat)]
-    copied = pl.pallas_call(
+    operands = (rows, wanted, flat, *before)
+    return pl.pallas_call(
         copy,
-        grid=(len(pages),),
-        in_specs=whole,
-        out_specs=[pl.BlockSpec((1, width), lambda i: (i, 0))] * 2,
-        out_shape=[jax.ShapeDtypeStruct((len(pages), width), table.dtype)] * 2,
+        grid=(len(rows),),
+        in_specs=[pl.BlockSpec(x.shape, lambda i, n=x.ndim: (0,) * n) for x in operands],
+        out_specs=pl.BlockSpec((1, width), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((len(rows), width), flat.dtype),
         compiler_params=triton.CompilerParams(num_warps=4),
-    )(pages, wanted.astype(jnp.int32), flat)
-    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in copied)
+    )(*operands)
 
 
 def _parts(width: int) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, masked_scores, merge_by_lse
@@ -34,6 +35,7 @@ def attend_paged(
     keys, values, mask = resident
     own = masked_scores(q, keys, mask)
     keys, values_paged, slots = pages
+    keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
     found = masked_scores(q, keys.reshape(rows, -1, size), flat)
@@ -55,3 +57,8 @@ def attend_paged(
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
     return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0] if tail else out, weights
+
+
+def _none_waits(*parts):
+    """Returns what it is given; XLA:GPU would compute the rest in one kernel with the keys' scores, when the keys have come."""
+    return lax.optimization_barrier(parts)

@@ -13,11 +13,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
-def best(worth: Float[Array, "*R n"], wanted: int) -> tuple[Int[Array, "*R wanted"], Bool[Array, "*R n"]]:
-    """Returns the indices of the `wanted` largest values, largest first, and which values they are."""
-    return lax.platform_dependent(
-        worth, cpu=functools.partial(_best_sorted, wanted=wanted), default=functools.partial(_best_counted, wanted=wanted)
-    )
+def best(
+    worth: Float[Array, "*R n"], wanted: int, *others: Int[Array, "*R n"]
+) -> tuple[Int[Array, "*R wanted"], Bool[Array, "*R n"], tuple[Int[Array, "*R wanted"], ...]]:
+    """Returns the indices of the `wanted` largest values, largest first, which values they are, and `others` at the indices."""
+    forms = (functools.partial(form, wanted=wanted) for form in (_best_sorted, _best_counted))
+    return lax.platform_dependent(worth, *others, **dict(zip(("cpu", "default"), forms, strict=True)))
 
 
 def largest(worth: Float[Array, "R n"], room: Int[Array, " R"], *, most: int) -> Bool[Array, "R n"]:
@@ -33,18 +34,19 @@ def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R n"]:
     return (values == indices[..., None, :]).any(-1)
 
 
-def _best_sorted(worth: jax.Array, *, wanted: int) -> tuple[jax.Array, jax.Array]:
+def _best_sorted(worth: jax.Array, *others: jax.Array, wanted: int):
     indices = lax.top_k(worth, wanted)[1]
-    return indices, chosen(indices, worth.shape[-1])
+    return indices, chosen(indices, worth.shape[-1]), tuple(jnp.take_along_axis(x, indices, axis=-1) for x in others)
 
 
-def _best_counted(worth: jax.Array, *, wanted: int) -> tuple[jax.Array, jax.Array]:
-    rank, size = _ranks(worth), worth.shape[-1]
-    numbers = jnp.arange(size, dtype=jnp.int32).reshape(*(1,) * (worth.ndim - 1), 1, size)
+def _best_counted(worth: jax.Array, *others: jax.Array, wanted: int):
+    rank = _ranks(worth)
     places = jnp.arange(wanted, dtype=jnp.int32).reshape(*(1,) * (worth.ndim - 1), wanted, 1)
-    indices = jnp.where(rank[..., None, :] == places, numbers, 0).sum(-1)
-    # NaN shares its rank: the sum may then lie past the end, and is an address later.
-    return jnp.minimum(indices, size - 1), rank < wanted
+    here = rank[..., None, :] == places
+    numbers = lax.broadcasted_iota(jnp.int32, worth.shape, worth.ndim - 1)
+    # One value of a row has a rank, so that its sum is that value: all of them come from one kernel.
+    indices, *others = (jnp.where(here, x[..., None, :], 0).sum(-1) for x in (numbers, *others))
+    return indices, rank < wanted, tuple(others)
 
 
 def _largest_sorted(worth: jax.Array, room: jax.Array, *, most: int) -> jax.Array:
@@ -58,7 +60,8 @@ def _largest_counted(worth: jax.Array, room: jax.Array) -> jax.Array:
 
 
 def _ranks(worth: jax.Array) -> jax.Array:
-    """Returns how many values of a row are larger than each, i32[*R, n]."""
+    """Returns how many values of a row are larger than each, i32[*R, n]; NaN is the smallest, so that each has its own."""
+    worth = jnp.where(jnp.isnan(worth), -jnp.inf, worth)
     own, other = worth[..., :, None], worth[..., None, :]
     size = worth.shape[-1]
     before = jnp.arange(size)[None, :] < jnp.arange(size)[:, None]

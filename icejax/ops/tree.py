@@ -118,23 +118,25 @@ def walk(
         guess: queries to choose by in the place of `q`; the tail is always of `q`.
         path: that of another walk, over a tree of the same tokens, to be followed without any choice.
     """
-    candidates, ids, found = levels[-1], None, []
+    candidates, found = levels[-1], []
+    ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
     rest: list[tuple[jax.Array, Vectors]] = []
     for below in (*levels[-2::-1], None):
         estimates, scores = score(q, candidates, rule)
         if path is None:
             estimates = estimates if guess is None else score(guess, candidates, rule)[0]
             wanted = min(selected if below is None else opened, estimates.shape[-1])
-            indices, taken = best(jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf), wanted)
+            worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
+            indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
         else:
             indices = path[len(found)]
             taken = chosen(indices, scores.shape[-1])
+            counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
         found.append(indices)
         rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates.value))
         if below is None:
             break
-        nodes = indices if ids is None else jnp.take_along_axis(ids, indices, axis=-1)
-        filled = jnp.take_along_axis(candidates.count, indices, axis=-1) > 0
+        filled = counts > 0
         nodes = jnp.where(filled, nodes, 0)  # an empty node may lie past the last family
         opened_nodes = jax.tree.map(lambda x, n=nodes: _rows(x, n), _families(below))
         opened_nodes = dataclasses.replace(opened_nodes, count=jnp.where(filled[..., None], opened_nodes.count, 0))
@@ -142,9 +144,7 @@ def walk(
         ids = (nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]).reshape(
             *nodes.shape[:2], -1
         )
-    counts = jnp.take_along_axis(candidates.count, indices, axis=-1)
-    page_ids = indices if ids is None else jnp.take_along_axis(ids, indices, axis=-1)
-    page_ids = jnp.where(counts > 0, page_ids, 0)  # an empty one may lie past the last page
+    page_ids = jnp.where(counts > 0, nodes, 0)  # an empty one may lie past the last page
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         return Selection(page_ids, counts, jnp.zeros(q.shape), empty, tuple(found))
