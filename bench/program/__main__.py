@@ -25,7 +25,7 @@ from icejax.ranges import whole
 
 
 def rows(arguments: argparse.Namespace):
-    """Yields a row per program; of one that does not fit, or does not compile, the reason."""
+    """Yields a row per program; of one that is left out the reason."""
     options = cache_options(arguments.cache_option)
     flags = dict(_pair(text) for text in arguments.flag)
     named = [targets.target(name) for name in arguments.target.split(",")]

@@ -28,7 +28,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
     try:
         made = compile_for(target, step.program, step.arguments, options)
     except jax.errors.JaxRuntimeError as error:
-        return sizes | dict(left_out=f"does not compile: {(str(error).splitlines() or [''])[0][:300]}")
+        return sizes | dict(left_out=f"does not compile, or cannot be read back: {(str(error).splitlines() or [''])[0][:300]}")
     module, scopes = hlo.parse(made.hlo), scope_of(made.hlo, list(step.leaves))
     listed = thunks.parse(made.thunks, made.thunk_names)
     some = work.of_gpu(module, listed, scopes) if target.platform == "gpu" else work.of_tpu(module, scopes)
