@@ -153,9 +153,14 @@ def _table(found: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in ("row", "time", "old", "new", "new/old", "quartiles", "extremes"):
         table.add_column(name, justify="left" if name in ("row", "time") else "right")
-    several = {name for line in found for name in line["row"] if any(x["row"].get(name) != line["row"][name] for x in found)}
+    telling: list[str] = []  # the first fields that tell all rows apart
+    for name in found[0]["row"]:
+        without, with_it = (
+            len({json.dumps([x["row"][k] for k in names]) for x in found}) for names in (telling, [*telling, name])
+        )
+        telling += [name] if with_it > without else []
     for line in found:
-        row = " ".join(f"{name}={value}" for name, value in line["row"].items() if name in several)
+        row = " ".join(f"{name}={line['row'][name]}" for name in telling)
         spread = (f"{line['low']:.3f} - {line['high']:.3f}", f"{line['min']:.3f} - {line['max']:.3f}")
         table.add_row(row, line["field"], f"{line['old']:.6g}", f"{line['new']:.6g}", f"{line['ratio']:.3f}", *spread)
     return table
