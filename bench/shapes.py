@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from dataclasses import replace
 
 import jax
@@ -32,6 +34,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 NAMES = ("bundled", *SHAPES)
+NUMBERS = 2**20  # that are drawn for all weights
 
 
 def raw_config(name: str, *, layers: int | None = None) -> dict:
@@ -49,11 +52,18 @@ def model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
     raw = raw_config(name, layers=layers)
     config = replace(family(raw).read_config(raw), eos_token_ids=())
     graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
-    noise = np.random.default_rng(0).standard_normal(2**20).astype(np.float32)
+    noise = jnp.asarray(np.random.default_rng(0).standard_normal(NUMBERS), jnp.float32)
 
     def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
         if len(x.shape) == 1:
             return jnp.ones(x.shape, x.dtype)
-        return jnp.asarray(np.resize(noise, x.shape) * x.shape[1] ** -0.5, x.dtype)
+        return _repeated(noise, jnp.float32(x.shape[1] ** -0.5), shape=x.shape, dtype=x.dtype)
 
     return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _repeated(noise: jax.Array, scale: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Returns scaled numbers over and over, in `shape`: only they are drawn, and go from the host to the device."""
+    size = math.prod(shape)
+    return jnp.tile((noise * scale).astype(dtype), -(-size // NUMBERS))[:size].reshape(shape)

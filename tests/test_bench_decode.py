@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import transformers
 
-from bench import decode, prefill
+from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers
@@ -25,6 +25,14 @@ CONTEXT = BASE + 1500
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return families.load(families.build(families.row("llama-gqa")), tmp_path_factory.mktemp("model"))
+
+
+def test_random_weights_have_the_deviation_of_their_fan_in():
+    drawn = shapes.model("attention", dtype="bfloat16", layers=1).model
+    for weight, fan_in in ((drawn.layers[0].self_attn.q_proj.weight, 512), (drawn.layers[0].self_attn.o_proj.weight, 4096)):
+        numbers = np.asarray(weight[...], np.float32)
+        assert numbers.shape[1] == fan_in and abs(numbers.std() * fan_in**0.5 - 1) < 0.01 and abs(numbers.mean()) < 1e-3
+    assert (np.asarray(drawn.norm.weight[...]) == 1).all() and numbers[0].std() > 0 and (numbers[0] != numbers[1]).any()
 
 
 def test_a_filled_clustered_cache_is_whole(model):
