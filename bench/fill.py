@@ -41,7 +41,9 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     layers = list(state.cache.layers)
     for i, kept in enumerate(plan.policies):
         if isinstance(kept, Full):
-            layers[i] = TokenState(*(_tiled(x, kept.init(plan.spec).k, base, context) for x in (layers[i].k, layers[i].v)))
+            slots = jax.eval_shape(lambda kept=kept: kept.init(plan.spec)).k.shape[1]
+            sizes = dict(base=base, context=context, slots=slots)
+            layers[i] = TokenState(*(_tiled(x, **sizes) for x in (layers[i].k, layers[i].v)))
     pages = 0
     if plan.pooled:
         per_copy, pages = (base - beside) // policy.page_size, (context - beside) // policy.page_size
@@ -66,14 +68,16 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     return jax.device_put(dataclasses.replace(state, cache=cache), jax.devices()[0]), big
 
 
-def _tiled(x: jax.Array, empty: jax.Array, base: int, context: int) -> jax.Array:
-    """Returns `empty` [R, S, H] with `x` repeated up to `context`, each copy with noise, made in numpy's memory once."""
-    whole, real = np.zeros(empty.shape, np.float32), np.asarray(x[:, :base], np.float32)
-    noise = np.random.default_rng(0).standard_normal(real.shape, np.float32) * (NOISE * real.std())
-    for first in range(0, context, base):
-        copy = real + np.roll(noise, first // 7, axis=1) if first else real
-        whole[:, first : min(first + base, context)] = copy[:, : context - first]
-    return jnp.asarray(whole, empty.dtype)
+@functools.partial(jax.jit, static_argnames=("base", "context", "slots"))
+def _tiled(x: jax.Array, *, base: int, context: int, slots: int) -> jax.Array:
+    """Returns the first `base` tokens of `x` [R, S, H] over and over up to `context`, in `slots`; copies with noise."""
+    real = x[:, :base]
+    # Repeated at another length than the tokens, so that every copy has its own noise.
+    shape = (real.shape[0], base - base // 7, real.shape[2])
+    noise = jax.random.normal(jax.random.key(0), shape, x.dtype) * (NOISE * real.astype(jnp.float32).std()).astype(x.dtype)
+    whole, moved = (jnp.tile(part, (1, -(-context // part.shape[1]), 1))[:, :context] for part in (real, noise))
+    whole += jnp.where(jnp.arange(context)[None, :, None] < base, jnp.zeros((), x.dtype), moved)
+    return jnp.pad(whole, ((0, 0), (0, slots - context), (0, 0)))
 
 
 @jax.jit
