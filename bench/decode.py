@@ -27,6 +27,7 @@ from rich.table import Table
 from bench import shapes
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
+from icejax.cache.host import raise_pinned_limit
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
 
@@ -137,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time and memory against context")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
     arguments = parser.parse_args(argv)
+    raise_pinned_limit()
     try:
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names = arguments.policies.split(",")

@@ -14,6 +14,7 @@ from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers
 from icejax.cache import Clustered, Full
+from icejax.errors import InputError
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
 from tests import families
@@ -121,6 +122,20 @@ def test_snapkv_keeps_the_budget_of_a_prompt_that_was_run(snapkv):
     heads, size = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
     assert snapkv == [0.75] and row["budget"] == 16 and row["filled"] is False and row["ttft_s"] > 0
     assert row["device_kv_bytes"] == 2 * config["num_hidden_layers"] * 17 * heads * config.get("head_dim", size) * 4
+
+
+def test_all_memory_may_be_pinned_before_anything_is_on_the_device(monkeypatch):
+    done = []
+
+    def model(*_, **__):
+        done.append("model")
+        raise InputError("no weights here")
+
+    monkeypatch.setattr(decode, "raise_pinned_limit", lambda: done.append("pinned limit"))
+    monkeypatch.setattr(shapes, "model", model)
+    with pytest.raises(SystemExit):
+        decode.main([])
+    assert done == ["pinned limit", "model"]
 
 
 def test_a_peer_that_is_not_installed_is_told_and_left_out(capsys, monkeypatch):
