@@ -4,8 +4,9 @@ Caches are filled with keys and values of a short real prefill, tiled with noise
 All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
 its warm-up. One JSON line per subject and context: seconds per token (median, and the 10th and 90th percentiles), bytes by part
 over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one (compilation), and the
-largest resident memory of the process so far. A table goes to stderr. `--profile` adds a line per subject of where a step's
-time goes: milliseconds by named scope of the program, and what Python takes beside the programs it calls (`python_ms`).
+largest memory of the process so far, on the host and, where it is told, on the device. A table goes to stderr. `--profile` adds a
+line per subject of where a step's time goes: milliseconds by named scope of the program, and what Python takes beside the
+programs it calls (`python_ms`).
 """
 
 from __future__ import annotations
@@ -158,7 +159,10 @@ def main(argv: list[str] | None = None) -> int:
     for context in contexts:
         sizes = dict(context=context, batch=arguments.batch, steps=arguments.steps, filled=not arguments.prefill)
         for row in rows(subjects, **sizes):
-            row |= where | dict(peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            row |= where | dict(
+                peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                peak_device_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use"),
+            )
             print(json.dumps(row), flush=True)
             found.append(row)
     if arguments.profile is not None:

@@ -23,13 +23,22 @@ from bench import shapes
 from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.inference import prefill
+from icejax.models import decoder
+from icejax.ops.attention import causal_with_lse
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
 
 POLICIES = ("full", "clustered", "transformers")
 
 
-def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: int) -> tuple[Callable, str]:
+def _in_blocks(q, k, v, *, lengths, window):
+    """Attends as `causal` does where there is no cuDNN."""
+    return causal_with_lse(q, k, v, lengths=lengths, window=window)[0].astype(q.dtype)
+
+
+def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: int, blocks: bool) -> tuple[Callable, str]:
+    if blocks:
+        decoder.causal = _in_blocks  # of this process, which runs one row
     model = shapes.model(shape, dtype=dtype, layers=layers)
     plan = make_plan(model, make_policy(policy, {}), Sampling(), batch_size=1, prompt_tokens=length, new_tokens=256)
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()
@@ -56,10 +65,10 @@ def _transformers(*, shape: str, layers: int | None, length: int) -> tuple[Calla
     return run, f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
-def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int, repeats: int) -> dict:
+def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int, repeats: int, blocks: bool) -> dict:
     """Returns one row; runs in a process of its own."""
     sizes = dict(shape=shape, layers=layers, length=length)
-    run, version = _transformers(**sizes) if policy == "transformers" else _ours(policy, dtype=dtype, **sizes)
+    run, version = _transformers(**sizes) if policy == "transformers" else _ours(policy, dtype=dtype, blocks=blocks, **sizes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if repeats:
         run()
@@ -74,7 +83,7 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
     return dict(policy=policy) | sizes | dict(
         prefill_s=round(median, 3), low_s=round(min(seconds), 3), high_s=round(max(seconds), 3), repeats=repeats,
         tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * before,
-        dtype="float32" if policy == "transformers" else dtype,
+        dtype="float32" if policy == "transformers" else dtype, blocks=blocks,
         device=f"{device.platform}: {device.device_kind}", version=version,
     )  # fmt: skip
 
@@ -87,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--policies", default="full,clustered", help=f"comma-separated, of {', '.join(POLICIES)}")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--blocks", action="store_true", help="our attention in blocks, also where cuDNN would run")
     arguments = parser.parse_args(argv)
     try:
         names = arguments.policies.split(",")
@@ -99,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     for length in lengths:
         for name in names:
             with ProcessPoolExecutor(1, mp_context=spawn) as alone:
-                of = (arguments.shape, arguments.layers, arguments.dtype, length, arguments.repeats)
+                of = (arguments.shape, arguments.layers, arguments.dtype, length, arguments.repeats, arguments.blocks)
                 print(json.dumps(alone.submit(measure, name, *of).result()), flush=True)
     return 0
 
