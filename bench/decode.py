@@ -4,8 +4,8 @@ Caches are filled with keys and values of a short real prefill, tiled with noise
 All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
 its warm-up. One JSON line per subject and context: seconds per token (median, and the 10th and 90th percentiles), bytes by part
 over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one (compilation), and the
-largest memory of the process so far, on the host and, where it is told, on the device. A table goes to stderr. `--profile` adds a
-line per subject of where a step's time goes: milliseconds by named scope of the program, and what Python takes beside the
+largest memory of the process so far, on the host and, where it is told, on the device. A table goes to stderr. `--profile` adds
+a line per subject of where a step's time goes: milliseconds by named scope of the program, and what Python takes beside the
 programs it calls (`python_ms`).
 """
 
@@ -28,6 +28,8 @@ from rich.table import Table
 from bench import shapes
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
+from icejax import compiler
+from icejax.cache import fetch, probe
 from icejax.cache.host import raise_pinned_limit
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
@@ -91,6 +93,13 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     return dict(scope_ms=by_scope(events, scopes, module="jit_step", steps=TURN), python_ms=python_ms(events))
 
 
+def _flag(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise InputError(f"--flag must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
 def _table(found: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in ("policy", "context", "ms/token", "10%", "90%", "KV device", "digests", "KV host", "moved/token"):
@@ -135,12 +144,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="of clustered; repeatable")
     parser.add_argument("--steps", type=int, default=64, help="timed, per subject and context (default: %(default)s)")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--flag", action="append", default=[], metavar="NAME=VALUE", help="a compiler option; NAME= is without it"
+    )
     parser.add_argument("--prefill", action="store_true", help="run the whole prompt instead of filling the cache")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time and memory against context")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
     arguments = parser.parse_args(argv)
     raise_pinned_limit()
+    probe.ahead(fetch.APART)
     try:
+        flags = dict(_flag(text) for text in arguments.flag)
+        if flags:
+            chosen = compiler.OPTIONS.get(jax.default_backend(), {}) | flags
+            compiler.OPTIONS[jax.default_backend()] = {name: value for name, value in chosen.items() if value}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names = arguments.policies.split(",")
         if unknown := [name for name in names if name not in SUBJECTS]:
@@ -155,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     device = jax.devices()[0]
     where = dict(shape=arguments.shape, layers=arguments.layers, device=f"{device.platform}: {device.device_kind}")
+    where |= dict(flags=flags, options=arguments.cache_option)
     found = []
     for context in contexts:
         sizes = dict(context=context, batch=arguments.batch, steps=arguments.steps, filled=not arguments.prefill)

@@ -13,6 +13,7 @@ from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers
+from icejax import compiler
 from icejax.cache import Clustered, Full
 from icejax.errors import InputError
 from icejax.plan import make_plan
@@ -136,6 +137,17 @@ def test_all_memory_may_be_pinned_before_anything_is_on_the_device(monkeypatch):
     with pytest.raises(SystemExit):
         decode.main([])
     assert done == ["pinned limit", "model"]
+
+
+def test_compiler_options_are_added_and_taken_out(monkeypatch, capsys):
+    monkeypatch.setitem(compiler.OPTIONS, "cpu", dict(one="1", two="2"))
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    line = "--shape bundled --contexts 1024 --policies transformers-kvpress"
+    assert decode.main([*line.split(), "--flag", "one=", "--flag", "three=a=b"]) == 0
+    assert compiler.OPTIONS["cpu"] == dict(two="2", three="a=b")
+    with pytest.raises(SystemExit) as end:
+        decode.main(["--flag", "one"])
+    assert end.value.code == 2 and "--flag must be NAME=VALUE, got 'one'" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_installed_is_told_and_left_out(capsys, monkeypatch):
