@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import os
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from icejax.cache.fetch import DEVICE, HOST
+from icejax.cache.backends import DEVICE, HOST
 from icejax.cache.host import raise_pinned_limit
 
 ASKED = (
@@ -85,7 +86,11 @@ def main(argv: list[str]) -> int:
     host = dict(cores=os.cpu_count(), memory_bytes=psutil.virtual_memory().total)
     measured = rates(int(argv[0]) if argv else 2048)
     # Asked last: a link that nobody uses is told narrower and slower than it is.
-    print(json.dumps(dict(versions=versions(), devices=devices, host=host) | measured | dict(nvidia=nvidia())), flush=True)
+    date = datetime.date.today().isoformat()
+    print(
+        json.dumps(dict(date=date, versions=versions(), devices=devices, host=host) | measured | dict(nvidia=nvidia())),
+        flush=True,
+    )
     return 0
 
 

@@ -37,7 +37,7 @@ class Part:
         most: seconds after which it is ended.
         what: is told in each of its rows.
         environment: variables of its process.
-        flags: of XLA.
+        xla_flags: are added to the environment's own.
         counted: whether the graphs of its decode programs are counted.
     """
 
@@ -48,7 +48,7 @@ class Part:
     most: float
     what: dict = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
+    xla_flags: tuple[str, ...] = ()
     counted: bool = False
 
 
@@ -144,7 +144,7 @@ def _count(part: Part, results: Results, scratch: Path, rows: list[dict], earlie
 
 
 def _environment(part: Part, scratch: Path) -> dict[str, str]:
-    flags = [os.environ.get("XLA_FLAGS", ""), *part.flags]
+    flags = [os.environ.get("XLA_FLAGS", ""), *part.xla_flags]
     if part.counted:
         flags += [f"--xla_dump_to={scratch / DUMP}", "--xla_dump_hlo_module_re=jit_step.*"]
     found = os.environ | dict(

@@ -1,0 +1,66 @@
+"""Everything about a device in minutes: ``python -m bench.device --out DIR --minutes 9``.
+
+Needs no network and installs nothing. Parts run one after another, the most valuable first, each in a process of its own with
+a limit of its own; a row is written as soon as it is known, and a page (DIR/device.md) after every part. The next call goes on
+with what is not done yet, also where it was cut off. DIR has at most 8 files of 16 MiB; compiled programs and traces lie beside
+it, in DIR-scratch. What did not fit the minutes, or failed, is told; a part that failed makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+from pathlib import Path
+
+from bench.device import page
+from bench.device.parts import TINY, Sizes, parts
+from bench.device.results import DONE, PAGE, Results
+from bench.device.running import Part, run
+from icejax.errors import InputError
+
+MOST_MINUTES = 24 * 60
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.device", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results are, and go")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts of this call (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the command itself where there is no device")
+    parser.add_argument("--page", action="store_true", help="run nothing, only write the page of the results that are there")
+    arguments = parser.parse_args(argv)
+    out = arguments.out.absolute()
+    scratch = out.with_name(f"{out.name}-scratch")
+    wanted = parts(TINY if arguments.tiny else Sizes(), scratch)
+    try:
+        if not 0 < arguments.minutes <= MOST_MINUTES or math.isnan(arguments.minutes):
+            raise InputError(f"--minutes must be above 0 and at most {MOST_MINUTES}, got {arguments.minutes:g}")
+        if arguments.page and not [*out.glob("*.jsonl")]:
+            raise InputError(f"--page needs results in --out, got none in {out}: run it without --page first")
+        results = Results(out, tiny=arguments.tiny)
+        if not arguments.page:
+            scratch.mkdir(parents=True, exist_ok=True)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+    def told(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        _write(results, wanted)
+
+    if not arguments.page:
+        run(wanted, results, scratch, seconds=60 * arguments.minutes, told=told)
+    _write(results, wanted)
+    print(out / PAGE)
+    return int(any(end["end"] != DONE for end in results.ends().values()))
+
+
+def _write(results: Results, wanted: list[Part]) -> None:
+    names = [part.name for part in wanted]
+    (results.folder / PAGE).write_text(page.rendered(results.rows(), results.ends(), names))
+
+
+if __name__ == "__main__":
+    # Ended from outside, it is to end what it runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

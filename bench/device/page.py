@@ -1,0 +1,202 @@
+"""The page of the results, made of their files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from bench.device import floor
+from bench.device.results import DONE
+
+NONE = "-"
+
+
+def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> str:
+    """Returns the page in Markdown.
+
+    Args:
+        names: of all parts, in their order.
+    """
+    order = {name: i for i, name in enumerate(names)}
+    rows = sorted(rows, key=lambda row: order.get(row["part"], len(order)))
+    timed = [row for row in rows if "weight_bytes" in row]  # needles have a time per token too
+    programs = [row for row in rows if "graphs" in row]
+    sections = (
+        ("", _machine(rows)),
+        ("Reading host memory", _fetch(rows)),
+        ("Text against the CPU", _text(rows)),
+        ("Needles", _needles(rows)),
+        ("Decode", _decode(timed, programs)),
+        ("Where a step's time goes, ms", _scopes(rows)),
+        ("Share of a step that the bytes alone would take", _shares(timed)),
+        ("Memory, GB", _memory(timed)),
+        ("Prefill", _prefill(rows)),
+        ("What is missing", _missing(ends, names)),
+    )
+    text = ["# A device, measured\n"]
+    for title, lines in sections:
+        found = [*lines]
+        if found:
+            text += ["\n".join([f"## {title}\n", *found] if title else found) + "\n"]
+    return "\n".join(text)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    rows = [[NONE if cell is None else str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    if rows:
+        yield f"| {' | '.join(heads)} |"
+        yield f"|{'---|' * len(heads)}"
+        yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def _machine(rows: list[dict]) -> Iterator[str]:
+    for row in rows:
+        if "to_device_gb_per_s" not in row:
+            continue
+        devices = "; ".join(device["device"] for device in row["devices"])
+        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+        yield f"{devices}; {row['host']['cores']} cores, {row['host']['memory_bytes'] / 1e9:.0f} GB on the host; {row['date']}."
+        yield f"{versions}."
+        if row["nvidia"]:
+            yield "nvidia-smi: " + ", ".join(f"{name} {value}" for name, value in row["nvidia"].items()) + "."
+        yield (
+            f"One large array: {row['to_device_gb_per_s']} GB/s from pinned memory to the device, {row['to_host_gb_per_s']} "
+            f"back, {row['device_memory_gb_per_s']} read and written on the device."
+        )
+
+
+def _fetch(rows: list[dict]) -> Iterator[str]:
+    heads = ("by", "pages", "exact bits", "us", "GB/s")
+    found = []
+    for row in rows:
+        for each in row.get("fetch", ()):
+            found.append((each["backend"], "512 of 8 KiB (doctor)", each))
+        if "table_bytes" in row:
+            found.append((row["backend"], f"448, {row['dtype']}, of {row['table_bytes'] / 1e9:.2f} GB", row))
+    yield from _table(
+        heads, ((name, what, _exact(each), each.get("microseconds"), each.get("gb_per_s")) for name, what, each in found)
+    )
+
+
+def _exact(row: dict) -> str:
+    return "yes" if row["exact"] else f"no: {row.get('fault', 'other bits')}"
+
+
+def _text(rows: list[dict]) -> Iterator[str]:
+    heads = ("cache", "dtype", "tokens alike", "logits apart by", "CPU's margin at the first that differs")
+    found = [row for row in rows if "alike" in row]
+    yield from _table(
+        heads,
+        (
+            (row["policy"], row["dtype"], f"{row['alike']} of {row['tokens']}", f"{row['logits_apart']:.2g}", _margin(row))
+            for row in found
+        ),
+    )
+
+
+def _margin(row: dict) -> str | None:
+    return f"{row['margin_cpu']:.2g}" if "margin_cpu" in row else None
+
+
+def _needles(rows: list[dict]) -> Iterator[str]:
+    heads = ("task", "tokens", "cache", "budget", "right", "ms per token")
+    found = [row for row in rows if "task" in row]
+    yield from _table(
+        heads,
+        (
+            (
+                row["task"], row["length"], row["cache"], row["budget"],
+                f"{row['exact'] * row['questions']:.0f} of {row['questions']}", f"{1e3 * row['tpot_s']:.2f}",
+            )
+            for row in found
+        ),
+    )  # fmt: skip
+
+
+def setting(row: dict) -> str:
+    """Returns what was chosen for a row beside the defaults."""
+    flags = (f"{name}={value}" if value else f"without {name}" for name, value in row.get("flags", {}).items())
+    backend = [f"fetch by {row['backend']}"] if "backend" in row else []
+    return ", ".join([*row.get("options", ()), *flags, *([row["xla_flags"]] if "xla_flags" in row else ()), *backend])
+
+
+def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
+    heads = (
+        "shape",
+        "tokens",
+        "batch",
+        "cache",
+        "setting",
+        "ms (10% - 90%)",
+        "floor, ms",
+        "times",
+        "graphs",
+        "outside of graphs",
+    )
+    of = {(row["part"], row.get("policy"), row.get("context")): row for row in programs}
+    found = []
+    for row in timed:
+        least = floor.floor_ms(row)
+        ms, low, high = (1e3 * row[name] for name in ("tpot_s", "tpot_low_s", "tpot_high_s"))
+        program = of.get((row["part"], row["policy"], row["context"]), {})
+        outside = ", ".join(f"{count} {kind}" for kind, count in program.get("outside", {}).items())
+        times = (None, None) if least is None else (f"{least:.2f}", f"{ms / least:.1f}")
+        found.append(
+            (row["shape"], row["context"], row["batch"], row["policy"], setting(row), f"{ms:.2f} ({low:.2f} - {high:.2f})",
+             *times, program.get("graphs"), outside or None)
+        )  # fmt: skip
+    yield from _table(heads, found)
+    for row in programs:
+        if "policy" not in row:
+            yield f"\n{row['part']}: a program of {row['graphs']} graphs and, outside of them, {row['outside']}."
+
+
+def _scopes(rows: list[dict]) -> Iterator[str]:
+    found = [row for row in rows if "scope_ms" in row]
+    names = list(found[0]["scope_ms"]) if found else []
+    heads = ("tokens", "cache", *names, "Python")
+    yield from _table(
+        heads, ((row["context"], row["policy"], *(row["scope_ms"][x] for x in names), row["python_ms"]) for row in found)
+    )
+
+
+def _shares(timed: list[dict]) -> Iterator[str]:
+    heads = ("shape", "tokens", "batch", "cache", "setting", "weights", "keys and values", "digests", "pages over the bus")
+    found = []
+    for row in timed:
+        parts = floor.parts_ms(row)
+        if parts:
+            shares = (f"{parts[name] / row['tpot_s'] / 10:.0f}%" for name in (*floor.ON_DEVICE, floor.OVER_BUS))
+            found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
+    yield from _table(heads, found)
+
+
+def _memory(timed: list[dict]) -> Iterator[str]:
+    names = ("weight_bytes", "device_kv_bytes", "digest_bytes", "host_kv_bytes", "peak_device_bytes", "peak_rss_bytes")
+    sizes = ("weights", "keys and values", "digests", "pool", "device's largest", "process's largest")
+    heads = ("shape", "tokens", "batch", "cache", "setting", *sizes)
+    found = []
+    for row in timed:
+        sizes = (None if row[name] is None else f"{row[name] / 1e9:.2f}" for name in names)
+        found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *sizes))
+    yield from _table(heads, found)
+
+
+def _prefill(rows: list[dict]) -> Iterator[str]:
+    heads = ("shape", "layers", "tokens", "cache", "attention in blocks", "seconds", "tokens per second")
+    found = [row for row in rows if "prefill_s" in row]
+    yield from _table(
+        heads,
+        (
+            (row["shape"], row["layers"], row["length"], row["policy"], "yes" if row["blocks"] else "as the platform has it",
+             row["prefill_s"], row["tokens_per_s"])
+            for row in found
+        ),
+    )  # fmt: skip
+
+
+def _missing(ends: dict[str, dict], names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if name not in ends:
+            yield f"- {name}: not run."
+        elif ends[name]["end"] != DONE:
+            yield f"- {name}: {ends[name]['end']}."

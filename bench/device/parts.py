@@ -1,0 +1,156 @@
+"""What is found out about a device, the most valuable first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.device.running import TRACE, Part
+from icejax import compiler
+from icejax.cache.fetch import CHOICE
+
+MACHINE, TEXT, NEEDLE, DECODE, PREFILL = (f"{name}.jsonl" for name in ("machine", "text", "needle", "decode", "prefill"))
+GRAPHS = "--xla_gpu_enable_command_buffer="
+# What a GPU's compiler may be told besides `icejax.compiler.OPTIONS`.
+XLA_FLAGS = {
+    "no graphs": GRAPHS,
+    "conditions in graphs": f"{GRAPHS}FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is.
+
+    Attributes:
+        model, cache: shapes of `bench.shapes`: a whole model, and one that is little but its cache.
+        short, long, longest: contexts in tokens.
+        text: tokens of the prompt and of the answer.
+        layers: of a long prefill; all are alike.
+        share: of the least seconds that a part needs.
+    """
+
+    model: str = "llama-3.1-8b"
+    cache: str = "attention"
+    short: int = 32768
+    long: int = 131072
+    longest: int = 524288
+    needle: int = 8192
+    questions: int = 8
+    text: tuple[int, int] = (4096, 128)
+    some: int = 4
+    many: int = 8
+    steps: int = 128
+    dtype: str = "bfloat16"
+    layers: int = 8
+    mebibytes: int = 2048
+    share: float = 1.0
+    backends: tuple[str, ...] = ("triton", "gather", "host_compute")
+    bits: tuple[str, ...] = ()
+
+
+TINY = Sizes(
+    model="bundled", cache="bundled", short=1024, long=2048, longest=3072, needle=512, questions=1, text=(256, 4),
+    some=2, many=3, steps=16, dtype="float32", layers=1, mebibytes=16, share=0.02,
+    backends=("host_compute", "slices"), bits=("--tiny",),
+)  # fmt: skip
+
+
+def parts(sizes: Sizes, scratch: Path) -> list[Part]:
+    """Returns all parts in their order."""
+    text = (*map(str, sizes.text), str(scratch / "text"))
+    return [
+        _part(sizes, "versions and link", MACHINE, ("bench.device.machine", str(sizes.mebibytes)), least=15, most=60),
+        _part(sizes, "doctor", MACHINE, ("icejax.doctor", "--json"), least=25, most=120),
+        _part(sizes, "bits of every backend", MACHINE, ("bench.device.bits", *sizes.bits), least=20, most=90),
+        _part(sizes, "text against the CPU", TEXT, ("bench.device.text", *text), least=40, most=150),
+        _needle(sizes, "clustered"),
+        *_first(sizes, scratch),
+        _needle(sizes, "full"),
+        *_options(sizes),
+        *_batches(sizes),
+        *_prefill(sizes),
+        *_longest(sizes),
+    ]
+
+
+def _part(sizes: Sizes, name: str, file: str, command: Sequence[str], *, least: float, most: float, **more) -> Part:
+    return Part(name, file, ("-m", *command), least=sizes.share * least, most=most, **more)
+
+
+def _needle(sizes: Sizes, cache: str) -> Part:
+    asked = ("--tasks", "single,hops", "--lengths", str(sizes.needle), "--questions", str(sizes.questions), "--cache", cache)
+    command = ("bench.needle.evaluate", *asked, *(("--budget", "64") if cache == "clustered" else ()))
+    return _part(sizes, f"needles, {cache}", NEEDLE, command, least=30, most=120)
+
+
+def _decode(
+    sizes: Sizes, name: str, shape: str, contexts: Sequence[int], policies: str, *, batch: int = 1, least: float = 60,
+    most: float = 180, options: Sequence[str] = (), flags: Sequence[str] = (), profile: Path | None = None, **more,
+) -> Part:  # fmt: skip
+    command = ["bench.decode", "--shape", shape, "--contexts", ",".join(map(str, contexts)), "--policies", policies]
+    command += ["--batch", str(batch), "--steps", str(sizes.steps), "--dtype", sizes.dtype]
+    for option, values in (("--cache-option", options), ("--flag", flags)):
+        command += [word for value in values for word in (option, value)]
+    command += ["--profile", str(profile)] if profile is not None else []
+    # A profile takes the programs that were compiled before, and are counted by then.
+    return _part(sizes, name, DECODE, command, least=least, most=most, counted=profile is None, **more)
+
+
+def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
+    """Yields what is asked for first: a whole model at a long context, and where its time goes."""
+    model, cache, long, short = sizes.model, sizes.cache, sizes.long, sizes.short
+    yield _decode(sizes, f"model, {long}, clustered", model, [long], "clustered")
+    yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=50)
+    yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", profile=scratch / TRACE, most=150)
+    yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=30, most=120)
+
+
+def _options(sizes: Sizes) -> Iterator[Part]:
+    """Yields the cache alone with every option of the compiler and every way of fetching, one at a time."""
+    for name in compiler.OPTIONS["gpu"]:
+        yield _alone(sizes, f"without {name.removeprefix('xla_gpu_')}", flags=[f"{name}="])
+        yield _decode(
+            sizes, f"model, without {name.removeprefix('xla_gpu_')}", sizes.model, [sizes.long], "clustered", flags=[f"{name}="]
+        )
+    for name, flag in XLA_FLAGS.items():
+        yield _alone(sizes, name, what=dict(xla_flags=flag), xla_flags=(flag,))
+    for name in sizes.backends:
+        yield _alone(sizes, f"fetch by {name}", what=dict(backend=name), environment={CHOICE: name})
+    yield _alone(sizes, "resident", options=["resident=true"])
+
+
+def _alone(sizes: Sizes, name: str, **more) -> Part:
+    return _decode(sizes, f"cache alone, {name}", sizes.cache, [sizes.long], "clustered", least=20, most=90, **more)
+
+
+def _batches(sizes: Sizes) -> Iterator[Part]:
+    """Yields batches, and pages that stay on the device; a large batch has pages of int8, or the host could not hold them."""
+    model, long, short, stays = sizes.model, sizes.long, sizes.short, "resident=true"
+    yield _decode(sizes, f"model, {long}, resident", model, [long], "clustered", options=[stays])
+    for batch, options in ((sizes.some, []), (sizes.many, ["page_dtype=int8"])):
+        for more, chosen in (("", options), (", resident", [*options, stays])):
+            name = f"model, {long}, batch {batch}{more}"
+            yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=chosen, least=80, most=240)
+    for batch in (1, sizes.some, sizes.many):
+        yield _decode(sizes, f"model, {short}, batch {batch}", model, [short], "full,clustered", batch=batch)
+    for batch in (sizes.some, sizes.many):
+        name = f"cache alone, batch {batch}"
+        yield _decode(sizes, name, sizes.cache, [long, short], "full,clustered", batch=batch, least=40)
+
+
+def _prefill(sizes: Sizes) -> Iterator[Part]:
+    """Yields the prefill of two lengths by both attentions; all layers are alike, so that some are enough."""
+    for length, most in ((sizes.short, 150), (sizes.long, 240)):
+        for name, option in (("", ()), (", in blocks", ("--blocks",))):
+            shape = ("--shape", sizes.model, "--layers", str(sizes.layers), "--dtype", sizes.dtype)
+            command = ("bench.prefill", *shape, "--lengths", str(length), "--repeats", "1", *option)
+            yield _part(sizes, f"prefill, {length}{name}", PREFILL, command, least=60, most=most)
+
+
+def _longest(sizes: Sizes) -> Iterator[Part]:
+    yield _decode(sizes, f"cache alone, {sizes.longest}", sizes.cache, [sizes.longest], "clustered,full", least=60)
+    for policy in ("clustered", "full"):
+        name = f"model, {sizes.longest}, {policy}"
+        yield _decode(sizes, name, sizes.model, [sizes.longest], policy, least=100, most=300)
