@@ -127,11 +127,14 @@ def test_bad_options_are_one_line(run, tmp_path, capsys):
     capsys.readouterr()
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "decode.jsonl").write_text('{"tpot_s": 1.0}\n')
     for out, options, message in (
         ("out", ["--minutes", "0"], "--minutes must be above 0 and at most 1440, got 0"),
         ("out", ["--minutes", "nan"], "--minutes must be above 0 and at most 1440, got nan"),
         ("out", ["--tiny"], "holds results of the whole sizes: choose another folder, or run without --tiny"),
         ("file", [], "--out must be a folder that can be written, got "),
+        ("other", [], "--out must be a new folder or one of earlier results, got "),
         ("empty", ["--page"], "--page needs results in --out, got none in "),
     ):
         with pytest.raises(SystemExit) as end:
@@ -158,6 +161,7 @@ def test_the_page_says_what_the_files_say(tmp_path, monkeypatch):
         "| hops | 8192 | clustered | 64 | 7 of 8 | 2.50 |",
         # 4.8e9 bytes of weights, 2.4e9 of the cache and 2.4e9 of digests at 4.8e12 a second; the bus takes 0.5 ms.
         "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 4.00 (3.00 - 5.00) | 2.00 | 2.0 | 1 | 2 kCopy |",
+        # 1 ms of weights, half as much of cache and digests each, and 26 MB at 52 GB/s.
         "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 25% | 12% | 12% | 12% |",
         "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 4.80 | 2.40 | 2.40 | 16.00 | 30.00 | - |",
         "| 131072 | clustered | 1.5 | 0.25 | 0.02 |",

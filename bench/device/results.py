@@ -21,13 +21,16 @@ class Results:
         """Takes up a folder of results, which need not be there yet.
 
         Raises:
-            InputError: it is no folder, or holds results at other sizes.
+            InputError: it is no folder, or holds other things, or results at other sizes.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--out must be a folder that can be written, got {folder}: {error.strerror}") from None
         self.folder, self._tiny = folder, tiny
+        for file in folder.glob("*.jsonl"):
+            if any("part" not in row for row in _lines(file)):
+                raise InputError(f"--out must be a new folder or one of earlier results, got {folder} with another {file.name}")
         if any(end["tiny"] != tiny for end in self.ends().values()):
             other, way = ("the whole sizes", "without") if tiny else ("--tiny", "with")
             raise InputError(f"--out {folder} holds results of {other}: choose another folder, or run {way} --tiny")
@@ -79,7 +82,8 @@ def _lines(file: Path) -> list[dict]:
     found = []
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:
-            found.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        found += [row] if isinstance(row, dict) else []
     return found
