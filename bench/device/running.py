@@ -152,8 +152,8 @@ def _environment(part: Part, scratch: Path) -> dict[str, str]:
         PYTHONUNBUFFERED="1",
         HF_HUB_OFFLINE="1",
         JAX_COMPILATION_CACHE_DIR=str(scratch / "programs"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1",
         XLA_FLAGS=" ".join(filter(None, flags)),
     )
+    found.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     found.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total // 2**30))
     return found | part.environment
