@@ -1,7 +1,9 @@
 """Results of a device as `bench.device` writes them, with figures that are easy to reckon with."""
 
 _H200 = "gpu: NVIDIA H200"
-_MODEL = dict(shape="llama-3.1-8b", context=131072, batch=1, policy="clustered", device=_H200)
+_MODEL = dict(
+    shape="llama-3.1-8b", layers=None, dtype="bfloat16", budget=256, context=131072, batch=1, policy="clustered", device=_H200
+)
 
 FILES = {
     "machine.jsonl": [

@@ -14,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
+
 from bench.device import page
 from bench.device.parts import TINY, Sizes, parts
 from bench.device.results import DONE, PAGE, Results
@@ -32,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     out = arguments.out.absolute()
     scratch = out.with_name(f"{out.name}-scratch")
+    jax.config.update("jax_platforms", "cpu")  # the device is for the parts
     wanted = parts(TINY if arguments.tiny else Sizes(), scratch)
     try:
         if not 0 < arguments.minutes <= MOST_MINUTES or math.isnan(arguments.minutes):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+from bench.program import thunks
 
 LISTING = "*jit_step*.thunk_sequence_after_thunk_passes.txt"
 GRAPH = "kCommandBuffer"
-_THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
 
 
 def counted(dump: Path) -> list[dict]:
@@ -21,14 +22,15 @@ def of_listing(text: str) -> dict:
 
     What stands inside a condition or a loop outside of a graph counts once.
     """
-    graphs, kernels, outside = 0, 0, Counter()
-    inside = None  # the indentation of the graph that a line stands in
-    for indent, kind in _THUNK.findall(text):
-        if inside is not None and len(indent) <= inside:
-            inside = None
-        kernels += kind in ("kCustomKernel", "kKernel", "kGemm", "kCublasLtMatmul", "kCuDnn", "kCustomCall")
-        if kind == GRAPH:
-            graphs, inside = graphs + 1, len(indent)
-        elif inside is None:
-            outside[kind] += 1
-    return dict(graphs=graphs, kernels=kernels, outside=dict(outside.most_common()))
+    found = [*_flat(thunks.parse(text, ""), inside=False)]
+    outside = Counter(kind for kind, inside in found if not inside and kind != GRAPH)
+    kinds = [kind for kind, _ in found]
+    kernels = sum(kind in thunks.KERNELS for kind in kinds)
+    return dict(graphs=kinds.count(GRAPH), kernels=kernels, outside=dict(outside.most_common()))
+
+
+def _flat(some: list[thunks.Thunk], *, inside: bool) -> Iterator[tuple[str, bool]]:
+    """Yields the kind of every thunk, and whether it stands in a graph."""
+    for thunk in some:
+        yield thunk.kind, inside
+        yield from _flat(thunk.inner, inside=inside or thunk.kind == GRAPH)

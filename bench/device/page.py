@@ -145,6 +145,8 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
              *times, program.get("graphs"), outside or None)
         )  # fmt: skip
     yield from _table(heads, found)
+    if any(floor.target(row["device"]) for row in timed):
+        yield "\nThe floor is what a step must read over the bandwidth of the data sheet, as if no page were at hand."
     for row in programs:
         if "policy" not in row:
             yield f"\n{row['part']}: a program of {row['graphs']} graphs and, outside of them, {row['outside']}."
@@ -163,9 +165,8 @@ def _shares(timed: list[dict]) -> Iterator[str]:
     heads = ("shape", "tokens", "batch", "cache", "setting", "weights", "keys and values", "digests", "pages over the bus")
     found = []
     for row in timed:
-        parts = floor.parts_ms(row)
-        if parts:
-            shares = (f"{parts[name] / row['tpot_s'] / 10:.0f}%" for name in (*floor.ON_DEVICE, floor.OVER_BUS))
+        shares = [f"{100 * share:.0f}%" for share in floor.shares(row).values()]
+        if shares:
             found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
     yield from _table(heads, found)
 
