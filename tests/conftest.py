@@ -20,8 +20,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process th
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-# A quarter less to wait; `make test-slow` optimises.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false")
+# Cheap to compile, slow to run, which small programs do not feel; `make test-slow` optimises.
+CHEAP = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_multi_thread_eigen=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP))
 
 import jax
 import pytest
