@@ -32,6 +32,7 @@ from icejax import inference
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, and a look through all of them is slow
 
 
 @pytest.fixture(scope="module", autouse=True)
