@@ -35,6 +35,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, and a look through all of them is slow
 
 
+def pytest_collection_finish():
+    """Leaves what was imported out of every later collection: it is never garbage, and most of what there is."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_dropped():
     """Keeps the suite's memory small: what a later file compiles again is read from the cache."""
