@@ -5,7 +5,6 @@ Apart, because to part them later would copy them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
