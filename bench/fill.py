@@ -65,7 +65,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
             layers[i] = dataclasses.replace(layers[i], **resident, levels=_build(leaves[i]))
     lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
-    return jax.device_put(dataclasses.replace(state, cache=cache), jax.devices()[0]), big
+    # Ready, or the first step would be timed with the filling.
+    return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), jax.devices()[0])), big
 
 
 @functools.partial(jax.jit, static_argnames=("base", "context", "slots"))

@@ -169,7 +169,16 @@ def attend_with_lse(
 
 def masked_scores(q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R S"]) -> Float[Array, "R G S"]:
     """Returns the scaled products of queries and keys in fp32, -inf outside `mask`."""
+    return lax.platform_dependent(q, k, mask, cpu=_scores_keys_first, default=_scores_queries_first)
+
+
+def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask[:, None], products(q, k) * q.shape[-1] ** -0.5, -jnp.inf)
+
+
+def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+    """Masked before they are turned: XLA:CPU would take a tenth longer for the whole attention."""
+    return jnp.where(mask[..., None], EINSUM("rsh,rgh->rsg", k, q) * q.shape[-1] ** -0.5, -jnp.inf).swapaxes(1, 2)
 
 
 def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Array, "*R G S"]:
