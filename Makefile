@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-slow lint
+.PHONY: run test test-slow compilers lint
 
 run: .venv/installed
 	$(BIN)/python -m icejax.generate
@@ -12,6 +12,8 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow
+
+compilers: .venv/installed-aot
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -27,4 +29,8 @@ $(BIN)/python:
 
 .venv/installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .[dev]
+	touch $@
+
+.venv/installed-aot: .venv/installed-dev  # of CUDA and TPU, without which tests/test_aot.py is skipped
+	$(BIN)/python -m pip install --quiet --editable .[aot]
 	touch $@
