@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-OPTIONS: dict[str, dict[str, str]] = {
+OPTIONS: dict[str, dict[str, str | bool]] = {
     "gpu": {
         # The step is one CUDA graph. Its edges follow the data, so that pages are on their way while what needs no page runs;
         # by default all kernels stand in one chain.

@@ -25,6 +25,7 @@ CHEAP = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=fa
 os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP))
 
 import jax
+import psutil
 import pytest
 
 import icejax
@@ -32,6 +33,7 @@ from icejax import inference
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+MOST_BYTES = 1_200_000_000  # of a process of the suite, of which there are two, beside the commands that they start
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, and a look through all of them is slow
 
 
@@ -44,6 +46,18 @@ def pytest_collection_finish():
 def programs_are_dropped():
     """Keeps the suite's memory small: what a later file compiles again is read from the cache."""
     yield
+    drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def programs_are_few():
+    """Within a file too, where they have become many."""
+    yield
+    if psutil.Process().memory_info().rss > MOST_BYTES:
+        drop_programs()
+
+
+def drop_programs() -> None:
     inference._programs.cache_clear()
     jax.clear_caches()
     gc.collect()

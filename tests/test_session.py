@@ -7,7 +7,7 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax import inference
+from icejax import compiler, inference
 from icejax.cache import Clustered, Full
 from icejax.folder import Claim, claim
 from icejax.generation import still
@@ -152,7 +152,7 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
 
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     """To the bit, so both decode programs are compiled as for users: conftest's cheaper way rounds each in its own order."""
-    monkeypatch.setattr(inference, "compiler_options", lambda: {"xla_cpu_use_fusion_emitters": True})
+    monkeypatch.setitem(compiler.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
     inference._programs.cache_clear()
     text, questions = document()
     plain, held = (
