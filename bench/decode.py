@@ -29,7 +29,7 @@ from bench import shapes
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
 from icejax import compiler
-from icejax.cache import fetch, probe
+from icejax.cache.fetch import try_ahead
 from icejax.cache.host import raise_pinned_limit
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
     arguments = parser.parse_args(argv)
     raise_pinned_limit()
-    probe.ahead(fetch.APART)
+    try_ahead()
     try:
         flags = dict(_flag(text) for text in arguments.flag)
         if flags:

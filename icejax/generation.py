@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from icejax.cache import Clustered, fetch, probe
+from icejax.cache import Clustered
+from icejax.cache.fetch import try_ahead
 from icejax.cache.host import check_memory, raise_pinned_limit
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
@@ -36,7 +37,7 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
         InputError: something about the folder is not as it should be; the message says what.
     """
     raise_pinned_limit()
-    probe.ahead(fetch.APART)
+    try_ahead()
     folder = resolve(path)
     read_config(folder)
     tokenizer = load_tokenizer(folder)

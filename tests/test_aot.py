@@ -36,10 +36,10 @@ GRAPHS = (
 )
 
 
-def said(target: str, *command: str) -> list[dict]:
+def said(target: str, *command: str, backend: str = "") -> list[dict]:
     """Returns the JSON lines of a command that compiles for a target."""
     try:
-        check_compiler(TARGETS[target])
+        check_compiler(TARGETS[target], backend)
     except InputError as error:
         pytest.skip(str(error))
     plain = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # the suite's own are for speed
@@ -51,7 +51,7 @@ def said(target: str, *command: str) -> list[dict]:
 
 def compiled(target: str, *options: str) -> dict:
     """Returns what `tests.aot` says of a program."""
-    return said(target, "tests.aot", target, *options)[-1]
+    return said(target, "tests.aot", target, *options, backend=options[1])[-1]
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_other_programs_write_in_place_and_copy_no_pool(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", GRAPHS)
 def test_the_step_of_32_layers_is_one_graph(line):
-    for row in said("h100", "bench.program", "--target", "h100", *line.split()):
+    for row in said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
         assert (row["launches"], row["graph_launches"], row["blocking"]) == (1, 1, 0), row
         assert not row["pool_copies"] and row["layers"] == 32
 

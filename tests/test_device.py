@@ -1,6 +1,7 @@
 """The command for a device: parts that fail or hang harm no other, nothing runs twice, and the page says what the files say."""
 
 import json
+import tempfile
 import time
 
 import psutil
@@ -37,9 +38,11 @@ def part(name, program, *, least=0, most=10, file="some.jsonl", **more):
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs parts into one folder; returns the status, what was told, and the rows by part."""
+    (tmp_path / "temporary").mkdir()
 
     def run(*parts, options=()):
         monkeypatch.setattr(device, "parts", lambda *_: [*parts])
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         status = device.main(["--out", str(tmp_path / "out"), *options])
         found = {}
         for row in results.Results(tmp_path / "out", tiny=False).rows():
@@ -106,7 +109,7 @@ def test_graphs_are_counted_once_and_kept(run, tmp_path):
     cut = part("decode", dump + rows + "time.sleep(60)", counted=True, most=1)
     program = dict(policy="full", context=8, batch=1) | COUNTED
     assert [row for row in run(cut)[2]["decode"] if "graphs" in row] == [program]
-    assert not (tmp_path / "out-scratch" / "dump").exists()
+    assert not (tmp_path / "temporary" / "out-scratch" / "dump").exists()
     # The program comes from the cache of compiled ones: nothing is dumped.
     again = part("decode", rows, counted=True)
     assert [row for row in run(again)[2]["decode"] if "graphs" in row] == [program]
@@ -192,3 +195,10 @@ def test_all_parts_run_where_there_is_no_device(tmp_path, monkeypatch):
     assert all(f"\n## {title}" in page for title in titles)
     files = [*(tmp_path / "out").iterdir()]
     assert len(files) <= 8 and max(file.stat().st_size for file in files) < 2**24
+
+
+def test_a_page_that_cannot_be_made_costs_no_part(run, tmp_path):
+    odd = part("odd", "print(json.dumps(dict(weight_bytes=1)), flush=True)\n")
+    status, told, found = run(odd, part("next", "print(json.dumps(dict(x=1)), flush=True)\n"))
+    assert status == 0 and found["next"] and any("The page cannot be made of these results: KeyError" in line for line in told)
+    assert (tmp_path / "out" / "device.md").read_text().startswith("The page cannot be made")

@@ -126,7 +126,7 @@ def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
 
 
-def test_the_pinned_limit_is_raised_to_the_machine_s_memory_unless_it_is_set(monkeypatch):
+def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set(monkeypatch):
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
     monkeypatch.setenv(host.PINNED_LIMIT, "3")
     monkeypatch.delenv(host.PINNED_LIMIT)
@@ -134,7 +134,7 @@ def test_the_pinned_limit_is_raised_to_the_machine_s_memory_unless_it_is_set(mon
     assert host.PINNED_LIMIT not in host.os.environ  # JAX has started: it would not be heard
     monkeypatch.setattr(host.xla_bridge, "backends_are_initialized", lambda: False)
     host.raise_pinned_limit()
-    assert host.os.environ[host.PINNED_LIMIT] == "200"
+    assert host.os.environ[host.PINNED_LIMIT] == "150"
     monkeypatch.setenv(host.PINNED_LIMIT, "3")
     host.raise_pinned_limit()
     monkeypatch.setattr(host.jax, "default_backend", lambda: "gpu")
@@ -143,3 +143,13 @@ def test_the_pinned_limit_is_raised_to_the_machine_s_memory_unless_it_is_set(mon
     monkeypatch.setenv(host.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pages", "expected"),
+    [("uint8", 100, 100), ("uint8", 600_000, 2**32 // 4608 + 1), ("uint8", 2**20, 2**20), ("uint16", 300_000, 300_000)],
+)
+def test_a_pool_of_bytes_has_no_size_that_a_kernel_cannot_address(dtype, pages, expected):
+    """Between 2 and 4 GiB offsets in bytes would not fit the 32 bits that Pallas takes for them."""
+    shape = (pages, 1, 1, 1, 2, 18, 128)
+    assert host._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def child(program: str) -> None:
+        probe.found.cache_clear()  # as in another process
         (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / "python").chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -38,6 +40,7 @@ def kept(folder) -> dict:
         ('echo \'found: ["gpu", "fails: RESOURCE_EXHAUSTED: x"]\'', "fails: RESOURCE_EXHAUSTED: x", False),
         ('echo \'found: ["cpu", "fails: no GPU"]\'', "fails: no GPU", False),
         ("exit 0", "fails: the process that tries it ended with status 0", False),
+        ("kill -TERM $$", "fails: the process that tries it ended with status -15", False),
     ],
 )
 def test_what_a_process_of_its_own_finds_is_kept_if_it_will_last(machine, program, fault, lasting):
@@ -65,6 +68,8 @@ def test_one_that_hangs_is_ended_and_tried_again(machine, monkeypatch):
     child("exec sleep 60")
     assert probe.found("triton") == "is not ready in 0.2 s"
     assert not (folder / "cache").exists()
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    assert probe.found("triton") == "is not ready in 0.2 s"  # in one process it is waited for once
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 3}', "\xff"])
@@ -86,10 +91,10 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_another_try(machine):
 def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machine, monkeypatch):
     tried = []
     monkeypatch.setattr(probe, "found", tried.append)
-    monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(probe, "_plugins", lambda: ["jax"])
     monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: False)
     probe.ahead(["triton"])  # the suite is for the CPU alone
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    monkeypatch.setattr(probe, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda,cpu")))
     probe.ahead(["triton"])
     assert tried == ["triton"]
     monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: True)
@@ -104,6 +109,7 @@ def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machin
 def test_the_process_tells_what_is_wrong_here(monkeypatch, tmp_path):
     """Triton compiles for no CPU; a backend that does is exact. Of a GPU that says nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    probe.found.cache_clear()
     assert probe.found("triton").startswith("fails: ")
     monkeypatch.setattr(fetch, "APART", ("slices",))
     assert fetch.fault("slices") is None

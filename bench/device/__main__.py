@@ -2,8 +2,9 @@
 
 Needs no network and installs nothing. Parts run one after another, the most valuable first, each in a process of its own with
 a limit of its own; a row is written as soon as it is known, and a page (DIR/device.md) after every part. The next call goes on
-with what is not done yet, also where it was cut off. DIR has at most 8 files of 16 MiB; compiled programs and traces lie beside
-it, in DIR-scratch. What did not fit the minutes, or failed, is told; a part that failed makes the exit status 1.
+with what is not done yet, also where it was cut off. DIR has at most 8 files of 16 MiB; compiled programs and traces lie in the
+system's temporary folder. What did not fit the minutes, or failed, is told; a part that failed makes the exit status 1. All
+parts take about half an hour: on a machine that keeps nothing, carry DIR back and forth.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import math
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="run nothing, only write the page of the results that are there")
     arguments = parser.parse_args(argv)
     out = arguments.out.absolute()
-    scratch = out.with_name(f"{out.name}-scratch")
+    scratch = Path(tempfile.gettempdir()) / f"{out.name}-scratch"
     jax.config.update("jax_platforms", "cpu")  # the device is for the parts
     wanted = parts(TINY if arguments.tiny else Sizes(), scratch)
     try:
@@ -60,7 +62,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(results: Results, wanted: list[Part]) -> None:
     names = [part.name for part in wanted]
-    (results.folder / PAGE).write_text(page.rendered(results.rows(), results.ends(), names))
+    try:
+        text = page.rendered(results.rows(), results.ends(), names)
+    except Exception as error:  # a row that the page does not expect must not cost the parts that are still to run
+        text = f"The page cannot be made of these results: {type(error).__name__}: {error}.\n"
+        print(text, end="", file=sys.stderr, flush=True)
+    (results.folder / PAGE).write_text(text)
 
 
 if __name__ == "__main__":

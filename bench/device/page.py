@@ -91,6 +91,9 @@ def _text(rows: list[dict]) -> Iterator[str]:
             for row in found
         ),
     )
+    for row in rows:
+        if "fault" in row and "dtype" in row and "policy" in row:
+            yield f"\n{row['policy']}, {row['dtype']}: {row['fault']}."
 
 
 def _margin(row: dict) -> str | None:

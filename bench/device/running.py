@@ -155,5 +155,5 @@ def _environment(part: Part, scratch: Path) -> dict[str, str]:
         XLA_FLAGS=" ".join(filter(None, flags)),
     )
     found.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-    found.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total // 2**30))
+    found.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
     return found | part.environment

@@ -61,7 +61,12 @@ def rows(length: int, tokens: int, folder: Path) -> Iterator[dict]:
     """Yields a row per case."""
     command = [sys.executable, "-m", "bench.device.text", str(length), str(tokens), str(folder), ALONE]
     other = subprocess.Popen(command, env=os.environ | dict(JAX_PLATFORMS="cpu"), stdout=sys.stderr)
-    mine = {case: greedy(*case, length, tokens) for case in CASES}
+    mine = {}
+    for case in CASES:
+        try:
+            mine[case] = greedy(*case, length, tokens)
+        except Exception as error:  # one case must not cost the others
+            yield dict(policy=case[0], dtype=case[1], fault=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if status := other.wait():
         raise RuntimeError(f"the CPU's process fails with status {status}")
     device = f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}"

@@ -27,6 +27,11 @@ ORDER = {
 APART = ("triton",)  # a fault in a kernel would take the process along, so it is tried in another
 
 
+def try_ahead() -> None:
+    """Tries what is to be tried apart, before JAX starts and unless the environment has chosen something else."""
+    probe.ahead([name for name in APART if os.environ.get(CHOICE, name) == name])
+
+
 def fault(name: str) -> str | None:
     """Returns what is wrong with a backend on this platform, found by a small test; None if it brings exact bits."""
     return probe.found(name) if name in APART else tried(name)

@@ -6,10 +6,13 @@ A result holds for the GPUs, their driver, the version of JAX and the kernel's s
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,14 @@ import jax
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 
 LOG = logging.getLogger(__name__)
-SECONDS = 120  # JAX and CUDA start in ten
+SECONDS = 45  # JAX and CUDA start in ten
+FAULTS = {
+    -signal.SIGSEGV,
+    -signal.SIGABRT,
+    -signal.SIGBUS,
+    -signal.SIGILL,
+    -signal.SIGFPE,
+}  # not another's doing
 DRIVER = Path("/proc/driver/nvidia")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 SOURCES = ("backends.py", "fetch.py")
@@ -30,13 +40,14 @@ ANSWER = "found: "  # the line of the child that counts; CUDA may print others
 
 def ahead(names: Sequence[str]) -> None:
     """Tries backends where there is a CUDA device and JAX has not started yet: later the memory may be taken."""
-    platforms = os.environ.get("JAX_PLATFORMS", "cuda")
+    platforms = jax.config.jax_platforms or "cuda"
     wanted = "cuda" in platforms or "gpu" in platforms
-    if wanted and _driver() and any(map(importlib.util.find_spec, PLUGINS)) and not xla_bridge.backends_are_initialized():
+    if wanted and _driver() and _plugins() and not xla_bridge.backends_are_initialized():
         for name in names:
             found(name)
 
 
+@functools.cache  # one that hangs is not to be waited for twice
 def found(name: str) -> str | None:
     """Returns what is wrong with a backend on this machine's GPU, None if nothing; tried if no result is kept."""
     file, key = _file(), f"{name} {_key()}"
@@ -69,11 +80,10 @@ def _tried(name: str) -> tuple[str | None, bool]:
         text=True,
         errors="replace",
         timeout=SECONDS,
-        start_new_session=True,  # Ctrl-C in the terminal is for this process alone
     )
     answers = [line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if done.returncode != 0 or not answers:
-        return f"fails: the process that tries it ended with status {done.returncode}", done.returncode < 0
+        return f"fails: the process that tries it ended with status {done.returncode}", done.returncode in FAULTS
     platform, fault = json.loads(answers[-1])
     return fault, platform == "gpu" and "RESOURCE_EXHAUSTED" not in (fault or "")
 
@@ -87,11 +97,16 @@ def _driver() -> str:
 
 def _key() -> str:
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES)
-    return f"{jax.__version__} {zlib.crc32(_driver().encode()):08x} {zlib.crc32(sources):08x}"
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", *_plugins()))
+    return f"{versions} {zlib.crc32(_driver().encode()):08x} {zlib.crc32(sources):08x}"
+
+
+def _plugins() -> list[str]:
+    return [name for name in PLUGINS if importlib.util.find_spec(name) is not None]
 
 
 def _file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(home) / "icejax" / "fetch.json"
 
 

@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from icejax.cache import fetch, host, probe
+from icejax.cache import fetch, host
 from icejax.cache.backends import BACKENDS
 from icejax.launch import ending, write
 
@@ -53,7 +53,9 @@ def examine() -> dict[str, Any]:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         kinds = [kind.kind for kind in device.addressable_memories()]
         devices.append(dict(device=f"{device.platform}: {device.device_kind}", memory_kinds=kinds, bytes_limit=limit))
-    measured = [measure(name) for name in fetch.candidates()]
+    names = fetch.candidates()
+    last = sorted(names, key=fetch.APART.__contains__)  # a fault in a kernel would take the others along
+    measured = sorted(map(measure, last), key=lambda row: names.index(row["backend"]))
     return dict(
         versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),
         devices=devices,
@@ -92,7 +94,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     host.raise_pinned_limit()
-    probe.ahead(fetch.APART)
+    fetch.try_ahead()
     found = examine()
     if arguments.json:
         write(json.dumps(found) + "\n")
