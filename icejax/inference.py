@@ -21,6 +21,7 @@ from icejax.cache import host
 from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.plan import Plan
+from icejax.sampling import folded, row_keys
 
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
 
@@ -152,7 +153,7 @@ def extend(
     logits = _last_logits(model, x, new)
     lengths = Lengths(lengths.seen + new, jnp.int32(0), lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
-    key, done = _folded(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
+    key, done = folded(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
     state = DecodeState(KVCache(tuple(states), lengths), state.last_tokens, done, key, seen)
     state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
     return state, _first_step(state, logits), pool
@@ -188,16 +189,6 @@ def _last_logits(model: CausalLM, x: jax.Array, lengths: jax.Array) -> jax.Array
     return model.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
 
 
-def row_keys(draws: Sequence[tuple[int, int]]) -> jax.Array:
-    """Returns the random keys, key[B], of seeds and indices below 2^32."""
-    seeds, indices = (np.asarray(x, np.uint32) for x in zip(*draws, strict=True))
-    return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
-
-
-def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
-
-
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _first_token(logits: jax.Array, state: DecodeState, *, plan: Plan) -> DecodeState:
     return _choose(logits, state, plan)
@@ -205,7 +196,7 @@ def _first_token(logits: jax.Array, state: DecodeState, *, plan: Plan) -> Decode
 
 def _choose(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
-    tokens = plan.sampling.choose(logits, keys=_folded(state.key, state.cache.lengths.decoded), seen=state.seen)
+    tokens = plan.sampling.choose(logits, keys=folded(state.key, state.cache.lengths.decoded), seen=state.seen)
     # As an index it would be that of the last token; the caller is to stop before anything comes of it.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
     tokens = jnp.where(state.done, state.last_tokens, tokens)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -74,3 +76,14 @@ class Sampling:
             share = jax.nn.softmax(logits, axis=-1)
             logits = jnp.where(share >= self.min_p * share.max(-1, keepdims=True), logits, -jnp.inf)
         return logits, tokens
+
+
+def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:
+    """Returns the random keys of seeds and indices below 2^32."""
+    seeds, indices = (np.asarray(x, np.uint32) for x in zip(*draws, strict=True))
+    return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
+
+
+def folded(keys: Key[Array, " B"], number: Int[Array, ""]) -> Key[Array, " B"]:
+    """Returns the keys of the same rows for another number."""
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)

@@ -23,14 +23,14 @@ from icejax.errors import InputError
 from icejax.folder import Claim, claim
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
-from icejax.inference import DecodeState, Decoding, Step, extend, prefill, row_keys
+from icejax.inference import DecodeState, Decoding, Step, extend, prefill
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
-from icejax.sampling import Sampling
+from icejax.sampling import Sampling, row_keys
 from icejax.streaming import Row, Run, check, still, stream
 
 LOG = logging.getLogger(__name__)

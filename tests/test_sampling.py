@@ -17,8 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from icejax.errors import InputError
-from icejax.inference import row_keys
-from icejax.sampling import Sampling
+from icejax.sampling import Sampling, row_keys
 
 VOCABULARY = 50
 CASES = {

@@ -29,7 +29,7 @@ from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
 from icejax.plan import Plan, make_plan
-from icejax.sampling import Sampling
+from icejax.sampling import Sampling, row_keys
 
 PLUGINS = dict(gpu="jax_cuda12_plugin", tpu="libtpu")
 
@@ -88,7 +88,7 @@ def abstract_state(plan: Plan) -> inference.DecodeState:
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(policy.init(plan.spec) for policy in plan.policies)
         cache = KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0)))
-        return inference.DecodeState(cache, none, none > 0, inference.row_keys([(0, i) for i in range(batch)]), None)
+        return inference.DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]), None)
 
     return jax.eval_shape(empty)
 
