@@ -11,8 +11,8 @@ import numpy as np
 from bench.needle import task
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.attention import causal
 from icejax.plan import ladder
+from icejax.walk import exact
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,11 @@ def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captu
     x, found = model.model.embed_tokens(jnp.asarray(padded)), []
     asking, before = slice(length - 1, len(tokens)), None
     for i, layer in enumerate(model.model.layers):
-        sliding = model.config.layer_types[i] == "sliding_attention"
         lengths = jnp.asarray([len(tokens)])
         guess = None if before is None else _queries(layer, before, lengths)[0, asking]
         before = x
-        x, q, k, v = _layer(layer, x, lengths, window=model.config.sliding_window if sliding else None)
-        if not sliding:
+        x, (q, k, v) = _layer(layer, x, lengths)
+        if layer.window is None:
             k, v = (y[0, :length].transpose(1, 0, 2).astype(jnp.float32) for y in (k, v))
             found.append(Captured(q[0, asking].astype(jnp.float32), k, v, i, guess))
     return found
@@ -75,12 +74,9 @@ def tiled(layer: Captured, tokens: int, rng: np.random.Generator) -> Captured:
 @jax.jit
 def _queries(layer: DecoderLayer, x: jax.Array, lengths: jax.Array) -> jax.Array:
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    return layer.self_attn.project(layer.input_layernorm(x), positions, lengths)[0].astype(jnp.float32)
+    return layer.enter(x, positions, lengths)[0].astype(jnp.float32)
 
 
-@jax.jit(static_argnames="window")
-def _layer(layer: DecoderLayer, x: jax.Array, lengths: jax.Array, *, window: int | None):
-    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    q, k, v = layer.self_attn.project(layer.input_layernorm(x), positions, lengths)
-    x = x + layer.self_attn.output(causal(q, k, v, lengths=lengths, window=window))
-    return x + layer.mlp(layer.post_attention_layernorm(x)), q, k, v
+@jax.jit
+def _layer(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
+    return exact(layer, x, lengths, lambda q, k, v: (q, k, v))

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from bench import shapes
+from icejax import walk
 from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.inference import prefill
-from icejax.models import decoder
 from icejax.ops.attention import causal_with_lse
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
@@ -38,7 +38,7 @@ def _in_blocks(q, k, v, *, lengths, window):
 
 def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: int, blocks: bool) -> tuple[Callable, str]:
     if blocks:
-        decoder.causal = _in_blocks  # of this process, which runs one row
+        walk.causal = _in_blocks  # of this process, which runs one row
     model = shapes.model(shape, dtype=dtype, layers=layers)
     plan = make_plan(model, make_policy(policy, {}), Sampling(), batch_size=1, prompt_tokens=length, new_tokens=256)
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()

@@ -68,6 +68,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer sees, the newest included; None: all."""
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    @property
     def context_length(self) -> int:
         """Tokens of prompt and answer the model is made for; scalings that configs do not count in are."""
         if self.rope_scaling is not None and self.rope_scaling.rope_type in ("linear", "dynamic"):

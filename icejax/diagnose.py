@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from icejax.cache import Full
-from icejax.cache.policy import CacheSpec, Lengths
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import ladder
+from icejax.walk import exact
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
@@ -30,19 +29,9 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
     advice = "its weights and its config.json do not fit" if model.dtype == "float32" else "try --dtype float32"
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
-    config, lengths = model.config, Lengths(jnp.asarray([len(tokens)]), jnp.int32(0), jnp.int32(0))
-    spec = CacheSpec(
-        batch_size=1,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        prompt_capacity=padded.shape[1],
-        new_capacity=0,
-        dtype=model.dtype,
-    )
     x = model.model.embed_tokens(jnp.asarray(padded))
     for i, layer in enumerate(model.model.layers):
-        window = config.sliding_window if config.layer_types[i] == "sliding_attention" else None
-        x = _output(layer, x, lengths, spec=spec, window=window)
+        x = _output(layer, x, jnp.asarray([len(tokens)], jnp.int32))
         if not jnp.isfinite(x[:, : len(tokens)]).all():
             return f"the output of layer {i} is not finite in {model.dtype}: {advice}"
     if not jnp.isfinite(model.logits(x[:, len(tokens) - 1 : len(tokens)])).all():
@@ -50,7 +39,6 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
     return f"they are when the text is run anew in {model.dtype}: try --cache full"
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "window"))
-def _output(layer: DecoderLayer, x: jax.Array, lengths: Lengths, *, spec: CacheSpec, window: int | None) -> jax.Array:
-    policy = Full()
-    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)[0]
+@functools.partial(jax.jit, donate_argnames="x")
+def _output(layer: DecoderLayer, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    return exact(layer, x, lengths, lambda q, k, v: None)[0]

@@ -21,6 +21,7 @@ from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
+from icejax.walk import exact
 
 BINS = 480  # columns of the picture
 
@@ -115,21 +116,19 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
     x, found, guide = model.model.embed_tokens(jnp.asarray(padded)), {}, None
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-        window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
-        own = dict(policy=policy, spec=plan.spec, window=window)
-        x, pages, guide = _layer(layer, x, lengths, plan.guided(i, guide), **own)
+        x, pages, guide = _layer(layer, x, lengths, plan.guided(i, guide), policy=policy, spec=plan.spec)
         if pages is not None:
             found[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames="x")
-def _layer(
-    layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec, window: int | None
-):
+@functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
+def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec):
     """Runs a layer, and packs its keys with their positions in the place of their values."""
-    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    q, k, v = layer.self_attn.project(layer.input_layernorm(x), positions, lengths.prompt)
-    where = jnp.broadcast_to(positions[..., None, None].astype(jnp.float32), v.shape)
-    pages, found = policy.prefill(policy.init(spec), q, k, where, lengths, guide)[1:]
-    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window)[0], pages, found
+
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array):
+        where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
+        return policy.prefill(policy.init(spec), q, k, where, lengths, guide)[1:]
+
+    x, kept = exact(layer, x, lengths.prompt, keep)
+    return x, *kept

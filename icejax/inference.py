@@ -22,6 +22,7 @@ from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.plan import Plan
 from icejax.sampling import folded, row_keys
+from icejax.walk import exact
 
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
 
@@ -96,10 +97,7 @@ def prefill(
     x = _embed(model, jnp.asarray(tokens))
     states, written, guide = [], 0, None
     for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-        window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
-        x, state, pages, guide = _prefill_layer(
-            layer, x, lengths, plan.guided(i, guide), policy=policy, spec=plan.spec, window=window
-        )
+        x, state, pages, guide = _prefill_layer(layer, x, lengths, plan.guided(i, guide), policy=policy, spec=plan.spec)
         states.append(state)
         if pages is not None:
             pool = host.write_layer(pool, pages, plan.pooled.index(i))
@@ -163,7 +161,10 @@ def extend(
 def _extend_layer(
     layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pool, guide, *, policy: CachePolicy
 ):
-    return layer.extend(x, lengths, new, policy=policy, state=state, pool=pool, guide=guide)
+    positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    q, k, v = layer.enter(x, positions, lengths.seen + new)
+    attended, state, pages, guide = policy.extend(state, q, k, v, lengths, new, pool, guide)
+    return layer.leave(x, attended), state, pages, guide
 
 
 @jax.jit
@@ -171,11 +172,14 @@ def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
     return model.model.embed_tokens(tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec", "window"), donate_argnames=("x",))
-def _prefill_layer(
-    layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec, window: int | None
-):
-    return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=window, guide=guide)
+@functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
+def _prefill_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec):
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array):
+        with jax.named_scope("pack"):
+            return policy.prefill(policy.init(spec), q, k, v, lengths, guide)
+
+    x, kept = exact(layer, x, lengths.prompt, keep)
+    return x, *kept
 
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
@@ -248,15 +252,18 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         lengths = state.cache.lengths
+        where = lengths.seen[:, None], lengths.seen + 1
         x = model.model.embed_tokens(state.last_tokens[:, None])
         states, guide, before = [], None, None
         for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
             view = guess = None
             if i in plan.pooled:
                 view = host.PoolLayer(pool, state.done, plan.pooled.index(i), plan.fetch_backend, plan.spec.dtype)
-                guess = layer.guess(before, lengths) if policy.prefetch and before is not None else None
-            own, before = dict(policy=policy, state=state.cache.layers[i], pool=view), x
-            x, layer_state, guide = layer.decode(x, lengths, **own, guide=plan.guided(i, guide), guess=guess)
+                guess = layer.enter(before, *where)[0][:, 0] if policy.prefetch and before is not None else None
+            q, k, v = (heads[:, 0] for heads in layer.enter(x, *where))
+            follows = plan.guided(i, guide)
+            attended, layer_state, guide = policy.decode(state.cache.layers[i], q, k, v, lengths, view, follows, guess)
+            before, x = x, layer.leave(x, attended[:, None])
             states.append(layer_state)
         logits = model.logits(x)[:, 0]
         cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))

@@ -47,7 +47,7 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     write = jax.jit(functools.partial(host._write_layer, singly=target.platform == "tpu"), donate_argnums=0)
     read = jax.jit(functools.partial(host.read_pages, count=64, dtype="bfloat16"))
     policy, view = plan.policies[0], host.PoolLayer(pool, None, np.int32(0), plan.fetch_backend, "bfloat16")
-    prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec, window=None))
+    prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec))
     extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
     x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
     first, lengths = model.model.layers[0], state.cache.lengths

@@ -31,9 +31,8 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
     padded[0, : len(prompt)] = prompt
     lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
     x = inference._embed(model, jnp.asarray(padded))
-    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-        window = model.config.sliding_window if model.config.layer_types[i] == "sliding_attention" else None
-        x = inference._prefill_layer(layer, x, lengths, None, policy=policy, spec=plan.spec, window=window)[0]
+    for layer, policy in zip(model.model.layers, plan.policies, strict=True):
+        x = inference._prefill_layer(layer, x, lengths, None, policy=policy, spec=plan.spec)[0]
     return np.asarray(_logits(model, x))[0, : len(prompt)]
 
 

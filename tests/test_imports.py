@@ -14,9 +14,8 @@ LAYERS = (
     ("launch", "config", "render", "templates", "compiler"),
     ("folder",),
     ("ops",),
-    ("cache",),
-    ("models",),
-    ("checkpoint", "sampling", "plan", "inference", "detokenize", "request", "response", "tokenizer"),
+    ("models", "cache"),
+    ("checkpoint", "sampling", "plan", "walk", "inference", "detokenize", "request", "response", "tokenizer"),
     ("prompts", "conversation", "diagnose", "compiling", "logprobs"),
     ("streaming",),
     ("generation", "explain", "identity", "saved"),
@@ -50,12 +49,10 @@ def test_imports_run_one_way():
     assert not faults
 
 
-def test_models_name_no_concrete_policy():
-    for file in (PACKAGE / "models").glob("*.py"):
-        concrete = {
-            m for m in imported(file) if m.startswith("icejax.cache") and m not in ("icejax.cache.policy", "icejax.cache.host")
-        }
-        assert not concrete, f"{file.name} imports {concrete}"
+def test_models_and_caches_do_not_know_each_other():
+    for folder, other in (("models", "cache"), ("cache", "models")):
+        for file in (PACKAGE / folder).glob("*.py"):
+            assert not {m for m in imported(file) if m.startswith(f"icejax.{other}")}, f"{file} imports of {other}"
 
 
 def test_importing_icejax_takes_no_time():

@@ -8,7 +8,9 @@ import pytest
 import icejax
 from bench.needle import evaluate, export, language, stages, task
 from bench.needle.reader import Reader
+from icejax.cache import Full
 from icejax.generation import ASSETS
+from tests import families, run, tolerances
 
 
 def facts_of(text: bytes) -> list[str]:
@@ -150,6 +152,15 @@ def test_trigram_knows_what_it_was_shown():
     lowest = (2 + 2 / 128) / 6
     second = (2 + lowest) / 3
     assert model.bits(b"bab")[0] == pytest.approx(-np.log2((1 + second) / 2), rel=1e-5)
+
+
+def test_bits_of_a_model_with_sliding_windows_are_those_of_its_logits(tmp_path):
+    model, tokens = families.load(families.build(families.row("mistral-window")), tmp_path), families.tokens(256)
+    logits = run.all_logits(model, tokens, Full())[:-1].astype(np.float64)
+    likely = logits[np.arange(255), tokens[1:]] - np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(
+        language._bits(model, np.asarray([tokens]))[0], -likely / np.log(2), rtol=0, atol=tolerances.LOGITS
+    )
 
 
 def test_evaluation_refuses_bad_input_in_one_line(capsys):

@@ -7,11 +7,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from icejax.cache import Clustered, Full
-from icejax.cache.policy import Lengths
 from icejax.generation import ASSETS
 from icejax.ops import attention
+from icejax.walk import exact
 from tests import families, tolerances
-from tests.run import all_logits, greedy, jitted, plan_for
+from tests.run import all_logits, greedy, jitted
 
 LENGTHS = (7, 150)
 
@@ -91,17 +91,16 @@ def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
 def test_chunked_prefill_equals_whole(tmp_path, monkeypatch):
     """The layer's own code, traced anew with other sizes of its blocks."""
     ours = families.load(families.build(families.row("mistral-window")), tmp_path)
-    lengths, policy = Lengths(jnp.asarray([250]), jnp.int32(0), jnp.int32(0)), Full()
-    spec = plan_for(ours, policy, [families.tokens(250)], 1).spec
+    lengths, layer = jnp.asarray([250]), ours.model.layers[0]
 
     def output(layer, x):
-        return layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=families.WINDOW)[0]
+        return exact(layer, x, lengths, lambda q, k, v: None)[0]
 
     x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
-    whole = jitted(output, ours.model.layers[0], x)
+    whole = jitted(output, layer, x)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
-    chunked = jitted(output, ours.model.layers[0], x)
+    chunked = jitted(output, layer, x)
     np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)
 
 

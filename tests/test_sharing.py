@@ -100,7 +100,6 @@ def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
     """By hand: norm, projection and rotation of the layer's own weights, on another layer's input."""
     layer, rng = model.model.layers[1], np.random.default_rng(0)
     x = rng.standard_normal((1, 1, 64)).astype(np.float32)
-    lengths = Lengths(jnp.asarray([7]), jnp.int32(2), jnp.int32(0))
     normal = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + layer.input_layernorm.eps)
     normal = normal * np.asarray(layer.input_layernorm.weight[...])
     q = (normal @ np.asarray(layer.self_attn.q_proj.weight[...]).T).reshape(4, 16)
@@ -109,4 +108,5 @@ def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
     expected = np.concatenate(
         [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
     )
-    np.testing.assert_allclose(jitted(lambda x: layer.guess(x, lengths), x)[0], expected, rtol=0, atol=tolerances.EXACT)
+    found = jitted(lambda x: layer.enter(x, jnp.asarray([[9]]), jnp.asarray([10]))[0], x)[0, 0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)

@@ -16,9 +16,8 @@ import numpy as np
 
 import icejax
 from bench.needle import task
-from icejax.cache import Full
-from icejax.cache.policy import CacheSpec, Lengths
 from icejax.generation import ASSETS
+from icejax.walk import exact
 
 UNCOUNTED = 64  # first bytes of a piece, which have little before them
 
@@ -45,16 +44,10 @@ class Trigram:
 @jax.jit
 def _bits(model: icejax.CausalLM, tokens: jax.Array) -> jax.Array:
     """Returns the bits [B, T - 1] of tokens [B, T] but the first."""
-    batch, length = tokens.shape
-    config = model.config
-    spec = CacheSpec(
-        batch_size=batch, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-        prompt_capacity=length, new_capacity=0, dtype=model.dtype,
-    )  # fmt: skip
-    policy, lengths = Full(), Lengths(jnp.full(batch, length), jnp.int32(0), jnp.int32(0))
     x = model.model.embed_tokens(tokens)
+    lengths = jnp.full(len(tokens), tokens.shape[1])
     for layer in model.model.layers:
-        x = layer.prefill(x, lengths, policy=policy, state=policy.init(spec), window=None)[0]
+        x, _ = exact(layer, x, lengths, lambda q, k, v: None)
     likely = jax.nn.log_softmax(model.logits(x)[:, :-1])
     return -jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
 

@@ -30,11 +30,9 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     dense = policy.dense_layers
     if dense is None:
         dense = 2 if config.num_hidden_layers >= 16 else 0
-    slides = config.sliding_window is not None and config.sliding_window < capacity
-    ring = Ring(config.sliding_window) if slides else None
     policies = tuple(
-        ring if slides and kind == "sliding_attention" else Full() if i < dense else policy
-        for i, kind in enumerate(config.layer_types)
+        Ring(window) if window is not None and window < capacity else Full() if i < dense else policy
+        for i, window in enumerate(config.windows)
     )
     if policy not in policies:
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", type(policy).__name__.lower())

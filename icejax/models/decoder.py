@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.host import PoolLayer
-from icejax.cache.policy import CachePolicy, Lengths
 from icejax.config import ModelConfig
-from icejax.ops.attention import EINSUM, causal
+from icejax.ops.attention import EINSUM
 from icejax.ops.rope import cos_sin, rotate
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
@@ -48,7 +45,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and RoPE; what is attended to is the cache policy's."""
+    """Projections, head norms and RoPE; what is attended to is not its concern."""
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
         self.config = config
@@ -91,81 +88,41 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer; its phase is a method, and its cache an argument."""
+    """One layer in two halves, with whatever attends between them.
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+    Attributes:
+        window: tokens the layer sees, the newest included; None: all.
+    """
+
+    def __init__(self, config: ModelConfig, *, window: int | None, dtype: str) -> None:
+        self.window = window
         self.self_attn = Attention(config, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
-    def prefill(
-        self,
-        x: Float[Array, "B T D"],
-        lengths: Lengths,
-        *,
-        policy: CachePolicy,
-        state: Any,
-        window: int | None,
-        guide: Any = None,
-    ) -> tuple[jax.Array, Any, jax.Array | None, Any]:
-        """Runs the layer over a right-padded prompt; returns its output and what `CachePolicy.prefill` does."""
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
-        q, k, v = self.self_attn.project(self.input_layernorm(x), positions, lengths.prompt)
-        with jax.named_scope("attend"):
-            heads = causal(q, k, v, lengths=lengths.prompt, window=window)
-        with jax.named_scope("pack"):
-            state, pages, guide = policy.prefill(state, q, k, v, lengths, guide)
-        x = x + self.self_attn.output(heads)
-        return x + self._mlp_in_chunks(x), state, pages, guide
+    def enter(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Returns the queries, keys (both after RoPE, neither scaled) and values of the tokens at `positions`.
 
-    def extend(
-        self,
-        x: Float[Array, "B T D"],
-        lengths: Lengths,
-        new: Int[Array, " B"],
-        *,
-        policy: CachePolicy,
-        state: Any,
-        pool: PoolLayer | None,
-        guide: Any = None,
-    ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array] | None, Any]:
-        """Runs the layer over `new` right-padded tokens that follow what the cache holds; as `CachePolicy.extend`."""
-        positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-        q, k, v = self.self_attn.project(self.input_layernorm(x), positions, lengths.seen + new)
-        heads, state, pages, guide = policy.extend(state, q, k, v, lengths, new, pool, guide)
-        x = x + self.self_attn.output(heads.astype(x.dtype))
-        return x + self._mlp_in_chunks(x), state, pages, guide
+        `seen` counts the tokens of each row, these included.
+        """
+        return self.self_attn.project(self.input_layernorm(x), positions, seen)
 
-    def guess(self, x: Float[Array, "B 1 D"], lengths: Lengths) -> Float[Array, "B N H"]:
-        """Returns the queries of one new token per row as they would be if `x` were the layer's input."""
-        return self.self_attn.project(self.input_layernorm(x), lengths.seen[:, None], lengths.seen + 1)[0][:, 0]
-
-    def decode(
-        self,
-        x: Float[Array, "B 1 D"],
-        lengths: Lengths,
-        *,
-        policy: CachePolicy,
-        state: Any,
-        pool: PoolLayer | None,
-        guide: Any = None,
-        guess: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, Any]:
-        """Runs the layer over one new token per row; returns its output, its new cache state and the guide."""
-        q, k, v = self.self_attn.project(self.input_layernorm(x), lengths.seen[:, None], lengths.seen + 1)
-        heads, state, guide = policy.decode(state, q[:, 0], k[:, 0], v[:, 0], lengths, pool, guide, guess)
-        x = x + self.self_attn.output(heads[:, None])
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x)), state, guide
-
-    def _mlp_in_chunks(self, x: jax.Array) -> jax.Array:
+    def leave(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Returns the layer's output from its input and from what the queries of `enter` attended to."""
+        x = x + self.self_attn.output(attended.astype(x.dtype))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):
+            if chunk == tokens:
+                return x + self._mlp(x)
             chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
-            out = lax.map(lambda part: self.mlp(self.post_attention_layernorm(part)), chunks)
-            return out.swapaxes(0, 1).reshape(x.shape)
+            return x + lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        return self.mlp(self.post_attention_layernorm(x))
 
 
 class Embedding(nnx.Module):
@@ -183,7 +140,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)])
+        self.layers = nnx.List([DecoderLayer(config, window=window, dtype=dtype) for window in config.windows])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
 
