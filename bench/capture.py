@@ -12,7 +12,7 @@ from bench.needle import task
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import ladder
-from icejax.walk import exact
+from icejax.walk import Place, exact, walk
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captu
     length, tokens = len(prompt), prompt + answer[:-1]
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
-    x, found = model.model.embed_tokens(jnp.asarray(padded)), []
-    asking, before = slice(length - 1, len(tokens)), None
-    for i, layer in enumerate(model.model.layers):
-        lengths = jnp.asarray([len(tokens)])
-        guess = None if before is None else _queries(layer, before, lengths)[0, asking]
-        before = x
-        x, (q, k, v) = _layer(layer, x, lengths)
-        if layer.window is None:
+    asking, lengths, found = slice(length - 1, len(tokens)), jnp.asarray([len(tokens)]), []
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        return *_layer(layer, x, at.before, lengths), None
+
+    for i, (_, (q, k, v, guess)) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
+        if model.config.windows[i] is None:
             k, v = (y[0, :length].transpose(1, 0, 2).astype(jnp.float32) for y in (k, v))
-            found.append(Captured(q[0, asking].astype(jnp.float32), k, v, i, guess))
+            q, guess = (None if y is None else y[0, asking].astype(jnp.float32) for y in (q, guess))
+            found.append(Captured(q, k, v, i, guess))
     return found
 
 
@@ -72,11 +72,8 @@ def tiled(layer: Captured, tokens: int, rng: np.random.Generator) -> Captured:
 
 
 @jax.jit
-def _queries(layer: DecoderLayer, x: jax.Array, lengths: jax.Array) -> jax.Array:
+def _layer(layer: DecoderLayer, x: jax.Array, before: jax.Array | None, lengths: jax.Array):
+    """Returns a layer's output, and its queries, keys, values and guess of its queries."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    return layer.enter(x, positions, lengths)[0].astype(jnp.float32)
-
-
-@jax.jit
-def _layer(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
-    return exact(layer, x, lengths, lambda q, k, v: (q, k, v))
+    guess = None if before is None else layer.enter(before, positions, lengths)[0]
+    return exact(layer, x, lengths, lambda q, k, v: (q, k, v, guess))

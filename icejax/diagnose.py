@@ -13,7 +13,7 @@ from flax import nnx
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import ladder
-from icejax.walk import exact
+from icejax.walk import exact, walk
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
@@ -29,9 +29,9 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
     advice = "its weights and its config.json do not fit" if model.dtype == "float32" else "try --dtype float32"
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
-    x = model.model.embed_tokens(jnp.asarray(padded))
-    for i, layer in enumerate(model.model.layers):
-        x = _output(layer, x, jnp.asarray([len(tokens)], jnp.int32))
+    lengths = jnp.asarray([len(tokens)], jnp.int32)
+    outputs = walk(model, model.model.embed_tokens(jnp.asarray(padded)), lambda layer, x, _: _output(layer, x, lengths))
+    for i, (x, _) in enumerate(outputs):
         if not jnp.isfinite(x[:, : len(tokens)]).all():
             return f"the output of layer {i} is not finite in {model.dtype}: {advice}"
     if not jnp.isfinite(model.logits(x[:, len(tokens) - 1 : len(tokens)])).all():
@@ -40,5 +40,5 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
 
 
 @functools.partial(jax.jit, donate_argnames="x")
-def _output(layer: DecoderLayer, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    return exact(layer, x, lengths, lambda q, k, v: None)[0]
+def _output(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
+    return *exact(layer, x, lengths), None

@@ -21,7 +21,7 @@ from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
-from icejax.walk import exact
+from icejax.walk import Place, exact, walk
 
 BINS = 480  # columns of the picture
 
@@ -114,9 +114,13 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
     lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
-    x, found, guide = model.model.embed_tokens(jnp.asarray(padded)), {}, None
-    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-        x, pages, guide = _layer(layer, x, lengths, plan.guided(i, guide), policy=policy, spec=plan.spec)
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        follows = plan.guided(at.number, at.guide)
+        return _layer(layer, x, lengths, follows, policy=plan.policies[at.number], spec=plan.spec)
+
+    found = {}
+    for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
         if pages is not None:
             found[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
     return found
@@ -130,5 +134,5 @@ def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy
         where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
         return policy.prefill(policy.init(spec), q, k, where, lengths, guide)[1:]
 
-    x, kept = exact(layer, x, lengths.prompt, keep)
-    return x, *kept
+    x, (pages, guide) = exact(layer, x, lengths.prompt, keep)
+    return x, pages, guide

@@ -22,7 +22,7 @@ from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.plan import Plan
 from icejax.sampling import folded, row_keys
-from icejax.walk import exact
+from icejax.walk import Place, exact, walk
 
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
 
@@ -94,10 +94,13 @@ def prefill(
         row[: len(prompt)] = prompt
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
     lengths = Lengths(prompt_lengths, jnp.int32(0), jnp.int32(0))
-    x = _embed(model, jnp.asarray(tokens))
-    states, written, guide = [], 0, None
-    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-        x, state, pages, guide = _prefill_layer(layer, x, lengths, plan.guided(i, guide), policy=policy, spec=plan.spec)
+    states, written = [], 0
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        follows = plan.guided(at.number, at.guide)
+        return _prefill_layer(layer, x, lengths, follows, policy=plan.policies[at.number], spec=plan.spec)
+
+    for i, (x, (state, pages)) in enumerate(walk(model, _embed(model, jnp.asarray(tokens)), run)):
         states.append(state)
         if pages is not None:
             pool = host.write_layer(pool, pages, plan.pooled.index(i))
@@ -133,18 +136,19 @@ def extend(
     padded[0, : len(tokens)] = tokens
     lengths, new = state.cache.lengths, jnp.asarray([len(tokens)], jnp.int32)
     # What a layer gives is bound to the device, as the pool is: so must the first input be, or a layer is compiled twice.
-    x = jax.device_put(_embed(model, jnp.asarray(padded)), jax.devices()[0])
-    states, used, guide = [], jnp.int32(0), None
-    for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-        pooled = plan.pooled.index(i) if i in plan.pooled else None
-        view = None if pooled is None else host.PoolLayer(pool, None, np.int32(pooled), plan.fetch_backend, plan.spec.dtype)
-        x, layer_state, pages, guide = _extend_layer(
-            layer, x, lengths, new, state.cache.layers[i], view, plan.guided(i, guide), policy=policy
-        )
+    first = jax.device_put(_embed(model, jnp.asarray(padded)), jax.devices()[0])
+    states, used = [], jnp.int32(0)
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        i, held, follows = at.number, state.cache.layers[at.number], plan.guided(at.number, at.guide)
+        view = plan.view(i, pool)  # of the pool with the pages of the layers before
+        return _extend_layer(layer, x, lengths, new, held, view, follows, policy=plan.policies[i])
+
+    for i, (x, (layer_state, pages)) in enumerate(walk(model, first, run)):
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
-            pool, used = host.write_layer(pool, pages[0], pooled, first=lengths.pages), pages[1]
+            pool, used = host.write_layer(pool, pages[0], plan.pooled.index(i), first=lengths.pages), pages[1]
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)
@@ -164,7 +168,7 @@ def _extend_layer(
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     q, k, v = layer.enter(x, positions, lengths.seen + new)
     attended, state, pages, guide = policy.extend(state, q, k, v, lengths, new, pool, guide)
-    return layer.leave(x, attended), state, pages, guide
+    return layer.leave(x, attended), (state, pages), guide
 
 
 @jax.jit
@@ -178,8 +182,8 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *
         with jax.named_scope("pack"):
             return policy.prefill(policy.init(spec), q, k, v, lengths, guide)
 
-    x, kept = exact(layer, x, lengths.prompt, keep)
-    return x, *kept
+    x, (state, pages, guide) = exact(layer, x, lengths.prompt, keep)
+    return x, (state, pages), guide
 
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
@@ -253,20 +257,19 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         lengths = state.cache.lengths
         where = lengths.seen[:, None], lengths.seen + 1
-        x = model.model.embed_tokens(state.last_tokens[:, None])
-        states, guide, before = [], None, None
-        for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
-            view = guess = None
-            if i in plan.pooled:
-                view = host.PoolLayer(pool, state.done, plan.pooled.index(i), plan.fetch_backend, plan.spec.dtype)
-                guess = layer.enter(before, *where)[0][:, 0] if policy.prefetch and before is not None else None
+
+        def run(layer: DecoderLayer, x: jax.Array, at: Place):
+            i, policy, guess = at.number, plan.policies[at.number], None
+            if policy.prefetch and at.before is not None:
+                guess = layer.enter(at.before, *where)[0][:, 0]
             q, k, v = (heads[:, 0] for heads in layer.enter(x, *where))
-            follows = plan.guided(i, guide)
-            attended, layer_state, guide = policy.decode(state.cache.layers[i], q, k, v, lengths, view, follows, guess)
-            before, x = x, layer.leave(x, attended[:, None])
-            states.append(layer_state)
-        logits = model.logits(x)[:, 0]
-        cache = KVCache(tuple(states), dataclasses.replace(lengths, decoded=lengths.decoded + 1))
+            view, follows = plan.view(i, pool, state.done), plan.guided(i, at.guide)
+            attended, held, guide = policy.decode(state.cache.layers[i], q, k, v, lengths, view, follows, guess)
+            return layer.leave(x, attended[:, None]), held, guide
+
+        outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
+        logits = model.logits(outputs[-1])[:, 0]
+        cache = KVCache(states, dataclasses.replace(lengths, decoded=lengths.decoded + 1))
         state = _choose(logits, dataclasses.replace(state, cache=cache), plan)
         counts = [plan.policies[i].page_counts(states[i]) for i in plan.pooled]
         pages = sum(counts, jnp.zeros((3, len(state.last_tokens)), jnp.int32))

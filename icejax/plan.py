@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from icejax.cache import layer_policies, name_of
 from icejax.cache.encoding import page_rows
 from icejax.cache.fetch import ORDER, fetch_backend
+from icejax.cache.host import PoolLayer
 from icejax.cache.policy import CachePolicy, CacheSpec
 from icejax.errors import InputError
 from icejax.models import CausalLM
@@ -57,6 +59,12 @@ class Plan:
         """Returns what `layer` is to follow of what the layers before it found; None: nothing."""
         leads = layer in self.pooled and self.pooled.index(layer) % self.policies[layer].reuse == 0
         return None if leads else guide
+
+    def view(self, layer: int, pool: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:
+        """Returns what `layer` reads of the pool, where rows that have `ended` need nothing; None for one without pages."""
+        if layer not in self.pooled:
+            return None
+        return PoolLayer(pool, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
 
     def padded(self, tokens: int) -> int:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""

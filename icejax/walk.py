@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import causal
 
 Kept = TypeVar("Kept")
 
 
+class Place(NamedTuple):
+    """Where a walk is.
+
+    Attributes:
+        number: the layer's.
+        before: the input of the layer before; None for the first. Not to be read where a layer's program takes its input.
+        guide: what the layer before passed on.
+    """
+
+    number: int
+    before: jax.Array | None
+    guide: Any
+
+
+def walk(
+    model: CausalLM,
+    x: Float[Array, "B T D"],
+    run: Callable[[DecoderLayer, jax.Array, Place], tuple[jax.Array, Kept, Any]],
+) -> Iterator[tuple[Float[Array, "B T D"], Kept]]:
+    """Yields the output of every layer and what was kept of it, from the first layer to the last.
+
+    Args:
+        x: the first layer's input.
+        run: takes a layer, its input and its place; returns its output, what is to be kept, and what is passed on.
+    """
+    before = guide = None
+    for number, layer in enumerate(model.model.layers):
+        before, (x, kept, guide) = x, run(layer, x, Place(number, before, guide))
+        yield x, kept
+
+
+def nothing(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Keeps nothing."""
+
+
 def exact(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     lengths: Int[Array, " B"],
-    keep: Callable[[jax.Array, jax.Array, jax.Array], Kept],
+    keep: Callable[[jax.Array, jax.Array, jax.Array], Kept] = nothing,
 ) -> tuple[Float[Array, "B T D"], Kept]:
     """Runs a layer over right-padded texts from their beginning, where a token attends to all that the layer lets it see.
 

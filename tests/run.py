@@ -15,8 +15,10 @@ from icejax.cache import CachePolicy
 from icejax.cache.policy import Lengths
 from icejax.inference import Decoding, prefill
 from icejax.models import CausalLM
+from icejax.models.decoder import DecoderLayer
 from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
+from icejax.walk import Place, walk
 
 
 def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
@@ -30,9 +32,11 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
     lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
-    x = inference._embed(model, jnp.asarray(padded))
-    for layer, policy in zip(model.model.layers, plan.policies, strict=True):
-        x = inference._prefill_layer(layer, x, lengths, None, policy=policy, spec=plan.spec)[0]
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        return inference._prefill_layer(layer, x, lengths, None, policy=plan.policies[at.number], spec=plan.spec)
+
+    *_, (x, _) = walk(model, inference._embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]
 
 

@@ -94,7 +94,7 @@ def test_chunked_prefill_equals_whole(tmp_path, monkeypatch):
     lengths, layer = jnp.asarray([250]), ours.model.layers[0]
 
     def output(layer, x):
-        return exact(layer, x, lengths, lambda q, k, v: None)[0]
+        return exact(layer, x, lengths)[0]
 
     x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
     whole = jitted(output, layer, x)

@@ -1,6 +1,7 @@
 """What clustered layers take from one another: partition and pages (`reuse`), and a guess of their queries (`prefetch`)."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from icejax.cache import Clustered, Full
 from icejax.cache.policy import CacheSpec, Lengths
 from icejax.ops import tree
 from icejax.ops.digests import digest
+from icejax.walk import Place, walk
 from tests import families, tolerances
 from tests.run import greedy, jitted, plan_for
 
@@ -94,6 +96,15 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
     exact = jitted(lambda q, levels: tree.walk(q, levels, guess=q, **options), q, levels)
     for name in ("page_ids", "tail_out", "tail_lse"):
         np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
+
+
+def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found():
+    def run(layer: str, x: str, at: Place):
+        return x + layer, (at.number, x, at.before, at.guide), layer.upper()
+
+    model = SimpleNamespace(model=SimpleNamespace(layers="abc"))
+    kept = [(0, "-", None, None), (1, "-a", "-", "A"), (2, "-ab", "-a", "B")]
+    assert list(walk(model, "-", run)) == list(zip(("-a", "-ab", "-abc"), kept, strict=True))
 
 
 def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):

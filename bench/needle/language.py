@@ -17,7 +17,7 @@ import numpy as np
 import icejax
 from bench.needle import task
 from icejax.generation import ASSETS
-from icejax.walk import exact
+from icejax.walk import exact, walk
 
 UNCOUNTED = 64  # first bytes of a piece, which have little before them
 
@@ -44,10 +44,8 @@ class Trigram:
 @jax.jit
 def _bits(model: icejax.CausalLM, tokens: jax.Array) -> jax.Array:
     """Returns the bits [B, T - 1] of tokens [B, T] but the first."""
-    x = model.model.embed_tokens(tokens)
     lengths = jnp.full(len(tokens), tokens.shape[1])
-    for layer in model.model.layers:
-        x, _ = exact(layer, x, lengths, lambda q, k, v: None)
+    *_, (x, _) = walk(model, model.model.embed_tokens(tokens), lambda layer, x, _: (*exact(layer, x, lengths), None))
     likely = jax.nn.log_softmax(model.logits(x)[:, :-1])
     return -jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
 
