@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import icejax
 from bench.needle import evaluate, export, language, stages, task
 from bench.needle.reader import Reader
-from icejax.cache import Full
 from icejax.generation import ASSETS
-from tests import families, run, tolerances
+from tests import families, tolerances
 
 
 def facts_of(text: bytes) -> list[str]:
@@ -154,13 +154,12 @@ def test_trigram_knows_what_it_was_shown():
     assert model.bits(b"bab")[0] == pytest.approx(-np.log2((1 + second) / 2), rel=1e-5)
 
 
-def test_bits_of_a_model_with_sliding_windows_are_those_of_its_logits(tmp_path):
-    model, tokens = families.load(families.build(families.row("mistral-window")), tmp_path), families.tokens(256)
-    logits = run.all_logits(model, tokens, Full())[:-1].astype(np.float64)
-    likely = logits[np.arange(255), tokens[1:]] - np.log(np.exp(logits).sum(-1))
-    np.testing.assert_allclose(
-        language._bits(model, np.asarray([tokens]))[0], -likely / np.log(2), rtol=0, atol=tolerances.LOGITS
-    )
+def test_bits_of_a_model_with_sliding_windows_are_those_of_transformers(tmp_path):
+    theirs, tokens = families.build(families.row("mistral-window")), families.tokens(256)
+    with torch.no_grad():
+        likely = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0, :-1], -1).numpy()[np.arange(255), tokens[1:]]
+    found = language._bits(families.load(theirs, tmp_path), np.asarray([tokens], np.int32))[0]
+    np.testing.assert_allclose(found, -likely / np.log(2), rtol=0, atol=tolerances.LOGITS)
 
 
 def test_evaluation_refuses_bad_input_in_one_line(capsys):
