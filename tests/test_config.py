@@ -214,6 +214,9 @@ def test_every_number_of_the_config_is_read(tmp_path):
         changed = dataclasses.replace(
             model.config, **{n: changes[n] for n in both} if field.name in both else {field.name: new}
         )
+        if field.name == "num_hidden_layers":  # each has a type
+            changed = dataclasses.replace(changed, layer_types=2 * changed.layer_types)
+            assert load.abstract(dataclasses.replace(changed, num_hidden_layers=old), "float32")[1].keys() == parameters.keys()
         if field.name in SHAPES:
             assert {k: p.shape for k, p in load.abstract(changed, "float32")[1].items()} != {
                 k: p.shape for k, p in parameters.items()

@@ -140,7 +140,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, window=window, dtype=dtype) for window in config.windows])
+        windows = (config.windows[i] for i in range(config.num_hidden_layers))
+        self.layers = nnx.List([DecoderLayer(config, window=window, dtype=dtype) for window in windows])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
 
