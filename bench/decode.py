@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import shapes
+from bench.flags import flag
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
 from icejax import compiler
@@ -93,13 +94,6 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     return dict(scope_ms=by_scope(events, scopes, module="jit_step", steps=TURN), python_ms=python_ms(events))
 
 
-def _flag(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise InputError(f"--flag must be NAME=VALUE, got {text!r}")
-    return name, value
-
-
 def _table(found: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in ("policy", "context", "ms/token", "10%", "90%", "KV device", "digests", "KV host", "moved/token"):
@@ -154,10 +148,10 @@ def main(argv: list[str] | None = None) -> int:
     raise_pinned_limit()
     try_ahead()
     try:
-        flags = dict(_flag(text) for text in arguments.flag)
+        flags = dict(map(flag, arguments.flag))
         if flags:
             chosen = compiler.OPTIONS.get(jax.default_backend(), {}) | flags
-            compiler.OPTIONS[jax.default_backend()] = {name: value for name, value in chosen.items() if value}
+            compiler.OPTIONS[jax.default_backend()] = {name: value for name, value in chosen.items() if value != ""}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names = arguments.policies.split(",")
         if unknown := [name for name in names if name not in SUBJECTS]:

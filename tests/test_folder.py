@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from icejax.checkpoint.folder import resolve
 from icejax.errors import InputError
-from icejax.folder import claim, present
+from icejax.folder import cache_home, claim, present
 from tests.crash import Killed, file_limit, killed_at
 
 MARK = "session.json"
@@ -293,3 +293,13 @@ def test_errors_of_the_system_inside_others_are_known(tmp_path, text):
     with pytest.raises(ValueError, match="^of another kind$"), claim(tmp_path / "kept", mark=MARK) as held, held.writing():
         raise ValueError("of another kind")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_user_without_a_home_has_a_place_for_what_may_be_made_again(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_home() == Path("/somewhere/icejax")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_home() == Path("/home/me/.cache/icejax")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does where nothing tells of a home
+    assert cache_home() == Path("~/.cache/icejax")

@@ -26,22 +26,23 @@ TABLES = (("uint16", 16), ("uint8", 18), ("uint32", 16))  # bf16, int8 with its 
 
 def rows(*, high: int):
     """Yields a line per way and dtype; `high` is how many pages the table of 16-bit pages has."""
-    for apart in (False, True):  # kernels last: a fault in one would take the others along
-        names = [name for name in fetch.candidates() if (name in fetch.APART) == apart]
-        for dtype, height in TABLES if names else ():
-            yield from of_table(names, dtype, height, high=high)
+    tables = [table(dtype, height, high=high) for dtype, height in TABLES]
+    for name in sorted(fetch.candidates(), key=fetch.APART.__contains__):  # a fault in a kernel would take the others along
+        for pinned, asked, expected in tables:
+            yield dict(backend=name, dtype=str(pinned.dtype), table_bytes=pinned.nbytes) | one(name, pinned, asked, expected)
 
 
-def of_table(names: list[str], dtype: str, height: int, *, high: int):
-    """Yields a line per way of reading one table; one of bytes is as large as `host.allocate` makes it at the least."""
+def table(dtype: str, height: int, *, high: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    """Returns a table in host memory, the pages to ask for, and what they hold.
+
+    One of bytes is as large as `host.allocate` makes it at the least.
+    """
     pages = dict(uint16=high, uint8=2 * high).get(dtype, PAGES)
     rng = np.random.default_rng(0)
     asked = np.append(rng.choice(pages - 1, FETCHED - 1, replace=False), pages - 1).astype(np.int32)
-    table = np.zeros((pages, 2, height, 128), dtype)
-    table[asked] = rng.integers(0, np.iinfo(dtype).max, (FETCHED, 2, height, 128), dtype=dtype)
-    pinned = jax.block_until_ready(jax.device_put(table, fetch.sharding(host=True)))
-    for name in names:
-        yield dict(backend=name, dtype=dtype, table_bytes=table.nbytes) | one(name, pinned, asked, table[asked])
+    whole = np.zeros((pages, 2, height, 128), dtype)
+    whole[asked] = rng.integers(0, np.iinfo(dtype).max, (FETCHED, 2, height, 128), dtype=dtype)
+    return jax.block_until_ready(jax.device_put(whole, fetch.sharding(host=True))), asked, whole[asked]
 
 
 def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -> dict:
@@ -50,7 +51,7 @@ def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -
     try:
         exact = np.array_equal(np.stack(read(pinned, pages), axis=1), expected)
         if name in CHOOSING:
-            some = jax.jit(CHOOSING[name])(pinned, pages, jnp.asarray(wanted))
+            some = jax.jit(BACKENDS[name])(pinned, pages, jnp.asarray(wanted))
             exact &= np.array_equal(np.stack(some, axis=1), np.where(wanted[:, None, None, None], expected, 0))
     except Exception as error:  # a compiler that is not there, or not made for this, raises nearly anything
         return dict(exact=False, fault=(str(error) or type(error).__name__).splitlines()[0][:200])

@@ -117,7 +117,7 @@ def _needles(rows: list[dict]) -> Iterator[str]:
 
 def setting(row: dict) -> str:
     """Returns what was chosen for a row beside the defaults."""
-    flags = (f"{name}={value}" if value else f"without {name}" for name, value in row.get("flags", {}).items())
+    flags = (f"{name}={value}" if value != "" else f"without {name}" for name, value in row.get("flags", {}).items())
     backend = [f"fetch by {row['backend']}"] if "backend" in row else []
     return ", ".join([*row.get("options", ()), *flags, *([row["xla_flags"]] if "xla_flags" in row else ()), *backend])
 

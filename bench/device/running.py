@@ -16,11 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from bench.device import graphs
 from bench.device.results import DONE, Results
-from icejax.cache.host import PINNED_LIMIT
 
 ROOT = Path(__file__).parents[2]
 DUMP, TRACE = "dump", "trace"  # folders of the scratch
@@ -155,5 +152,4 @@ def _environment(part: Part, scratch: Path) -> dict[str, str]:
         XLA_FLAGS=" ".join(filter(None, flags)),
     )
     found.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-    found.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
     return found | part.environment

@@ -18,6 +18,7 @@ import jax
 from rich.console import Console
 
 from bench import shapes
+from bench.flags import flag
 from bench.program import compile, estimate, report, targets
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
@@ -27,7 +28,7 @@ from icejax.ranges import whole
 def rows(arguments: argparse.Namespace):
     """Yields a row per program; of one that is left out the reason."""
     options = cache_options(arguments.cache_option)
-    flags = dict(_pair(text) for text in arguments.flag)
+    flags = dict(map(flag, arguments.flag))
     named = [targets.target(name) for name in arguments.target.split(",")]
     policies = {name: make_policy(name, options if name == "clustered" else {}) for name in arguments.cache.split(",")}
     contexts, batches = _numbers("--context", arguments.context), _numbers("--batch", arguments.batch)
@@ -47,13 +48,6 @@ def versions(target: targets.Target) -> dict[str, str]:
     """Returns the versions of what compiled."""
     plugin = "jax-cuda12-plugin" if target.platform == "gpu" else "libtpu"
     return dict(jax=jax.__version__, plugin=f"{plugin} {importlib.metadata.version(plugin)}")
-
-
-def _pair(text: str) -> tuple[str, str | bool]:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise InputError(f"--flag must be NAME=VALUE, got {text!r}")
-    return name, {"true": True, "false": False}.get(value.lower(), value)  # XLA takes no text for these
 
 
 def _numbers(option: str, text: str) -> list[int]:

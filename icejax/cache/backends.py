@@ -114,12 +114,11 @@ def _parts(width: int) -> list:
     return parts
 
 
-BACKENDS: dict[str, Callable[[jax.Array, jax.Array], Pages]] = {
+BACKENDS: dict[str, Callable[..., Pages]] = {
     "gather": _halves(_gather),
     "gather_flat": _halves(_gather_flat),
     "host_compute": _halves(_host_compute),
     "slices": _slices,
     "triton": _triton,
 }
-# Those that can be told which pages are wanted, and read no others.
-CHOOSING: dict[str, Callable[[jax.Array, jax.Array, jax.Array], Pages]] = {"triton": _triton}
+CHOOSING = ("triton",)  # those that can be told which pages are wanted, and read no others

@@ -84,7 +84,7 @@ class PoolLayer:
     def _chosen(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns `fetch`, with zeros for pages that are not wanted, by a backend that reads no others."""
         table, rows = self._table(page_ids)
-        pages = CHOOSING[self.backend](table, rows, wanted.reshape(-1))
+        pages = BACKENDS[self.backend](table, rows, wanted.reshape(-1))
         return tuple(decode(x, self.dtype).reshape(*page_ids.shape, -1, x.shape[-1]) for x in pages)
 
     def fetch_missing(

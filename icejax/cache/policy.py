@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,7 +192,8 @@ def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[
     slots, new = jnp.repeat(slot, heads), new.reshape(batch * heads, 1, size).astype(buffer.dtype)
     if batch == 1:
         return jax.lax.dynamic_update_slice(buffer, new, (0, slot[0], 0))
-    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=_by_row(heads))
+    by_row = functools.partial(_by_row, heads=heads)
+    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=by_row)
 
 
 def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
@@ -200,15 +201,10 @@ def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array
     return buffer.at[jnp.arange(len(buffer)), slots].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
 
 
-def _by_row(heads: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns what writes the `heads` rows of the buffer that have one slot at a time."""
-
-    def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-        for row in range(0, len(buffer), heads):
-            buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + heads], (row, slots[row], 0))
-        return buffer
-
-    return write
+def _by_row(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, heads: int) -> jax.Array:
+    for row in range(0, len(buffer), heads):
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + heads], (row, slots[row], 0))
+    return buffer
 
 
 def grouped(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "R G H"]:

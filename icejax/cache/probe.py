@@ -23,15 +23,11 @@ from pathlib import Path
 import jax
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 
+from icejax.folder import cache_home
+
 LOG = logging.getLogger(__name__)
 SECONDS = 45  # JAX and CUDA start in ten
-FAULTS = {
-    -signal.SIGSEGV,
-    -signal.SIGABRT,
-    -signal.SIGBUS,
-    -signal.SIGILL,
-    -signal.SIGFPE,
-}  # not another's doing
+FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # a process's own doing
 DRIVER = Path("/proc/driver/nvidia")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 SOURCES = ("backends.py", "fetch.py")
@@ -50,7 +46,7 @@ def ahead(names: Sequence[str]) -> None:
 @functools.cache  # one that hangs is not to be waited for twice
 def found(name: str) -> str | None:
     """Returns what is wrong with a backend on this machine's GPU, None if nothing; tried if no result is kept."""
-    file, key = _file(), f"{name} {_key()}"
+    file, key = cache_home() / "fetch.json", f"{name} {_key()}"
     kept = _kept(file)
     if key in kept:
         return kept[key]
@@ -83,7 +79,7 @@ def _tried(name: str) -> tuple[str | None, bool]:
     )
     answers = [line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if done.returncode != 0 or not answers:
-        return f"fails: the process that tries it ended with status {done.returncode}", done.returncode in FAULTS
+        return f"fails: the process that tries it ended with status {done.returncode}", -done.returncode in FAULTS
     platform, fault = json.loads(answers[-1])
     return fault, platform == "gpu" and "RESOURCE_EXHAUSTED" not in (fault or "")
 
@@ -103,11 +99,6 @@ def _key() -> str:
 
 def _plugins() -> list[str]:
     return [name for name in PLUGINS if importlib.util.find_spec(name) is not None]
-
-
-def _file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(home) / "icejax" / "fetch.json"
 
 
 def _kept(file: Path) -> dict[str, str | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import jax
+
+from icejax.folder import cache_home
 
 MOST_BYTES = 2 * 2**30
 
@@ -18,8 +19,7 @@ def keep_programs(folder: str | None) -> None:
     """
     if folder == "none":
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    programs = Path(folder or Path(home) / "icejax" / "programs")
+    programs = Path(folder or cache_home() / "programs")
     with contextlib.suppress(OSError):  # JAX warns of a folder that it cannot write
         _tell_times(programs)
     jax.config.update("jax_compilation_cache_dir", str(programs))

@@ -17,8 +17,8 @@ def best(
     worth: Float[Array, "*R n"], wanted: int, *others: Int[Array, "*R n"]
 ) -> tuple[Int[Array, "*R wanted"], Bool[Array, "*R n"], tuple[Int[Array, "*R wanted"], ...]]:
     """Returns the indices of the `wanted` largest values, largest first, which values they are, and `others` at the indices."""
-    forms = (functools.partial(form, wanted=wanted) for form in (_best_sorted, _best_counted))
-    return lax.platform_dependent(worth, *others, **dict(zip(("cpu", "default"), forms, strict=True)))
+    by_sorting, by_counting = (functools.partial(form, wanted=wanted) for form in (_best_sorted, _best_counted))
+    return lax.platform_dependent(worth, *others, cpu=by_sorting, default=by_counting)
 
 
 def largest(worth: Float[Array, "R n"], room: Int[Array, " R"], *, most: int) -> Bool[Array, "R n"]:
