@@ -76,4 +76,4 @@ def _layer(layer: DecoderLayer, x: jax.Array, before: jax.Array | None, lengths:
     """Returns a layer's output, and its queries, keys, values and guess of its queries."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     guess = None if before is None else layer.enter(before, positions, lengths)[0]
-    return exact(layer, x, lengths, lambda q, k, v: (q, k, v, guess))
+    return exact(layer, x, lengths, lambda q, k, v, _: (q, k, v, guess))

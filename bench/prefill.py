@@ -24,7 +24,7 @@ from icejax import walk
 from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.inference import prefill
-from icejax.ops.attention import causal_with_lse
+from icejax.ops.attention import Attended, causal_with_lse
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
 
@@ -33,7 +33,8 @@ POLICIES = ("full", "clustered", "transformers")
 
 def _in_blocks(q, k, v, *, lengths, window):
     """Attends as `causal` does where there is no cuDNN."""
-    return causal_with_lse(q, k, v, lengths=lengths, window=window)[0].astype(q.dtype)
+    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window)
+    return Attended(out.astype(q.dtype), lse)
 
 
 def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: int, blocks: bool) -> tuple[Callable, str]:

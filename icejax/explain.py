@@ -130,7 +130,7 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec):
     """Runs a layer, and packs its keys with their positions in the place of their values."""
 
-    def keep(q: jax.Array, k: jax.Array, v: jax.Array):
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
         where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
         return policy.prefill(policy.init(spec), q, k, where, lengths, guide)[1:]
 

@@ -178,7 +178,7 @@ def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
 def _prefill_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec):
-    def keep(q: jax.Array, k: jax.Array, v: jax.Array):
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
         with jax.named_scope("pack"):
             return policy.prefill(policy.init(spec), q, k, v, lengths, guide)
 

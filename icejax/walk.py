@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.attention import causal
+from icejax.ops.attention import Attended, causal
 
 Kept = TypeVar("Kept")
 
@@ -47,7 +47,7 @@ def walk(
         yield x, kept
 
 
-def nothing(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def nothing(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> None:
     """Keeps nothing."""
 
 
@@ -55,13 +55,13 @@ def exact(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     lengths: Int[Array, " B"],
-    keep: Callable[[jax.Array, jax.Array, jax.Array], Kept] = nothing,
+    keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept] = nothing,
 ) -> tuple[Float[Array, "B T D"], Kept]:
     """Runs a layer over right-padded texts from their beginning, where a token attends to all that the layer lets it see.
 
     Args:
         lengths: tokens of each row.
-        keep: what is made of the queries [B, T, N, H], keys and values [B, T, K, H], beside attending.
+        keep: what is made of the queries [B, T, N, H], keys and values [B, T, K, H], and of what they attended to.
 
     Returns:
         The layer's output, and what `keep` returned.
@@ -70,5 +70,5 @@ def exact(
     q, k, v = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
         attended = causal(q, k, v, lengths=lengths, window=layer.window)
-    kept = keep(q, k, v)
-    return layer.leave(x, attended), kept
+    kept = keep(q, k, v, attended)
+    return layer.leave(x, attended.out), kept

@@ -1,40 +1,59 @@
 """Attention against float64 softmax over explicit masks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from icejax.ops.attention import attend, causal
-from tests import tolerances
+from tests import dense, tolerances
 from tests.run import jitted
 
 
-def reference(q, k, v, mask):
-    """Softmax attention in float64; q [T, N, H], k and v [S, K, H], mask bool[T, S]."""
-    out = np.zeros(q.shape)
-    for head in range(q.shape[1]):
-        kv = head // (q.shape[1] // k.shape[1])
-        scores = q[:, head].astype(np.float64) @ k[:, kv].T.astype(np.float64) / q.shape[-1] ** 0.5
-        weights = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-        out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, kv]
-    return out
+def draw(lengths, tokens, *, kv_heads, scale=1.0):
+    """Returns q f32[B, T, 4, 8], k and v f32[B, T, K, 8], NaN past each length."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((len(lengths), tokens, 4, 8)).astype(np.float32) * np.float32(scale)
+    k, v = (rng.standard_normal((len(lengths), tokens, kv_heads, 8)).astype(np.float32) for _ in range(2))
+    for x in (q, k, v):
+        for i, length in enumerate(lengths):
+            x[i, length:] = np.nan
+    return q, k, v
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 700])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_causal_equals_float64(window, kv_heads):
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize(("kv_heads", "scale"), [(1, 3), (2, 0.3), (4, 3)])
+def test_causal_equals_float64(window, kv_heads, scale):
     lengths, tokens = (1536, 3, 801), 1536
-    q = rng.standard_normal((3, tokens, 4, 8)).astype(np.float32) * 3
-    k, v = (rng.standard_normal((3, tokens, kv_heads, 8)).astype(np.float32) for _ in range(2))
+    qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale)
+    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window), *qkv)
+    assert found.out.dtype == found.lse.dtype == jnp.float32
     for i, length in enumerate(lengths):
-        k[i, length:], v[i, length:] = np.nan, np.nan
-    found = np.asarray(jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window), q, k, v))
+        expected = dense.attention(*(x[i, :length] for x in qkv), dense.causal(length, window))
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours[i, :length], theirs, rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_causal_asks_cudnn_for_the_same(monkeypatch, window):
+    """JAX's own form in the place of cuDNN's, which needs a GPU; both take the same options and say the same."""
+    real, asked = jax.nn.dot_product_attention, []
+
+    def on_cpu(*qkv, implementation, **options):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"):
+            return real(*qkv, implementation="xla", **options)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
+    lengths = (48, 3, 21)
+    qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw(lengths, 48, kv_heads=2, scale=3)]
+    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths, jnp.int32), window=window), *qkv)
+    assert asked == ["cudnn"] and (found.out.dtype, found.lse.dtype) == (jnp.bfloat16, jnp.float32)
     for i, length in enumerate(lengths):
-        query, key = np.arange(length)[:, None], np.arange(length)[None, :]
-        mask = (key <= query) & (key > query - (window or tokens))
-        expected = reference(q[i, :length], k[i, :length], v[i, :length], mask)
-        np.testing.assert_allclose(found[i, :length], expected, rtol=0, atol=tolerances.EXACT)
+        expected = dense.attention(*(np.asarray(x[i, :length], np.float64) for x in qkv), dense.causal(length, window))
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(ours[i, :length], np.float64), theirs, rtol=0, atol=tolerances.HALF)
 
 
 def test_attend_equals_float64_and_ignores_masked_keys():
@@ -44,5 +63,5 @@ def test_attend_equals_float64_and_ignores_masked_keys():
     dirty = np.where(mask[..., None], k, np.nan)
     found = np.asarray(jitted(attend, q, dirty, v, mask))
     for i in range(3):
-        expected = reference(q[i][None], k[i][:, None], v[i][:, None], mask[i][None])[0]
+        expected = dense.attention(q[i][None], k[i][:, None], v[i][:, None], mask[i][None])[0][0]
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT)

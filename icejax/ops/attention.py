@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,18 @@ BLOCK = 512  # queries and keys per block; measured fastest of 128-1024 on two C
 EINSUM = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+class Attended(NamedTuple):
+    """What queries attended to.
+
+    Attributes:
+        out: the weighted mean of the values, dtype[B, T, N, H].
+        lse: the natural log-sum-exp of the scaled scores, f32[B, T, N].
+    """
+
+    out: jax.Array
+    lse: jax.Array
+
+
 def causal(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -24,7 +37,7 @@ def causal(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
-) -> Float[Array, "B T N H"]:
+) -> Attended:
     """Returns causal attention of a right-padded prompt, in the dtype of `q`; rows past `lengths` mean nothing.
 
     A query sees the `window` newest keys up to itself, all with None. Nothing of size T x T is made. What stands in
@@ -39,7 +52,7 @@ def causal(
     ):
         LOG.info("prefill attention: cudnn")
         valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
-        return jax.nn.dot_product_attention(
+        out, lse = jax.nn.dot_product_attention(
             q,
             jnp.where(valid, k, 0),
             jnp.where(valid, v, 0),
@@ -48,9 +61,14 @@ def causal(
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
             implementation="cudnn",
+            return_residual=True,
         )
+        # cuDNN's softmax statistics are this log-sum-exp in fp32. JAX rounds it to the dtype of `q`: XLA drops a rounding
+        # that is undone at once, and the barrier keeps the two together.
+        return Attended(out, lax.optimization_barrier(lse.astype(jnp.float32)))
     LOG.info("prefill attention: blockwise")
-    return causal_with_lse(q, k, v, lengths=lengths, window=window)[0].astype(q.dtype)
+    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window)
+    return Attended(out.astype(q.dtype), lse)
 
 
 def causal_with_lse(
@@ -61,7 +79,7 @@ def causal_with_lse(
     lengths: Int[Array, " B"],
     window: int | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Returns `causal`, blockwise and in fp32, and the log-sum-exp of the scores."""
+    """Returns `causal`, blockwise and all in fp32."""
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
