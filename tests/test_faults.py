@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 FAULTS = (
     ("ops/rope.py", "[-second, first]", "[second, first]", "parity"),
     ("ops/attention.py", "key_position[None, :] > position[:, None] - window", "key_position[None, :] >= position[:, None] - window", "attention"),
+    ("ops/column_sums.py", "position[None, :] >= first[:, None]", "position[None, :] > first[:, None]", "column_sums"),
     ("ops/digests.py", "variance + wide), (others, far)", "variance), (others, far)", "digests"),
     ("ops/tree.py", "if below is None else opened, estimates", "if below is None else 1, estimates", "digests"),
     ("ops/pages.py", "top_k(-distance, group)", "top_k(distance, group)", "pages"),

@@ -1,0 +1,89 @@
+"""How much each key was attended to, against sums of float64 softmax over explicit masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from icejax.ops import column_sums as module
+from icejax.ops.attention import EINSUM, causal
+from icejax.ops.column_sums import column_sums
+from tests import dense, tolerances
+from tests.run import jitted
+
+SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 16)
+
+
+def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, seed=0):
+    """Returns q [B, T, N, H], k [B, T, K, H] and the log-sum-exp [B, T, N], f32 and NaN in padding, and the weights [N, T, T] of every row."""
+    rng = np.random.default_rng(seed)
+    shapes = (heads, SIZE), (kv_heads, SIZE), (heads,)
+    q, k, lse = (rng.standard_normal((len(lengths), tokens, *shape)).astype(np.float32) for shape in shapes)
+    q, weights = q * np.float32(scale), []
+    for i, length in enumerate(lengths):
+        found, lse[i, :length] = dense.weights(q[i, :length], k[i, :length], dense.causal(length, window))
+        weights.append(found)
+        for x in (q, k, lse):
+            x[i, length:] = np.nan
+    return q, k, lse, weights
+
+
+def found(q, k, lse, lengths, window=None, first=None):
+    numbers = {name: jnp.asarray(x, jnp.int32) for name, x in (("lengths", lengths), ("first", first)) if x is not None}
+    return np.asarray(jitted(lambda *arrays: column_sums(*arrays, **numbers, window=window), q, k, lse))
+
+
+@pytest.mark.parametrize("first", [None, (95, 1, 50), (96, 0, 40)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 16, 50])
+@pytest.mark.parametrize(("kv_heads", "scale"), [(1, 3), (2, 0.3), (4, 1)])
+def test_sums_equal_float64(kv_heads, scale, window, first):
+    lengths, tokens = (96, 3, 61), 112
+    *arrays, weights = draw(lengths, tokens, kv_heads=kv_heads, window=window, scale=scale)
+    sums = found(*arrays, lengths, window, first)
+    for i, length in enumerate(lengths):
+        expected = weights[i][:, 0 if first is None else first[i] :].sum(1)
+        np.testing.assert_allclose(sums[i, :, :length], expected, rtol=tolerances.EXACT, atol=tolerances.EXACT)
+        np.testing.assert_array_equal(sums[i, :, length:], 0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=2),
+    window=st.sampled_from([None, 1, 7, 30]),
+    last=st.sampled_from([1, 5, 40]),
+    seed=st.integers(0, 9),
+)
+def test_every_query_that_counts_gives_one(lengths, window, last, seed):
+    """With the log-sum-exp of `causal`."""
+    q, k, *_ = draw(lengths, 48, seed=seed)
+    own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window).lse, q, k)
+    first = np.maximum(np.asarray(lengths) - last, 0)
+    sums = found(q, k, own, lengths, window, first).sum(-1)
+    expected = np.broadcast_to((lengths - first)[:, None], sums.shape)
+    np.testing.assert_allclose(sums, expected, rtol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize(
+    ("window", "first", "blocks"),
+    [(None, None, 21), (None, (40, 90), 18), (None, (95, 90), 6), (17, None, 11), (17, (95, 90), 2)],
+)
+def test_no_block_runs_in_vain(monkeypatch, window, first, blocks):
+    """Of six blocks of queries by six of keys: no keys behind the queries or before their window, no queries before the first."""
+    ran = []
+
+    def counted(*operands):
+        jax.debug.callback(lambda: ran.append(None))
+        return EINSUM(*operands)
+
+    monkeypatch.setattr(module, "EINSUM", counted)
+    *arrays, _ = draw((96, 91), 112, window=window)
+    found(*arrays, (96, 91), window, first)
+    jax.effects_barrier()
+    assert len(ran) == blocks
