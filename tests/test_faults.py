@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 # Module, text that occurs once, the fault in its place, the file of tests that is to notice.
 FAULTS = (
     ("ops/rope.py", "[-second, first]", "[second, first]", "parity"),
+    ("ops/rope.py", "return rotate(x, jnp.cos(angles), jnp.sin(angles))", "return rotate(x, jnp.cos(angles), -jnp.sin(angles))", "rope"),
     ("ops/attention.py", "key_position[None, :] > position[:, None] - window", "key_position[None, :] >= position[:, None] - window", "attention"),
     ("ops/column_sums.py", "position[None, :] >= first[:, None]", "position[None, :] > first[:, None]", "column_sums"),
     ("ops/digests.py", "variance + wide), (others, far)", "variance), (others, far)", "digests"),

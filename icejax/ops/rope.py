@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from icejax.config import ModelConfig, RopeScaling
+from icejax.errors import InputError
 
 
 def cos_sin(
@@ -33,12 +34,33 @@ def cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]) -> Float[Array, "B T N H"]:
+def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T H"], sin: Float[Array, "*B T H"]) -> Float[Array, "*B T N H"]:
     """Returns `x` rotated, in its own dtype; Hugging Face's layout (first half with second half)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)
-    rotated = x.astype(jnp.float32) * cos[:, :, None, :] + turned * sin[:, :, None, :]
+    rotated = x.astype(jnp.float32) * cos[..., None, :] + turned * sin[..., None, :]
     return rotated.astype(x.dtype)
+
+
+def turn(
+    x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, config: ModelConfig
+) -> Float[Array, "*B T N H"]:
+    """Returns heads that stand at some positions as they stand `by` further, in their own dtype.
+
+    So does a cache give its keys new positions (StreamingLLM, arXiv 2309.17453). Nothing is scaled: the attention factor of
+    `yarn` is in them already.
+
+    Raises:
+        InputError: the frequencies are not fixed.
+    """
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic":
+        raise InputError(
+            "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope "
+            "type 'dynamic', where they change with the length: use a cache that leaves keys at their positions"
+        )
+    angles = by[..., None].astype(jnp.float32) * inverse_frequencies(config).reshape((1,) * by.ndim + (-1,))
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return rotate(x, jnp.cos(angles), jnp.sin(angles))
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
