@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import Full, host
-from icejax.cache.clustered import Clustered
+from icejax.cache import host
 from icejax.cache.full import TokenState
-from icejax.cache.state import ClusteredState
 from icejax.inference import DecodeState, prefill
 from icejax.models import CausalLM
 from icejax.ops import tree
@@ -29,8 +27,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     A page is filled whole, so that the context is shorter by up to a page.
     """
     base = BASE
-    if isinstance(policy, Clustered):  # whole pages behind sinks and the window that a prompt fills
-        beside = policy.num_sinks + policy.num_window - policy.page_size
+    if plan.pooled:  # whole pages behind sinks and the window that a prompt fills
+        beside = policy.window_of.sinks + policy.window_of.fill
         base = (BASE - beside) // policy.page_size * policy.page_size + beside
         context = (context - beside) // policy.page_size * policy.page_size + beside
     rows = plan.spec.batch_size
@@ -40,8 +38,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     big = host.allocate(plan.pool_shape, plan.pool_dtype) if plan.pooled else None
     layers = list(state.cache.layers)
     for i, kept in enumerate(plan.policies):
-        if isinstance(kept, Full):
-            slots = jax.eval_shape(lambda kept=kept: kept.init(plan.spec)).k.shape[1]
+        if isinstance(layers[i], TokenState) and layers[i].k.shape[2] >= base:  # a ring stays as it is
+            slots = jax.eval_shape(lambda kept=kept: kept.init(plan.spec)).k.shape[2]
             sizes = dict(base=base, context=context, slots=slots)
             layers[i] = TokenState(*(_tiled(x, **sizes) for x in (layers[i].k, layers[i].v)))
     pages = 0
@@ -52,7 +50,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         # An empty state holds one buffer many times over, which could not be given away.
         empty = policy.init(plan.spec)
         layers = [jax.tree.map(jnp.copy, empty) if i in plan.pooled else x for i, x in enumerate(layers)]
-        leaves = {i: layers[i].levels[0] for i in plan.pooled}
+        leaves = {i: layers[i].index[0] for i in plan.pooled}
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
             copy = _noisy(real, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
@@ -60,9 +58,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
             for at, i in enumerate(plan.pooled):
                 leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
         for i in plan.pooled:
-            old: ClusteredState = state.cache.layers[i]
-            resident = {name: getattr(old, name) for name in ("num_sinks", "sinks_k", "sinks_v", "window_k", "window_v")}
-            layers[i] = dataclasses.replace(layers[i], **resident, levels=_build(leaves[i]))
+            layers[i] = dataclasses.replace(layers[i], window=state.cache.layers[i].window, index=_build(leaves[i]))
     lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
     # Ready, or the first step would be timed with the filling.
@@ -71,14 +67,14 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
 
 @functools.partial(jax.jit, static_argnames=("base", "context", "slots"))
 def _tiled(x: jax.Array, *, base: int, context: int, slots: int) -> jax.Array:
-    """Returns the first `base` tokens of `x` [R, S, H] over and over up to `context`, in `slots`; copies with noise."""
-    real = x[:, :base]
+    """Returns the first `base` tokens of `x` [B, K, S, H] over and over up to `context`, in `slots`; copies with noise."""
+    real = x[:, :, :base]
     # Repeated at another length than the tokens, so that every copy has its own noise.
-    shape = (real.shape[0], base - base // 7, real.shape[2])
+    shape = (*real.shape[:2], base - base // 7, real.shape[3])
     noise = jax.random.normal(jax.random.key(0), shape, x.dtype) * (NOISE * real.astype(jnp.float32).std()).astype(x.dtype)
-    whole, moved = (jnp.tile(part, (1, -(-context // part.shape[1]), 1))[:, :context] for part in (real, noise))
-    whole += jnp.where(jnp.arange(context)[None, :, None] < base, jnp.zeros((), x.dtype), moved)
-    return jnp.pad(whole, ((0, 0), (0, slots - context), (0, 0)))
+    whole, moved = (jnp.tile(part, (1, 1, -(-context // part.shape[2]), 1))[:, :, :context] for part in (real, noise))
+    whole += jnp.where(jnp.arange(context)[None, None, :, None] < base, jnp.zeros((), x.dtype), moved)
+    return jnp.pad(whole, ((0, 0), (0, 0), (0, slots - context), (0, 0)))
 
 
 @jax.jit

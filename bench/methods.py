@@ -31,7 +31,7 @@ FORMATIONS = {
 def residents(budget: int) -> tuple[int, int]:
     """Returns sinks and window of a budget, as `Clustered` has them; the window full."""
     policy = icejax.Clustered(budget=budget)
-    return policy.num_sinks, policy.num_window
+    return policy.window_of.sinks, policy.window_of.slots
 
 
 def form(
@@ -159,12 +159,12 @@ def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tai
     ]
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
     room = jnp.full(heads, budget - sinks - window)
-    out, weights = attend_paged(
+    attended, weights = attend_paged(
         q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
         room=room, most=budget - sinks - window, tail=tail,
     )  # fmt: skip
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
-    return out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)
+    return attended.out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)
 
 
 @jax.jit(static_argnames="budget")

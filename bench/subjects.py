@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,23 +16,26 @@ from bench.fill import fill
 from bench.scopes import scope_of
 from icejax.cache import Full
 from icejax.cache.full import TokenState
-from icejax.cache.policy import append
+from icejax.cache.policy import Heads, Outcome, View
+from icejax.cache.slots import append
 from icejax.inference import Decoding, prefill
 from icejax.models import CausalLM
-from icejax.plan import make_plan
+from icejax.ops.attention import Attended
+from icejax.plan import make_plan, reports
 from icejax.sampling import Sampling
+
+MORE = 17  # tokens beside those that are timed: the first step, and a page of 16 that leaves the window
 
 
 @dataclass(frozen=True)
 class DotProduct(Full):
     """A plain JAX cache, to compare: every token in one buffer, attended by `jax.nn.dot_product_attention`."""
 
-    def decode(self, state, q, k, v, lengths, pool, guide=None, guess=None):
-        heads = k.shape[1]
-        k, v = (append(old, new, lengths.seen) for old, new in ((state.k, k), (state.v, v)))
-        keys, values = (x.reshape(len(q), heads, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))
-        out = jax.nn.dot_product_attention(q[:, None], keys, values, key_value_seq_lengths=lengths.seen + 1)
-        return out[:, 0], TokenState(k, v), guide
+    def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        seen = view.lengths.seen
+        k, v = (append(old, new[:, 0], seen) for old, new in ((state.k, heads.k), (state.v, heads.v)))
+        out = jax.nn.dot_product_attention(heads.q, k.swapaxes(1, 2), v.swapaxes(1, 2), key_value_seq_lengths=seen + 1)
+        return Outcome(TokenState(k, v), Attended(out, jnp.zeros(out.shape[:3])))
 
 
 class Icejax:
@@ -40,9 +44,7 @@ class Icejax:
     def __init__(
         self, model: CausalLM, policy: icejax.CachePolicy, *, context: int, batch: int, steps: int, filled: bool
     ) -> None:
-        self._plan = make_plan(
-            model, policy, Sampling(), batch_size=batch, prompt_tokens=context, new_tokens=steps + policy.page_size + 1
-        )
+        self._plan = make_plan(model, policy, Sampling(), batch_size=batch, prompt_tokens=context, new_tokens=steps + MORE)
         started, self.ttft_s = time.perf_counter(), None
         if filled:
             self._state, self._pool = fill(model, self._plan, policy, context=context)
@@ -70,7 +72,7 @@ class Icejax:
     def row(self) -> dict:
         """Returns sizes in bytes, over the batch."""
         plan, layers = self._plan, self._state.cache.layers
-        digests = sum(p.digest_bytes(s) for p, s in zip(plan.policies, layers, strict=True))
+        digests = sum(report.digest_bytes for report in reports(plan, self._state.cache))
         page = self._pool.nbytes // math.prod(self._pool.shape[:4]) if self._pool is not None else 0
         return dict(
             budget=self._policy.budget,

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import Clustered
-from icejax.cache.clustered import ClusteredState
-from icejax.cache.policy import CachePolicy, CacheSpec, Lengths
+from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, View
+from icejax.cache.retrieval import PagedState
 from icejax.errors import InputError
 from icejax.inference import DecodeState
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
+from icejax.ops.attention import Attended
 from icejax.plan import Plan, make_plan
 from icejax.sampling import Sampling
 from icejax.walk import Place, exact, walk
@@ -45,8 +45,8 @@ class Explanation:
             InputError: the cache keeps all tokens on the device, so that there is nothing to explain.
         """
         plan = make_plan(model, cache, Sampling(), batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
-        if not isinstance(cache, Clustered) or not plan.pooled:
-            raise InputError("--explain shows what is fetched from the host: it needs --cache clustered")
+        if not plan.pooled:
+            raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
         self._positions = _positions(model, prompt, plan)
         self.weights = {layer: np.zeros(len(prompt)) for layer in plan.pooled}
         self.steps = 0
@@ -55,7 +55,7 @@ class Explanation:
         """Adds one step; to be given to `stream_generate`."""
         self.steps += 1
         for layer, total in self.weights.items():
-            newest: ClusteredState = state.cache.layers[layer]
+            newest: PagedState = state.cache.layers[layer]
             pages, weights = np.asarray(newest.page_ids)[0], np.asarray(newest.weights)[0]
             of = self._positions[layer]  # K P p
             for head in range(len(pages)):
@@ -113,11 +113,10 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     """Returns, for every layer with pages, the positions i32[K, P, p] of their tokens."""
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
-    lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
+    new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        follows = plan.guided(at.number, at.guide)
-        return _layer(layer, x, lengths, follows, policy=plan.policies[at.number], spec=plan.spec)
+        return _layer(layer, x, new, at.shared, policy=plan.policies[at.number], spec=plan.spec)
 
     found = {}
     for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
@@ -127,12 +126,13 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
-def _layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec):
+def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy, spec: CacheSpec):
     """Runs a layer, and packs its keys with their positions in the place of their values."""
 
-    def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
-        return policy.prefill(policy.init(spec), q, k, where, lengths, guide)[1:]
+        view = View(Lengths.none(len(new)), shared=shared)
+        return policy.prefill(policy.init(spec), Heads(q, k, where, new), attended, view)
 
-    x, (pages, guide) = exact(layer, x, lengths.prompt, keep)
-    return x, pages, guide
+    x, found = exact(layer, x, new, keep)
+    return x, found.pages, found.shared or shared

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from icejax.cache import POLICIES, name_of
+from icejax.cache import name_of, named
 from icejax.cache.policy import CachePolicy
 from icejax.errors import InputError, quoted
 from icejax.models import CausalLM
@@ -47,11 +47,12 @@ def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
     """Returns the cache policy of an identity read from `path`; InputError if there is none of that name or of its options."""
     options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
     name = options.pop("name", None)
-    kind = POLICIES.get(name) if isinstance(name, str) else None
-    if kind is None:
+    found = named(name) if isinstance(name, str) else None
+    if found is None:
         raise InputError(
             f"{path} was saved with cache.name = {_shown(name)}: register it in icejax.POLICIES, or use another folder"
         )
+    kind, _ = found
     kinds = typing.get_type_hints(kind)
     for key, value in options.items():
         if key not in {field.name for field in dataclasses.fields(kind)}:

@@ -18,8 +18,9 @@ from flax import nnx
 
 from icejax import compiler
 from icejax.cache import host
-from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, Lengths
+from icejax.cache.policy import CachePolicy, CacheSpec, Heads, KVCache, Lengths, Outcome, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.ops.attention import Attended
 from icejax.plan import Plan
 from icejax.sampling import folded, row_keys
 from icejax.walk import Place, exact, walk
@@ -93,12 +94,10 @@ def prefill(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
-    lengths = Lengths(prompt_lengths, jnp.int32(0), jnp.int32(0))
     states, written = [], 0
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        follows = plan.guided(at.number, at.guide)
-        return _prefill_layer(layer, x, lengths, follows, policy=plan.policies[at.number], spec=plan.spec)
+        return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
 
     for i, (x, (state, pages)) in enumerate(walk(model, _embed(model, jnp.asarray(tokens)), run)):
         states.append(state)
@@ -140,15 +139,14 @@ def extend(
     states, used = [], jnp.int32(0)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        i, held, follows = at.number, state.cache.layers[at.number], plan.guided(at.number, at.guide)
-        view = plan.view(i, pool)  # of the pool with the pages of the layers before
-        return _extend_layer(layer, x, lengths, new, held, view, follows, policy=plan.policies[i])
+        i, pages = at.number, plan.pages(at.number, pool)  # of the pool with the pages of the layers before
+        return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, at.shared, policy=plan.policies[i])
 
-    for i, (x, (layer_state, pages)) in enumerate(walk(model, first, run)):
+    for i, (x, (layer_state, pages, filled)) in enumerate(walk(model, first, run)):
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
-            pool, used = host.write_layer(pool, pages[0], plan.pooled.index(i), first=lengths.pages), pages[1]
+            pool, used = host.write_layer(pool, pages, plan.pooled.index(i), first=lengths.pages), filled
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)
@@ -163,12 +161,16 @@ def extend(
 
 @functools.partial(jax.jit, static_argnames="policy", donate_argnums=(1, 4))
 def _extend_layer(
-    layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pool, guide, *, policy: CachePolicy
+    layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pages, shared, *, policy: CachePolicy
 ):
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    q, k, v = layer.enter(x, positions, lengths.seen + new)
-    attended, state, pages, guide = policy.extend(state, q, k, v, lengths, new, pool, guide)
-    return layer.leave(x, attended), (state, pages), guide
+    heads = Heads(*layer.enter(x, positions, lengths.seen + new), new)
+    found = policy.extend(state, heads, _view(layer, lengths, pages, shared))
+    return layer.leave(x, found.attended.out), (found.state, found.pages, found.used), found.shared or shared
+
+
+def _view(layer: DecoderLayer, lengths: Lengths, pages: host.PoolLayer | None, shared: Shared | None, guess=None) -> View:
+    return View(lengths, pages, shared, guess, layer.turn, layer.project)
 
 
 @jax.jit
@@ -177,19 +179,19 @@ def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
-def _prefill_layer(layer: DecoderLayer, x: jax.Array, lengths: Lengths, guide, *, policy: CachePolicy, spec: CacheSpec):
-    def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
+def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy, spec: CacheSpec):
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         with jax.named_scope("pack"):
-            return policy.prefill(policy.init(spec), q, k, v, lengths, guide)
+            view = _view(layer, Lengths.none(len(new)), None, shared)
+            return policy.prefill(policy.init(spec), Heads(q, k, v, new), attended, view)
 
-    x, (state, pages, guide) = exact(layer, x, lengths.prompt, keep)
-    return x, (state, pages), guide
+    x, found = exact(layer, x, new, keep)
+    return x, (found.state, found.pages), found.shared or shared
 
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
     """What a prompt brought: a token, and no pages."""
-    none = jnp.zeros_like(state.last_tokens)
-    return Step(jnp.stack([state.last_tokens, none, none, none]), logits)
+    return Step(jnp.pad(state.last_tokens[None], ((0, 3), (0, 0))), logits)
 
 
 @jax.jit
@@ -259,20 +261,18 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         where = lengths.seen[:, None], lengths.seen + 1
 
         def run(layer: DecoderLayer, x: jax.Array, at: Place):
-            i, policy, guess = at.number, plan.policies[at.number], None
-            if policy.prefetch and at.before is not None:
-                guess = layer.enter(at.before, *where)[0][:, 0]
-            q, k, v = (heads[:, 0] for heads in layer.enter(x, *where))
-            view, follows = plan.view(i, pool, state.done), plan.guided(i, at.guide)
-            attended, held, guide = policy.decode(state.cache.layers[i], q, k, v, lengths, view, follows, guess)
-            return layer.leave(x, attended[:, None]), held, guide
+            guess = None if at.before is None else lambda: layer.enter(at.before, *where)[0]
+            heads = Heads(*layer.enter(x, *where), jnp.ones_like(state.last_tokens))
+            view = _view(layer, lengths, plan.pages(at.number, pool, state.done), at.shared, guess)
+            found = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
+            return layer.leave(x, found.attended.out), found.state, found.shared or at.shared
 
         outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
         logits = model.logits(outputs[-1])[:, 0]
         cache = KVCache(states, dataclasses.replace(lengths, decoded=lengths.decoded + 1))
         state = _choose(logits, dataclasses.replace(state, cache=cache), plan)
-        counts = [plan.policies[i].page_counts(states[i]) for i in plan.pooled]
-        pages = sum(counts, jnp.zeros((3, len(state.last_tokens)), jnp.int32))
+        pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
+        pages = sum((plan.policies[i].report(states[i], cache.lengths).pages for i in plan.pooled), pages)
         return state, Step(jnp.concatenate([state.last_tokens[None], pages]), logits)
 
     @jax.jit
@@ -289,11 +289,11 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def compact(cache: KVCache, pages: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
-        states, sorted_pages, guide = list(cache.layers), [], None
+        states, packed, shared = list(cache.layers), [], None
         for layer, i in enumerate(plan.pooled):
-            policy, follows = plan.policies[i], plan.guided(i, guide)
-            states[i], found, guide = policy.compact(states[i], pages[:, layer], cache.lengths, follows)
-            sorted_pages.append(found)
-        return KVCache(tuple(states), cache.lengths), jnp.stack(sorted_pages, axis=1), cache.lengths.pages - pages.shape[0]
+            found = plan.policies[i].compact(states[i], pages[:, layer], View(cache.lengths, shared=shared))
+            states[i], shared = found.state, found.shared or shared
+            packed.append(found.pages)
+        return KVCache(tuple(states), cache.lengths), jnp.stack(packed, axis=1), cache.lengths.pages - pages.shape[0]
 
     return step, flush, flushed, compact

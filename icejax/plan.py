@@ -6,18 +6,18 @@ import functools
 import itertools
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
-from icejax.cache import layer_policies, name_of
+from icejax.cache import layer_policies, shown_name
 from icejax.cache.encoding import page_rows
 from icejax.cache.fetch import ORDER, fetch_backend
 from icejax.cache.host import PoolLayer
-from icejax.cache.policy import CachePolicy, CacheSpec
+from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, PoolSpec, Report
 from icejax.errors import InputError
 from icejax.models import CausalLM
+from icejax.ops.rope import check_turn
 from icejax.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
@@ -43,24 +43,24 @@ class Plan:
     @functools.cached_property
     def pooled(self) -> tuple[int, ...]:
         """The layers that keep pages in the pool, in the pool's order."""
-        return tuple(i for i, policy in enumerate(self.policies) if policy.num_pages(self.spec))
+        return tuple(i for i, policy in enumerate(self.policies) if policy.pool(self.spec) is not None)
+
+    @functools.cached_property
+    def pool(self) -> PoolSpec | None:
+        """What these layers keep there, the same in all of them; None without a pool."""
+        return self.policies[self.pooled[0]].pool(self.spec) if self.pooled else None
 
     @property
     def page_size(self) -> int:
         """Slots of a pool page; 0 without a pool."""
-        return self.policies[self.pooled[0]].page_size if self.pooled else 0
+        return self.pool.page_size if self.pool else 0
 
     @property
     def compact_every(self) -> int:
-        """Decoded tokens after which their pages are sorted anew; 0: never."""
-        return self.policies[self.pooled[0]].compact_every if self.pooled else 0
+        """Decoded tokens after which their pages are packed anew; 0: never."""
+        return self.pool.compact_every if self.pool else 0
 
-    def guided(self, layer: int, guide: Any) -> Any:
-        """Returns what `layer` is to follow of what the layers before it found; None: nothing."""
-        leads = layer in self.pooled and self.pooled.index(layer) % self.policies[layer].reuse == 0
-        return None if leads else guide
-
-    def view(self, layer: int, pool: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:
+    def pages(self, layer: int, pool: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:
         """Returns what `layer` reads of the pool, where rows that have `ended` need nothing; None for one without pages."""
         if layer not in self.pooled:
             return None
@@ -68,25 +68,30 @@ class Plan:
 
     def padded(self, tokens: int) -> int:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
-        return ladder(tokens + max(policy.num_window for policy in self.policies))
+        return ladder(tokens + (self.pool.leaving if self.pool else 0))
 
     def room_for(self, tokens: int, *, pages: int) -> bool:
         """Says whether the pool can take new tokens behind `pages` pages."""
-        return not self.pooled or pages + self.padded(tokens) // self.page_size <= self.pool_shape[0]
+        return self.pool is None or pages + self.padded(tokens) // self.page_size <= self.pool.pages
 
     @property
     def pool_dtype(self) -> str:
         """Dtype of the pages in the pool, by name; that of keys and values without a pool."""
-        return (self.policies[self.pooled[0]].page_dtype if self.pooled else None) or self.spec.dtype
+        return self.pool.dtype if self.pool else self.spec.dtype
 
     @property
     def pool_shape(self) -> tuple[int, ...] | None:
         """Shape [P, L, B, K, 2, rows, H] of the pool, None without one."""
-        if not self.pooled:
+        if self.pool is None:
             return None
-        spec, pages = self.spec, self.policies[self.pooled[0]].num_pages(self.spec)
-        page = (2, page_rows(self.page_size, self.pool_dtype), spec.head_dim)
-        return (pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, *page)
+        spec, page = self.spec, (2, page_rows(self.page_size, self.pool_dtype), self.spec.head_dim)
+        return (self.pool.pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, *page)
+
+
+def reports(plan: Plan, cache: KVCache) -> list[Report]:
+    """Returns what every layer says of its state, with shapes in the place of arrays."""
+    pairs = zip(plan.policies, cache.layers, strict=True)
+    return [jax.eval_shape(policy.report, state, cache.lengths) for policy, state in pairs]
 
 
 def ladder(tokens: int) -> int:
@@ -126,6 +131,7 @@ def make_plan(
     config = model.config
     spec = CacheSpec(
         batch_size=batch_size,
+        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         prompt_capacity=ladder(prompt_tokens),
@@ -133,14 +139,18 @@ def make_plan(
         dtype=model.dtype,
     )
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
-    pooled = any(p.num_pages(spec) for p in policies)
+    if any(p.turns for p in policies):
+        check_turn(config)
+    pools = {pool for pool in (p.pool(spec) for p in policies) if pool is not None}
+    if len(pools) > 1:
+        raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
     here = platform or jax.default_backend()
-    if pooled and policy.page_dtype is not None and here == "tpu":
-        raise InputError(f"page_dtype={policy.page_dtype} does not compile on TPU: leave it out")
-    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pooled else ""
+    if here == "tpu" and any(pool.dtype == "int8" for pool in pools):
+        raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
+    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pools else ""
     return Plan(policies, spec, sampling, config.eos_token_ids, backend, here)
 
 
@@ -150,5 +160,5 @@ def _by_layer(policies: tuple[CachePolicy, ...]) -> str:
     for policy, layers in itertools.groupby(range(len(policies)), key=policies.__getitem__):
         numbers = list(layers)
         several = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-        found.append(f"{several} {name_of(policy) or type(policy).__name__.lower()}")
+        found.append(f"{several} {shown_name(policy)}")
     return ", ".join(found)

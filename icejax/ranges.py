@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from icejax.errors import InputError, quoted
@@ -27,3 +28,9 @@ def number(name: str, value: Any, *, least: float, most: float, above: bool = Fa
         expected = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
         raise InputError(f"{name} must be a number {expected}, got {quoted(value)}")
     return float(value)
+
+
+def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raises InputError for a value that is not allowed."""
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {quoted(value)}")

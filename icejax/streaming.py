@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from icejax.cache import name_of
+from icejax.cache import shown_name
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.detokenize import Detokenizer, stop_strings
@@ -20,7 +20,7 @@ from icejax.errors import InputError
 from icejax.inference import NOT_FINITE, DecodeState, Decoding, Step
 from icejax.logprobs import token_logprobs
 from icejax.models import CausalLM
-from icejax.plan import Plan
+from icejax.plan import Plan, reports
 from icejax.ranges import whole
 from icejax.response import GenerationResponse
 
@@ -149,12 +149,12 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
     """What does not change from token to token: the figures of the pytree, per row, and names."""
     config, batch = model.config, plan.spec.batch_size
     state, pool = run.state, run.pool
-    digest_bytes = sum(policy.digest_bytes(s) for policy, s in zip(plan.policies, state.cache.layers, strict=True))
+    digest_bytes = sum(report.digest_bytes for report in reports(plan, state.cache))
     device_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache.layers))
     item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
     device = jax.devices()[0]
     fields = dict(
-        cache=name_of(cache) or type(cache).__name__.lower(),
+        cache=shown_name(cache),
         budget=cache.budget,
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,

@@ -22,12 +22,12 @@ class Place(NamedTuple):
     Attributes:
         number: the layer's.
         before: the input of the layer before; None for the first. Not to be read where a layer's program takes its input.
-        guide: what the layer before passed on.
+        shared: what the layers before passed on.
     """
 
     number: int
     before: jax.Array | None
-    guide: Any
+    shared: Any
 
 
 def walk(
@@ -41,9 +41,9 @@ def walk(
         x: the first layer's input.
         run: takes a layer, its input and its place; returns its output, what is to be kept, and what is passed on.
     """
-    before = guide = None
+    before = shared = None
     for number, layer in enumerate(model.model.layers):
-        before, (x, kept, guide) = x, run(layer, x, Place(number, before, guide))
+        before, (x, kept, shared) = x, run(layer, x, Place(number, before, shared))
         yield x, kept
 
 

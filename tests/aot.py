@@ -51,9 +51,9 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
     x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
     first, lengths = model.model.layers[0], state.cache.lengths
-    return (plan, [x.levels for x in state.cache.layers], pool), {
+    return (plan, [x.index for x in state.cache.layers], pool), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
-        "prefill": (prefill, (first, x, lengths, None)),
+        "prefill": (prefill, (first, x, lengths.prompt, None)),
         "extend": (extend, (first, more, lengths, lengths.prompt, state.cache.layers[0], view, None)),
         "write": (write, (pool, layer, number, number)),
         "flush": (flush, (state.cache,)),

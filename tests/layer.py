@@ -12,14 +12,16 @@ import numpy as np
 
 from icejax.cache import CachePolicy, host
 from icejax.cache.fetch import fetch_backend
-from icejax.cache.policy import CacheSpec, Lengths
+from icejax.cache.policy import CacheSpec, Heads, Lengths, View
 from icejax.ops import tree
+from icejax.ops.attention import causal
 from icejax.ops.digests import Digests
 from tests import tolerances
 from tests.reference import outlier_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 PROMPT, NEW = 256, 512
+THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,49 @@ def programs(policy: CachePolicy) -> Programs:
     """Returns the programs of `policy`."""
     traces, backend = [0], fetch_backend()
 
+    def view(lengths, pool) -> View:
+        pages = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
+        return View(lengths, pages, turn=turned)
+
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
-        view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
-        return policy.decode(state, q, k, v, lengths, view)[:2]
+        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32))
+        found = policy.decode(state, heads, view(lengths, pool))
+        return found.attended.out[:, 0], found.state
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
-        view = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
-        return policy.extend(state, q, k, v, lengths, new, view)[:3]
+        found = policy.extend(state, Heads(q, k, v, new), view(lengths, pool))
+        return found.attended.out, found.state, found.pages, found.used
 
-    compact = jax.jit(lambda state, pages, lengths: policy.compact(state, pages, lengths)[:2])
-    return Programs(decode, extend, jax.jit(policy.flush), jax.jit(policy.flushed), compact, traces)
+    def compact(state, pages, lengths):
+        found = policy.compact(state, pages, View(lengths))
+        return found.state, found.pages
+
+    def flush(state, lengths):
+        return policy.flush(state, lengths)
+
+    def flushed(state, prepared, lengths):
+        return policy.flushed(state, prepared, lengths)
+
+    return Programs(decode, extend, jax.jit(flush), jax.jit(flushed), jax.jit(compact), traces)
+
+
+def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
+    """Turns heads [B, T, N, H] by so many positions [B, T], as a layer with plain RoPE of base `THETA` does."""
+    angles = by[..., None].astype(jnp.float32) * THETA ** (-jnp.arange(0, SIZE, 2) / SIZE)[None, None, :]
+    cos, sin = (f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(heads, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
-    return policy.prefill(policy.init(spec), q, k, v, lengths)[:2]
+    attended = causal(q, k, v, lengths=lengths.prompt, window=None)
+    view = View(Lengths.none(len(q)), turn=turned)
+    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt), attended, view)
+    return found.state, found.pages
 
 
 class Layer:
@@ -66,6 +93,7 @@ class Layer:
         self.policy = policy
         self.spec = CacheSpec(
             batch_size=len(lengths),
+            num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=SIZE,
             prompt_capacity=PROMPT,
@@ -76,7 +104,7 @@ class Layer:
         self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec)
         self.pool = None
         if pages is not None:
-            shape = (policy.num_pages(self.spec), 1, *pages.shape[1:])
+            shape = (policy.pool(self.spec).pages, 1, *pages.shape[1:])
             self.pool = host.write_layer(host.allocate(shape, "float32"), pages, 0)
             self.lengths = Lengths(self.lengths.prompt, self.lengths.decoded, jnp.int32(pages.shape[0]))
         self.programs = programs(policy)
@@ -101,11 +129,10 @@ class Layer:
     def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Sequence[int]) -> np.ndarray:
         """Puts `new` tokens per row, right-padded, behind all there are; returns the attention output [B, T, N, H]."""
         count = jnp.asarray(new, jnp.int32)
-        out, self.state, pages = self.programs.extend(self.state, q, k, v, self.lengths, count, self.pool)
-        used = 0
+        out, self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self.pool)
         if pages is not None:
-            self.pool, used = host.write_layer(self.pool, pages[0], 0, first=self.lengths.pages), pages[1]
-        self.lengths = Lengths(self.lengths.seen + count, jnp.int32(0), self.lengths.pages + used)
+            self.pool = host.write_layer(self.pool, pages, 0, first=self.lengths.pages)
+        self.lengths = Lengths(self.lengths.seen + count, jnp.int32(0), self.lengths.pages + (used or 0))
         return np.asarray(out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from icejax.cache import CachePolicy, Clustered, Full
+from icejax.cache import PRESETS, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ POLICIES = (
     ),
     Row(
         "clustered-as-icecache",
-        Clustered(budget=64, candidates=1, score="mean", group="interleave", tail=False),
-        lambda n: Clustered(budget=n, candidates=1, score="mean", group="interleave", tail=False),
+        Clustered(budget=64, **PRESETS["icecache"][1]),
+        lambda n: Clustered(budget=2 * n, **PRESETS["icecache"][1]),  # pages may be filled in part
     ),
     Row(
         "clustered-no-sinks-compacted",
         Clustered(budget=64, sinks=0, compact_every=32),
         lambda n: Clustered(budget=n, sinks=0, compact_every=32),
     ),
+    Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
+    Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n)),
+    Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n)),
 )

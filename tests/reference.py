@@ -72,9 +72,9 @@ class Reference:
 
     def __init__(self, policy: Clustered, k: np.ndarray, v: np.ndarray, length: int) -> None:
         self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
-        fill = policy.num_window - policy.page_size
-        start = max(length - fill, min(policy.num_sinks, length))
-        self.sinks, self.window = list(range(min(policy.num_sinks, length))), list(range(start, length))
+        fill = policy.window_of.fill
+        start = max(length - fill, min(policy.window_of.sinks, length))
+        self.sinks, self.window = list(range(min(policy.window_of.sinks, length))), list(range(start, length))
         middle = start - len(self.sinks)
         padded = np.zeros_like(k)
         padded[:middle] = k[len(self.sinks) : start]
@@ -144,7 +144,7 @@ class Reference:
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         self.steps += 1
         if self.steps % self.policy.page_size == 0:
-            end = len(self.k) - self.policy.num_window + self.policy.page_size  # of the window's oldest page
+            end = len(self.k) - self.policy.window_of.fill  # of the window's oldest page
             page, self.window = [t for t in self.window if t < end], [t for t in self.window if t >= end]
             self.pages.append(np.asarray(page, int))
         if self.policy.compact_every and self.steps % self.policy.compact_every == 0:

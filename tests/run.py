@@ -12,7 +12,6 @@ import numpy as np
 
 from icejax import inference
 from icejax.cache import CachePolicy
-from icejax.cache.policy import Lengths
 from icejax.inference import Decoding, prefill
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
@@ -31,10 +30,10 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
     plan = plan_for(model, policy, [prompt], 1)
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
-    lengths = Lengths(jnp.asarray([len(prompt)], jnp.int32), jnp.int32(0), jnp.int32(0))
+    new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return inference._prefill_layer(layer, x, lengths, None, policy=plan.policies[at.number], spec=plan.spec)
+        return inference._prefill_layer(layer, x, new, None, policy=plan.policies[at.number], spec=plan.spec)
 
     *_, (x, _) = walk(model, inference._embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]

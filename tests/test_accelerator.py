@@ -11,7 +11,7 @@ from jax.experimental import pallas
 
 import icejax
 from icejax import inference
-from icejax.cache import backends, fetch, policy
+from icejax.cache import backends, fetch, slots
 from icejax.ops import attention, digests, topk, tree
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
@@ -75,12 +75,13 @@ def test_a_token_lands_in_its_row_s_slot(form, request):
     if form == "scattered":
         request.getfixturevalue("on_gpu")
     rng = np.random.default_rng(0)
-    buffer, new, slot = rng.random((6, 5, 4)), rng.random((3, 2, 4)), np.asarray([4, 0, 2])
-    expected = buffer.copy()
-    for row in range(3):
-        expected[2 * row : 2 * row + 2, slot[row]] = new[row]
-    found = policy.append(*(jnp.asarray(x, "float32") for x in (buffer, new)), jnp.asarray(slot, jnp.int32))
-    np.testing.assert_array_equal(np.asarray(found), expected.astype(np.float32))
+    buffer, new = rng.random((3, 2, 5, 4), np.float32), rng.random((3, 2, 4), np.float32)
+    for append, slot in ((slots.append, [4, 0, 2]), (slots.append_apart, [[4, 1], [0, 0], [2, 3]])):
+        expected, places = buffer.copy(), np.broadcast_to(np.asarray(slot).reshape(3, -1), (3, 2))
+        for row, head in np.ndindex(3, 2):
+            expected[row, head, places[row, head]] = new[row, head]
+        found = append(jnp.asarray(buffer), jnp.asarray(new), jnp.asarray(slot, jnp.int32))
+        np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 def test_products_are_the_same_whichever_comes_first(on_gpu):

@@ -44,12 +44,12 @@ def test_a_filled_clustered_cache_is_whole(model):
     pool, lengths = np.asarray(pool).view(np.float32), state.cache.lengths
     held = int(lengths.prompt[0])
     assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.prompt) == held).all()
-    beside = policy.num_sinks + policy.num_window - policy.page_size
+    beside = policy.window_of.sinks + policy.window_of.fill
     for layer, kept in enumerate(state.cache.layers):
-        counts = np.asarray(kept.levels[0].count)
+        counts = np.asarray(kept.index[0].count)
         assert (counts.sum(-1) + beside == held).all()
         pages = [pool[i, layer, 1, 0, 0, :n] for i, n in enumerate(counts[1, 0][: len(pool)])]
-        assert_digests(kept.levels, 1, 0, pages)
+        assert_digests(kept.index, 1, 0, pages)
     first, again = (pool[i, 0, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
     assert 0 < np.abs(first - again).max() < 1.0  # a copy with noise
 
@@ -59,8 +59,8 @@ def test_a_filled_full_cache_repeats_real_keys(model):
     state, pool = fill(model, plan, Full(), context=CONTEXT)
     keys = np.asarray(state.cache.layers[1].k)
     assert pool is None and int(state.cache.lengths.prompt[0]) == CONTEXT
-    assert (keys[:, :CONTEXT] != 0).any(-1).all() and not keys[:, CONTEXT:].any()
-    assert 0 < np.abs(keys[:, :1500] - keys[:, BASE:CONTEXT]).max() < 1.0
+    assert (keys[:, :, :CONTEXT] != 0).any(-1).all() and not keys[:, :, CONTEXT:].any()
+    assert 0 < np.abs(keys[:, :, :1500] - keys[:, :, BASE:CONTEXT]).max() < 1.0
 
 
 def test_time_is_booked_to_the_scope_that_spent_it():

@@ -31,15 +31,15 @@ def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
     found = explain._positions(model, prompt, plan)
     state, _, pool = prefill(model, [prompt], plan)
     keys = np.asarray(pool).view(np.float32)[:, :, 0, :, 0]  # P L K p H
-    wanted = set(range(policy.num_sinks, len(prompt) - policy.num_window + policy.page_size))
+    wanted = set(range(policy.window_of.sinks, len(prompt) - policy.window_of.fill))
     for layer, positions in found.items():
-        counts = np.asarray(state.cache.layers[layer].levels[0].count)[0]
+        counts = np.asarray(state.cache.layers[layer].index[0].count)[0]
         for head in range(len(positions)):
             held = np.arange(policy.page_size)[None, :] < counts[head, : positions.shape[1], None]
             assert sorted(positions[head][held]) == sorted(wanted)
             # Keys of a position are the same in every page order: the sum of the page's keys is that of its digest.
             page = int(np.flatnonzero(held.all(1))[0])
-            digests = state.cache.layers[layer].levels[0]
+            digests = state.cache.layers[layer].index[0]
             outlier, mean = (np.asarray(x.read())[0, head, page] for x in (digests.outlier, digests.mean))
             total = keys[page, plan.pooled.index(layer), head].sum(0)
             np.testing.assert_allclose(total, outlier + (policy.page_size - 1) * mean, atol=1e-3)
@@ -68,7 +68,7 @@ def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
 
 
 def test_bad_input(bundled, tmp_path):
-    with pytest.raises(icejax.InputError, match="needs --cache clustered"):
+    with pytest.raises(icejax.InputError, match="needs pages there, as of --cache clustered"):
         Explanation(bundled[0], [1] * 300, Full(), new_tokens=3)
     with pytest.raises(icejax.InputError, match=r"needs a file that ends in \.png"):
         explain.check(tmp_path / "seen.txt")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -35,9 +36,12 @@ def test_a_name_that_is_nearly_right_is_named(capsys, arguments, message):
 def test_every_option_of_every_cache_has_a_line(capsys):
     status, out, err = run(capsys, "--help-cache")
     assert (status, err) == (0, "") and "full:\n" in out
-    for field in dataclasses.fields(Clustered):
-        (line,) = [line for line in out.splitlines() if line.startswith(f"  {field.name}: ")]
-        assert line.endswith(f"(default: {str(field.default).lower()})") and len(line) > len(field.name) + 30
+    assert "icecache: clustered with rerank=false, tail=false, score=mean, group=interleave\n" in out
+    for name, kind in icejax.POLICIES.items():
+        lines = [*itertools.takewhile(bool, f"\n{out}".partition(f"\n{name}:\n")[2].splitlines())]
+        for field, line in zip(dataclasses.fields(kind), lines, strict=True):
+            assert line.startswith(f"  {field.name}: ") and len(line) > len(field.name) + 30
+            assert line.endswith(f"(default: {str(field.default).lower()})")
 
 
 def test_a_verbose_run_says_how_it_runs(capsys, monkeypatch, bundled):

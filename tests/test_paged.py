@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.paged import attend_paged
+from icejax.ops.paged import attend_paged, attend_whole
 from tests import tolerances
+from tests.run import jitted
 
 SIZE, GROUP, PAGES, SLOTS = 16, 2, 5, 8
 
@@ -23,7 +24,7 @@ def draw(seed: int, scale: float = 1.0):
 
 
 def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
-    """The same by lists: (logit, value) of all that counts."""
+    """The same by lists, (logit, value) of all that counts: output, log-sum-exp, and what the tokens kept are worth."""
     logit = lambda k: q[0] @ k / SIZE**0.5  # noqa: E731
     own = [(logit(k), v) for k, v, m in zip(resident[0][0], resident[1][0], mask[0], strict=True) if m]
     tokens = [(logit(pages[0][0, m, s]), pages[1][0, m, s], m) for m in range(PAGES) for s in range(SLOTS) if slots[0, m, s]]
@@ -42,7 +43,8 @@ def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
     logits = np.stack([x for x, _ in parts])  # parts, heads
     weights = np.exp(logits - logits.max(0))
     values = np.stack([np.broadcast_to(v, (GROUP, SIZE)) for _, v in parts])
-    return (weights[..., None] * values).sum(0) / weights.sum(0)[:, None], {i: worth[i] for i in kept}
+    out = (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
+    return out, np.log(weights.sum(0)) + logits.max(0), {i: worth[i] for i in kept}
 
 
 def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, dtype="float32"):
@@ -60,20 +62,43 @@ ATTEND = jax.jit(attend_paged, static_argnames=("most", "tail"))
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_float64(seed, tail, room):
     drawn = draw(seed)
-    expected, kept = float64(*drawn, room, tail)
+    expected, lse, kept = float64(*drawn, room, tail)
     drawn[3][0][~drawn[4]], drawn[3][1][~drawn[4]] = np.nan, 1e6  # what stands in empty slots does not leak
     found, weights = run(*drawn, room, tail)
-    np.testing.assert_allclose(found[0], expected, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
     assert (np.asarray(weights) > 0).sum() == min(room, drawn[4].sum())
     np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(kept.values()), atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_whole_pages_equal_float64(apart):
+    """Seen by all query heads, or by each its own."""
+    q, resident, mask, pages, slots, _ = draw(3)
+    seen = np.random.default_rng(0).random((1, GROUP if apart else 1, PAGES, SLOTS)) < 0.6
+    seen &= slots[:, None]
+    logits = np.einsum("gh,sh->gs", q[0], np.concatenate([resident[0][0], pages[0].reshape(-1, SIZE)])) / SIZE**0.5
+    there = np.concatenate(
+        [np.broadcast_to(mask, (GROUP, 6)), np.broadcast_to(seen[0].reshape(len(seen[0]), -1), (GROUP, PAGES * SLOTS))], 1
+    )
+    logits = np.where(there, logits, -np.inf)
+    lse = np.log(np.exp(logits).sum(1))
+    weights = np.exp(logits - lse[:, None])
+    pages[0][~slots] = np.nan
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages)))
+    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], seen))
+    expected = weights @ np.concatenate([resident[1][0], pages[1].reshape(-1, SIZE)])
+    np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(weighed[0], weights[:, 6:].sum(0).reshape(PAGES, SLOTS), rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 def test_half_precision_is_finite_and_near(dtype, scale):
     drawn = draw(5, scale)
-    expected, _ = float64(*drawn, 12, True)
+    expected, *_ = float64(*drawn, 12, True)
     found, _ = run(*drawn, 12, True, dtype)
-    assert np.isfinite(np.asarray(found)).all()
+    assert np.isfinite(np.asarray(found.out)).all()
     if scale == 1.0:
-        np.testing.assert_allclose(found[0], expected, atol=0.03)
+        np.testing.assert_allclose(found.out[0], expected, atol=0.03)

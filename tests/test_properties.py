@@ -30,12 +30,11 @@ def grown(policy: Clustered, prompt_lengths: list[int], steps: int, seed: int):
 def held(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the keys of every page and those of sinks and window, read as a decode step reads them."""
     state, pool = layer.state, np.asarray(layer.pool).view(np.float32)
-    counts = np.asarray(state.levels[0].count)[row, head]
+    counts = np.asarray(state.index[0].count)[row, head]
     pages = [pool[page, 0, row, head, 0, : counts[page]] for page in range(len(pool))]
-    masks = layer.policy.resident_masks(state, layer.lengths, seen=layer.lengths.seen)
-    resident = [
-        np.asarray(x)[row, head][np.asarray(mask)[row]] for x, mask in zip((state.sinks_k, state.window_k), masks, strict=True)
-    ]
+    masks = layer.policy.window_of.masks(state.window, layer.lengths, seen=layer.lengths.seen)
+    near = (state.window.sinks_k, state.window.window_k)
+    resident = [np.asarray(x)[row, head][np.asarray(mask)[row]] for x, mask in zip(near, masks, strict=True)]
     return pages, np.concatenate(resident)
 
 
@@ -58,10 +57,10 @@ def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "TOP", 1)
         layer, _ = grown(DEEP, lengths, steps, seed)
-    assert len(layer.state.levels) == 3
+    assert len(layer.state.index) == 3
     for row in range(2):
         for head in range(KV_HEADS):
-            assert_digests(layer.state.levels, row, head, held(layer, row, head)[0])
+            assert_digests(layer.state.index, row, head, held(layer, row, head)[0])
 
 
 @FEW
@@ -72,9 +71,9 @@ def test_the_order_of_pages_changes_nothing(seed):
     used = layer.pool.shape[0]
     order = np.random.default_rng(seed).permutation(used)
     shuffled.pool = jax.device_put(np.asarray(shuffled.pool)[order], shuffled.pool.sharding)
-    padded = np.concatenate([order, np.arange(used, shuffled.state.levels[0].count.shape[2])])
-    levels = (jax.tree.map(lambda x: x[:, :, padded], shuffled.state.levels[0]), *shuffled.state.levels[1:])
-    shuffled.state = type(shuffled.state)(**{**vars(shuffled.state), "levels": levels})
+    padded = np.concatenate([order, np.arange(used, shuffled.state.index[0].count.shape[2])])
+    levels = (jax.tree.map(lambda x: x[:, :, padded], shuffled.state.index[0]), *shuffled.state.index[1:])
+    shuffled.state = type(shuffled.state)(**{**vars(shuffled.state), "index": levels})
     expected, found = (each.step(*(x[0] for x in new)) for each in (layer, shuffled))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 

@@ -22,7 +22,7 @@ def test_200_steps_equal_the_reference(monkeypatch, tail):
     prompt, new = draw(lengths, STEPS, sharp=1.5)
     policy = Clustered(budget=128, candidates=4, opened=4, tail=tail, compact_every=64)
     ours = Layer(policy, lengths, *prompt)
-    assert len(ours.state.levels) == 3
+    assert len(ours.state.index) == 3
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]
     theirs = {(r, kv): Reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r]) for r, kv in pairs}
     group = harness.HEADS // harness.KV_HEADS

@@ -144,10 +144,10 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
     run = session._run
     pool = np.asarray(run.pool).view(np.float32)
     for layer, state in enumerate(run.state.cache.layers):
-        counts = np.asarray(state.levels[0].count)[0]
+        counts = np.asarray(state.index[0].count)[0]
         assert counts.sum() > 2 * 1800  # two heads
         for head, held in enumerate(counts):
-            assert_digests(state.levels, 0, head, [pool[i, layer, 0, head, 0, :n] for i, n in enumerate(held[: len(pool)])])
+            assert_digests(state.index, 0, head, [pool[i, layer, 0, head, 0, :n] for i, n in enumerate(held[: len(pool)])])
 
 
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
         expected, found = (each.ask(q, max_new_tokens=20) for each in (plain, held))
         assert found.token_ids == expected.token_ids
     for a, b in zip(plain._run.state.cache.layers, held._run.state.cache.layers, strict=True):
-        np.testing.assert_array_equal(a.window_k, b.window_k)
+        np.testing.assert_array_equal(a.window.window_k, b.window.window_k)
 
 
 def test_a_full_session_says_so(bundled):

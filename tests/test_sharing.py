@@ -9,8 +9,9 @@ import pytest
 
 from icejax import inference
 from icejax.cache import Clustered, Full
-from icejax.cache.policy import CacheSpec, Lengths
+from icejax.cache.policy import CacheSpec, Heads, Lengths, View
 from icejax.ops import tree
+from icejax.ops.attention import Attended
 from icejax.ops.digests import digest
 from icejax.walk import Place, walk
 from tests import families, tolerances
@@ -50,26 +51,33 @@ def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
 def test_a_follower_is_packed_in_the_order_of_its_leader():
     """The follower's values are positions, and its keys noise: pages of equal positions are pages of the leader's keys."""
     policy, tokens = replace(SMALL, reuse=2), 256
-    spec = CacheSpec(batch_size=1, num_kv_heads=2, head_dim=16, prompt_capacity=tokens, new_capacity=tokens, dtype="float32")
+    sizes = dict(batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16)
+    spec = CacheSpec(**sizes, prompt_capacity=tokens, new_capacity=tokens, dtype="float32")
     rng = np.random.default_rng(0)
     q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))
     where = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
     lengths = Lengths(jnp.asarray([200]), jnp.int32(0), jnp.int32(0))
 
-    def prefill(k, order=None):
-        return policy.prefill(policy.init(spec), q, k, where, lengths, order)
+    leads, follows = policy.for_layers([0, 1], of=2)
 
-    _, leader, order = jitted(prefill, k)
-    _, alone, _ = jitted(prefill, noise)
-    state, follower, _ = jitted(prefill, noise, order)
+    def prefill(k, policy, shared=None):
+        attended = Attended(q, q[..., 0])
+        found = policy.prefill(
+            policy.init(spec), Heads(q, k, where, lengths.prompt), attended, View(Lengths.none(1), shared=shared)
+        )
+        return found.state, found.pages, found.shared
+
+    _, leader, order = jitted(prefill, k, policy=leads)
+    _, alone, _ = jitted(prefill, noise, policy=leads)
+    state, follower, _ = jitted(lambda k, shared: prefill(k, follows, shared), noise, order)
     positions = np.asarray(follower)[:, :, :, 1, :, 0].astype(int)
     np.testing.assert_array_equal(positions, np.asarray(leader)[:, :, :, 1, :, 0])
     assert (positions != np.asarray(alone)[:, :, :, 1, :, 0]).any()
-    keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(state.levels[0].count)[0, 0]
+    keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(state.index[0].count)[0, 0]
     for page, count in enumerate(counts[: len(keys)]):
         np.testing.assert_array_equal(keys[page, :count], np.asarray(noise)[0, positions[page, 0, 0, :count], 0])
         if count:
-            outlier, others = (np.asarray(x.data)[0, 0, page] for x in (state.levels[0].outlier, state.levels[0].mean))
+            outlier, others = (np.asarray(x.data)[0, 0, page] for x in (state.index[0].outlier, state.index[0].mean))
             mean = (outlier + (count - 1) * others) / count
             np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
 
@@ -100,7 +108,7 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
 
 def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found():
     def run(layer: str, x: str, at: Place):
-        return x + layer, (at.number, x, at.before, at.guide), layer.upper()
+        return x + layer, (at.number, x, at.before, at.shared), layer.upper()
 
     model = SimpleNamespace(model=SimpleNamespace(layers="abc"))
     kept = [(0, "-", None, None), (1, "-a", "-", "A"), (2, "-ab", "-a", "B")]

@@ -193,7 +193,7 @@ def floor(target: Target, step: Step) -> dict[str, float]:
         if i not in plan.pooled:
             device += nbytes(layer)
             continue
-        *lower, highest = layer.levels
+        *lower, highest = layer.index
         fetched = layer.page_ids.shape[-1]
         opened = max(policy.opened, 2 * -(-fetched // FAN_OUT)) * FAN_OUT
         device += nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

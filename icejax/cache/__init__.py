@@ -1,12 +1,16 @@
-"""Cache policies by the name the command line knows them by."""
+"""Cache policies and presets by the name the command line knows them by."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from icejax.cache.clustered import Clustered
 from icejax.cache.full import Full, Ring
 from icejax.cache.policy import CachePolicy
+from icejax.cache.quest import Quest
+from icejax.cache.snapkv import SnapKV
+from icejax.cache.streaming import Streaming
 from icejax.config import ModelConfig
 
 LOG = logging.getLogger(__name__)
@@ -14,26 +18,50 @@ LOG = logging.getLogger(__name__)
 POLICIES: dict[str, type[CachePolicy]] = {
     "clustered": Clustered,
     "full": Full,
+    "quest": Quest,
+    "snapkv": SnapKV,
+    "streaming": Streaming,
+}
+# A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
+ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")
+PRESETS: dict[str, tuple[type[CachePolicy], dict[str, Any]]] = {
+    "icecache": (Clustered, ICECACHE),
+    "icecache-reuse": (Clustered, ICECACHE | dict(reuse=3)),
 }
 
 
+def names() -> list[str]:
+    """Returns the names of all policies and presets."""
+    return [*POLICIES, *PRESETS]
+
+
+def named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
+    """Returns the policy of a name and the options that come with it; None if there is no such name."""
+    return PRESETS.get(name) or ((POLICIES[name], {}) if name in POLICIES else None)
+
+
 def name_of(policy: CachePolicy) -> str | None:
-    """Returns the name that the class of `policy` is registered by; None if it is not."""
-    return next((name for name, kind in POLICIES.items() if kind is type(policy)), None)
+    """Returns the name of `policy`: of the preset with most options that it has, or of its class; None if it has none."""
+    found = [name for name, kind in POLICIES.items() if type(policy) is kind]
+    for name, (kind, options) in PRESETS.items():  # one with more options comes later
+        if type(policy) is kind and all(getattr(policy, key) == value for key, value in options.items()):
+            found.append(name)
+    return found[-1] if found else None
+
+
+def shown_name(policy: CachePolicy) -> str:
+    """Returns the name of `policy`, or what its class is called."""
+    return name_of(policy) or type(policy).__name__.lower()
 
 
 def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
-    """Returns the policy of every layer: a ring for sliding layers, `Full` for the first dense layers, else `policy`.
+    """Returns the policy of every layer: a ring for sliding layers, else what `policy` has for the layer.
 
     A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention.
     """
-    dense = policy.dense_layers
-    if dense is None:
-        dense = 2 if config.num_hidden_layers >= 16 else 0
-    policies = tuple(
-        Ring(window) if window is not None and window < capacity else Full() if i < dense else policy
-        for i, window in enumerate(config.windows)
-    )
+    full = [i for i, window in enumerate(config.windows) if window is None or window >= capacity]
+    own = dict(zip(full, policy.for_layers(full, of=len(config.windows)), strict=True))
+    policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
     if policy not in policies:
-        LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", type(policy).__name__.lower())
+        LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))
     return policies

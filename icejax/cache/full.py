@@ -2,60 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.policy import CachePolicy, CacheSpec, Lengths, append, grouped, per_head
-from icejax.ops.attention import attend, attend_all, causal_with_lse, merge_by_lse
+from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, Report, View
+from icejax.cache.slots import append, by_head, joined, per_head
+from icejax.ops.attention import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
+
+
+def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None, of: int) -> list[CachePolicy]:
+    """Returns the policy of every layer in `full` where the first `dense` layers keep all tokens on the device.
+
+    None: 2 of 16 layers and more, as in IceCache and Quest, else 0.
+    """
+    dense = (2 if of >= 16 else 0) if dense is None else dense
+    return [Full() if layer < dense else policy for layer in full]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenState:
-    """Keys (after RoPE) and values of every slot, rows and KV heads in one axis; slots without a token are zero."""
+    """Keys (after RoPE) and values of every slot; slots without a token are zero."""
 
-    k: jax.Array  # dtype[B K, S, H]
-    v: jax.Array  # dtype[B K, S, H]
+    k: jax.Array  # dtype[B, K, S, H]
+    v: jax.Array  # dtype[B, K, S, H]
 
 
 def _empty(spec: CacheSpec, slots: int) -> TokenState:
-    shape = (spec.batch_size * spec.num_kv_heads, slots, spec.head_dim)
+    shape = (spec.batch_size, spec.num_kv_heads, slots, spec.head_dim)
     return TokenState(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
 
 
-def _by_head(x: jax.Array) -> jax.Array:
-    """Returns [B, S, K, H] as [B K, S, H]."""
-    batch, slots, heads, size = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch * heads, slots, size)
-
-
-def _extend(state: TokenState, q, k, v, lengths: Lengths, new: jax.Array, *, position: jax.Array, window: int | None):
+def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.Array, window: int | None) -> Attended:
     """Returns the attention of new tokens to the slots, which hold the tokens at `position` [B, S], and to themselves."""
-    batch, tokens, heads, size = k.shape
-    keys, values = (x.reshape(batch, heads, -1, size) for x in (state.k, state.v))
     there = (position >= 0) & (position < lengths.seen[:, None])
-    mask = jnp.broadcast_to(there[:, None, :], (batch, heads, there.shape[1]))
+    mask = per_head(there, state.k.shape[1])
     distance = None
     if window is not None:
-        asking = lengths.seen[:, None] + jnp.arange(tokens)[None, :]
+        asking = lengths.seen[:, None] + jnp.arange(heads.q.shape[1])[None, :]
         distance = asking[:, :, None] - position[:, None, :] < window
     with jax.named_scope("attend"):
         # The new tokens always see one key, so they come first.
-        own = causal_with_lse(q, k, v, lengths=new, window=window)
-        return merge_by_lse(*own, *attend_all(q, keys, values, mask, near=distance))[0]
+        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window)
+        return Attended(*merge_by_lse(*own, *attend_all(heads.q, state.k, state.v, mask, near=distance)))
 
 
-def _decode(state: TokenState, q: jax.Array, k: jax.Array, v: jax.Array, *, slot: jax.Array, last: jax.Array):
+def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
     """Appends at `slot` [B] and attends to the slots up to `last` [B]."""
-    heads = k.shape[1]
     with jax.named_scope("append"):
-        state = TokenState(append(state.k, k, slot), append(state.v, v, slot))
+        state = TokenState(append(state.k, heads.k[:, 0], slot), append(state.v, heads.v[:, 0], slot))
     with jax.named_scope("attend"):
-        mask = jnp.arange(state.k.shape[1])[None, :] <= last[:, None]
-        out = attend(grouped(q, heads), state.k, state.v, per_head(mask, heads))
-    return out.reshape(q.shape), state
+        mask = per_head(jnp.arange(state.k.shape[2])[None, :] <= last[:, None], state.k.shape[1])
+        out, lse = attend_with_lse(*map(joined, (heads.by_group(), state.k, state.v, mask)))
+    attended = Attended(out.astype(heads.q.dtype).reshape(heads.q.shape), lse.reshape(heads.q.shape[:3]))
+    return Outcome(state, attended)
 
 
 def _newest_of(seen: jax.Array, slots: int) -> jax.Array:
@@ -64,13 +67,21 @@ def _newest_of(seen: jax.Array, slots: int) -> jax.Array:
     return newest - (newest - jnp.arange(slots)[None, :]) % slots
 
 
-def _replaced(old: jax.Array, x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns the slots with new token `at` [B, S] of `x` [B, T, K, H] where there is one."""
-    batch, tokens, heads, size = x.shape
-    index = jnp.clip(at, 0, tokens - 1)[:, :, None, None]
-    there = ((at >= 0) & (at < new[:, None]))[:, :, None, None]
-    taken = jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)
-    return jnp.where(_by_head(jnp.broadcast_to(there, taken.shape)), _by_head(taken).astype(old.dtype), old)
+def _replaced(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
+    """Returns the slots with new token `at` [B, S] where there is one."""
+    index = jnp.clip(at, 0, heads.k.shape[1] - 1)[:, :, None, None]
+    there = ((at >= 0) & (at < heads.new[:, None]))[:, :, None, None]
+
+    def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        taken = jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)
+        return jnp.where(by_head(jnp.broadcast_to(there, taken.shape)), by_head(taken).astype(old.dtype), old)
+
+    return TokenState(put(state.k, heads.k), put(state.v, heads.v))
+
+
+def _report(state: TokenState, lengths: Lengths) -> Report:
+    _, heads, slots, _ = state.k.shape
+    return Report(None, heads * jnp.minimum(lengths.seen, slots), 0)
 
 
 @dataclass(frozen=True)
@@ -80,21 +91,24 @@ class Full(CachePolicy):
     def init(self, spec: CacheSpec) -> TokenState:
         return _empty(spec, spec.capacity)
 
-    def prefill(self, state, q, k, v, lengths: Lengths, guide=None):
-        valid = (jnp.arange(k.shape[1])[None, :] < lengths.prompt[:, None])[:, :, None, None]
-        k, v = (_by_head(jnp.where(valid, x, 0)) for x in (k, v))
-        start = (0, 0, 0)
+    def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
+        valid = (jnp.arange(heads.k.shape[1])[None, :] < heads.new[:, None])[:, :, None, None]
+        k, v = (by_head(jnp.where(valid, x, 0)) for x in (heads.k, heads.v))
+        start = (0, 0, 0, 0)
         state = TokenState(jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start))
-        return state, None, guide
+        return Outcome(state)
 
-    def extend(self, state, q, k, v, lengths: Lengths, new: jax.Array, pool, guide=None):
-        slots = jnp.arange(state.k.shape[1])[None, :]
-        out = _extend(state, q, k, v, lengths, new, position=slots, window=None)
-        at = slots - lengths.seen[:, None]
-        return out, TokenState(*(_replaced(old, x, at, new) for old, x in ((state.k, k), (state.v, v)))), None, guide
+    def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        slots = jnp.arange(state.k.shape[2])[None, :]
+        attended = _extend(state, heads, view.lengths, position=slots, window=None)
+        return Outcome(_replaced(state, heads, slots - view.lengths.seen[:, None]), attended)
 
-    def decode(self, state, q, k, v, lengths: Lengths, pool, guide=None, guess=None):
-        return *_decode(state, q, k, v, slot=lengths.seen, last=lengths.seen), guide
+    def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        seen = view.lengths.seen
+        return _decode(state, heads, slot=seen, last=seen)
+
+    def report(self, state: TokenState, lengths: Lengths) -> Report:
+        return _report(state, lengths)
 
 
 @dataclass(frozen=True)
@@ -106,18 +120,22 @@ class Ring(CachePolicy):
     def init(self, spec: CacheSpec) -> TokenState:
         return _empty(spec, min(self.window, spec.capacity))
 
-    def prefill(self, state, q, k, v, lengths: Lengths, guide=None):
-        position = _newest_of(lengths.prompt, state.k.shape[1])
+    def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
+        position = _newest_of(heads.new, state.k.shape[2])
         index = jnp.maximum(position, 0)[:, :, None, None]
-        kept = [jnp.where(position[:, :, None, None] >= 0, jnp.take_along_axis(x, index, axis=1), 0) for x in (k, v)]
-        return TokenState(*map(_by_head, kept)), None, guide
+        there = position[:, :, None, None] >= 0
+        kept = (by_head(jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)) for x in (heads.k, heads.v))
+        return Outcome(TokenState(*kept))
 
-    def extend(self, state, q, k, v, lengths: Lengths, new: jax.Array, pool, guide=None):
-        slots = state.k.shape[1]
-        before, after = (_newest_of(n, slots) for n in (lengths.seen, lengths.seen + new))
-        out = _extend(state, q, k, v, lengths, new, position=before, window=self.window)
-        at = after - lengths.seen[:, None]
-        return out, TokenState(*(_replaced(old, x, at, new) for old, x in ((state.k, k), (state.v, v)))), None, guide
+    def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        slots, seen = state.k.shape[2], view.lengths.seen
+        before, after = (_newest_of(n, slots) for n in (seen, seen + heads.new))
+        attended = _extend(state, heads, view.lengths, position=before, window=self.window)
+        return Outcome(_replaced(state, heads, after - seen[:, None]), attended)
 
-    def decode(self, state, q, k, v, lengths: Lengths, pool, guide=None, guess=None):
-        return *_decode(state, q, k, v, slot=lengths.seen % state.k.shape[1], last=lengths.seen), guide
+    def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        seen = view.lengths.seen
+        return _decode(state, heads, slot=seen % state.k.shape[2], last=seen)
+
+    def report(self, state: TokenState, lengths: Lengths) -> Report:
+        return _report(state, lengths)

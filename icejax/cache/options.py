@@ -10,7 +10,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.cache import POLICIES, CachePolicy
+from icejax.cache import POLICIES, CachePolicy, named, names
 from icejax.errors import InputError, meant, quoted
 
 
@@ -27,17 +27,17 @@ def described(name: str) -> dict[str, str]:
 
 def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
     """Returns the policy `name` with `options`, text or numbers; InputError that lists the valid names or options."""
-    if name not in POLICIES:
-        raise InputError(f"unknown cache {name!r}: expected one of {', '.join(POLICIES)}{meant(name, POLICIES)}")
-    kinds = typing.get_type_hints(POLICIES[name])
-    valid = [field.name for field in dataclasses.fields(POLICIES[name])]
-    values = {}
+    found = named(name)
+    if found is None:
+        raise InputError(f"unknown cache {name!r}: expected one of {', '.join(names())}{meant(name, names())}")
+    policy, values = found[0], dict(found[1])
+    kinds, valid = typing.get_type_hints(policy), [field.name for field in dataclasses.fields(policy)]
     for key, value in options.items():
         if key not in valid:
             expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
             raise InputError(f"cache {name!r} has no option {key!r}: {expected}{meant(key, valid)}")
         values[key] = _parse(key, value, kinds[key])
-    return POLICIES[name](**values)
+    return policy(**values)
 
 
 def cache_options(texts: Sequence[str], **named: int | None) -> dict[str, str | int]:

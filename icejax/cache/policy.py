@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import abc
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.host import PoolLayer
+from icejax.ops.attention import Attended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class CacheSpec:
     """
 
     batch_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     prompt_capacity: int
@@ -35,6 +37,25 @@ class CacheSpec:
     def capacity(self) -> int:
         """Tokens of prompt and generation together."""
         return self.prompt_capacity + self.new_capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSpec:
+    """What a layer keeps in the host pool.
+
+    Attributes:
+        pages: pages it can need.
+        page_size: slots of a page.
+        dtype: of the pages, by name.
+        leaving: newest tokens that stand on the device on their way to the pool.
+        compact_every: decoded tokens after which their pages are packed anew; 0: never.
+    """
+
+    pages: int
+    page_size: int
+    dtype: str
+    leaving: int
+    compact_every: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +73,11 @@ class Lengths:
     decoded: jax.Array  # i32[]
     pages: jax.Array  # i32[]
 
+    @classmethod
+    def none(cls, batch: int) -> Lengths:
+        """Returns those of an empty cache."""
+        return cls(jnp.zeros(batch, jnp.int32), jnp.int32(0), jnp.int32(0))
+
     @property
     def seen(self) -> jax.Array:
         """Tokens of each row so far: the position of the token that comes next. i32[B]."""
@@ -67,152 +93,159 @@ class KVCache:
     lengths: Lengths
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Heads:
+    """What new tokens bring to a layer's attention: a prompt, more text behind it, or one decoded token.
+
+    Attributes:
+        q: queries after RoPE.
+        k: keys after RoPE.
+        v: values.
+        new: tokens of each row; the rest is padding on the right, which may hold anything.
+    """
+
+    q: jax.Array  # dtype[B, T, N, H]
+    k: jax.Array  # dtype[B, T, K, H]
+    v: jax.Array  # dtype[B, T, K, H]
+    new: jax.Array  # i32[B]
+
+    def by_group(self) -> jax.Array:
+        """Returns the queries of one decoded token by the KV head they belong to, dtype[B, K, G, H]."""
+        batch, _, heads, size = self.k.shape
+        return self.q.reshape(batch, heads, -1, size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """What one layer found and layers after it may follow.
+
+    Attributes:
+        order: i32[B, K, T], in which order tokens were packed into pages.
+        choice: what was chosen in a step, in a form that the policy knows.
+    """
+
+    order: jax.Array | None = None
+    choice: Any = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy may look at beside its state and the new tokens; made anew wherever a layer runs.
+
+    Attributes:
+        lengths: before the new tokens; none while a prompt runs.
+        pool: the layer's pages in host memory; None for a policy that keeps nothing there, and while a prompt runs.
+        shared: what the layers before found.
+        guess: returns queries [B, T, N, H] that are known before the layer's own, from the input of the layer before; None in
+            the first layer and where there is none to be had.
+        turn: takes heads after RoPE, [B, T, N, H], and by how many positions to turn each token [B, T]; returns them as if they
+            had been projected there. For policies that say `turns`.
+        project: takes heads [B, T, N, H] to the layer's output [B, T, D], as the attention block does.
+    """
+
+    lengths: Lengths
+    pool: PoolLayer | None = None
+    shared: Shared | None = None
+    guess: Callable[[], jax.Array] | None = None
+    turn: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    project: Callable[[jax.Array], jax.Array] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outcome:
+    """What comes back from a policy.
+
+    Attributes:
+        state: after the new tokens.
+        attended: what their queries attended to; None after a prompt, which attends exactly.
+        pages: dtype[P', B, K, 2, p, H] for the pool; None if there are none to write.
+        used: how many of them are not empty; None: all.
+        shared: for the layers that follow.
+    """
+
+    state: Any
+    attended: Attended | None = None
+    pages: jax.Array | None = None
+    used: jax.Array | None = None
+    shared: Shared | None = None
+
+
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=["digest_bytes"], data_fields=["pages", "slots"])
+@dataclass(frozen=True)
+class Report:
+    """What a layer's state says of the newest step, and of itself.
+
+    Attributes:
+        pages: pages attended to exactly, brought from the host and needed, over KV heads, i32[3, B]; None without a pool.
+        slots: tokens that stand on the device, over KV heads, i32[B].
+        digest_bytes: bytes of the state that describe tokens and are no keys or values.
+    """
+
+    pages: jax.Array | None
+    slots: jax.Array
+    digest_bytes: int
+
+
 class CachePolicy(abc.ABC):
     """Decides what of the keys and values is kept, where, and what a query attends to.
 
-    A policy is a frozen dataclass, its fields are its options, and jit takes it as a static argument. It sees one
-    layer at a time and never the model. A policy that keeps pages in host memory returns them from `prefill` and
-    `flush` for the caller to write, and reads them in `decode`. A `guide` is what one layer found and others may follow,
-    of a form that only the policy knows: None for a layer that is to find for itself.
+    A policy is a frozen dataclass, its fields are its options, and jit takes it as a static argument. It sees one layer at a
+    time and never the model. Most are one of two kinds: `Eviction` keeps some tokens on the device, `Retrieval` keeps all
+    tokens in host memory and fetches those that a query needs.
     """
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
-    compact_every: int = 0  # decoded tokens after which their pages are sorted anew; 0: never
-    dense_layers: int | None = None  # first layers that keep the full cache; None: 2 from 16 layers on, as in the paper
-    reuse: int = 1  # layers with pages that share the partition and the choice of the first of them
-    page_dtype: str | None = None  # of the pages in the pool: int8, or None for the model's
-    prefetch: bool = False  # whether `decode` is given a guess of its queries
+    turns: bool = False  # whether `View.turn` is called, which not every RoPE allows
 
-    @property
-    def page_size(self) -> int:
-        """Slots of a page in the pool; 0 for a policy that keeps nothing there."""
-        return 0
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        """Returns the policy of every layer with full attention: `full` are their numbers, of so many layers."""
+        del of
+        return [self] * len(full)
 
-    @property
-    def num_window(self) -> int:
-        """Newest tokens on their way to the pool."""
-        return 0
-
-    def num_pages(self, spec: CacheSpec) -> int:
-        """Returns how many pages of the pool a layer of `spec` can need; 0 for a policy that keeps nothing there."""
+    def pool(self, spec: CacheSpec) -> PoolSpec | None:
+        """Returns what a layer of `spec` keeps in the pool; None for a policy that keeps nothing there."""
         del spec
-        return 0
+        return None
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec) -> Any:
-        """Returns the empty state of a layer."""
+        """Returns the empty state of a layer: a pytree whose arrays have the batch as their first axis."""
 
     @abc.abstractmethod
-    def prefill(
-        self,
-        state: Any,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Lengths,
-        guide: Any = None,
-    ) -> tuple[Any, jax.Array | None, Any]:
-        """Returns the state after a prompt, its pages `dtype[P, B, K, 2, p, H]` for the pool, if any, and the guide.
+    def prefill(self, state: Any, heads: Heads, attended: Attended, view: View) -> Outcome:
+        """Returns what is kept of a prompt, which has attended exactly.
 
-        `lengths.pages` counts them. What stands in padding, NaN included, must not be kept.
+        What stands in padding, NaN included, must not be kept.
         """
 
     @abc.abstractmethod
-    def extend(
-        self,
-        state: Any,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Lengths,
-        new: Int[Array, " B"],
-        pool: PoolLayer | None,
-        guide: Any = None,
-    ) -> tuple[Float[Array, "B T N H"], Any, tuple[jax.Array, jax.Array] | None, Any]:
-        """Appends `new` tokens per row, right-padded, each of which attends exactly to all tokens up to itself.
+    def decode(self, state: Any, heads: Heads, view: View) -> Outcome:
+        """Appends one token per row, at position `view.lengths.seen`, and attends as the policy does."""
 
-        Returns what they attend to, the state after them, whose prompt they have become part of, their pages
-        `dtype[P', B, K, 2, p, H]` for the pool with the number of those that are not empty, if any, and the guide.
+    def extend(self, state: Any, heads: Heads, view: View) -> Outcome:
+        """Appends more text behind a cache.
+
+        Here token by token, as if it were decoded, for policies that keep nothing in the pool.
         """
+        batch, _, num_heads, size = heads.q.shape
+
+        def one(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
+            state, attended = carry
+            q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
+            lengths = Lengths(view.lengths.seen + i, jnp.int32(0), view.lengths.pages)
+            found = self.decode(state, Heads(q, k, v, jnp.ones(batch, jnp.int32)), replace(view, lengths=lengths))
+            there = i < heads.new
+            state = jax.tree.map(lambda old, x: jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, old), state, found.state)
+            put = (jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in zip(attended, found.attended, strict=True))
+            return state, Attended(*put)
+
+        nothing = Attended(jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:3]))
+        state, attended = jax.lax.fori_loop(0, heads.new.max(), one, (state, nothing))
+        return Outcome(state, attended)
 
     @abc.abstractmethod
-    def decode(
-        self,
-        state: Any,
-        q: Float[Array, "B N H"],
-        k: Float[Array, "B K H"],
-        v: Float[Array, "B K H"],
-        lengths: Lengths,
-        pool: PoolLayer | None,
-        guide: Any = None,
-        guess: Float[Array, "B N H"] | None = None,
-    ) -> tuple[Float[Array, "B N H"], Any, Any]:
-        """Appends the token at position `lengths.seen`; returns what its queries attend to, the new state, and the guide.
-
-        `guess` is known before `q` and may choose what is fetched in its place.
-        """
-
-    def flush(self, state: Any, lengths: Lengths) -> tuple[jax.Array, Any]:
-        """Returns the oldest window page `dtype[B, K, 2, p, H]`, which is to leave, and what `flushed` needs to know: arrays.
-
-        Called between steps whenever `page_size` tokens have been decoded, for policies with a pool.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
-
-    def flushed(self, state: Any, news: Any, lengths: Lengths) -> Any:
-        """Returns the state after that page has left it; `lengths` are those that `flush` was given.
-
-        Apart from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
-
-    def compact(self, state: Any, pages: jax.Array, lengths: Lengths, guide: Any = None) -> tuple[Any, jax.Array, Any]:
-        """Returns the state, the newest pages `dtype[P', B, K, 2, p, H]` of the pool, sorted anew, and the guide.
-
-        Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
-
-    def page_counts(self, state: Any) -> jax.Array:
-        """Returns how many pages the newest step attended to exactly, brought from the host and needed, over KV heads.
-
-        An i32[3, B]; asked of policies with a pool.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps nothing in the pool")
-
-    def digest_bytes(self, state: Any) -> int:
-        """Returns the bytes of a layer's state that describe pages and are no keys or values."""
-        del state
-        return 0
-
-
-def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
-    """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot` of each row."""
-    batch, heads, size = new.shape
-    slots, new = jnp.repeat(slot, heads), new.reshape(batch * heads, 1, size).astype(buffer.dtype)
-    if batch == 1:
-        return jax.lax.dynamic_update_slice(buffer, new, (0, slot[0], 0))
-    by_row = functools.partial(_by_row, heads=heads)
-    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=by_row)
-
-
-def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """In one kernel; XLA:CPU would copy the buffer for it."""
-    return buffer.at[jnp.arange(len(buffer)), slots].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
-
-
-def _by_row(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, heads: int) -> jax.Array:
-    for row in range(0, len(buffer), heads):
-        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + heads], (row, slots[row], 0))
-    return buffer
-
-
-def grouped(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "R G H"]:
-    """Returns the queries by row and KV head."""
-    batch, heads, size = q.shape
-    return q.reshape(batch * num_kv_heads, heads // num_kv_heads, size)
-
-
-def per_head(mask: Bool[Array, "B S"], num_kv_heads: int) -> Bool[Array, "R S"]:
-    """Returns a mask of rows for every KV head."""
-    return jnp.repeat(mask, num_kv_heads, axis=0)
+    def report(self, state: Any, lengths: Lengths) -> Report:
+        """Returns what the state says of itself after so many tokens."""

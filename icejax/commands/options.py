@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
-from icejax.cache import POLICIES, CachePolicy
+from icejax.cache import POLICIES, PRESETS, CachePolicy, name_of, names
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.commands import programs
 from icejax.errors import meant
@@ -37,9 +37,13 @@ class HelpCache(argparse.Action):
     """Prints the options of every cache, a line each."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        for name in POLICIES:
-            options = described(name)
-            write(f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in options.items()) + "\n" * bool(options))
+        blocks = [
+            f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in described(name).items()) for name in POLICIES
+        ]
+        for name, (kind, own) in PRESETS.items():
+            options = ", ".join(f"{key}={str(value).lower()}" for key, value in own.items())
+            blocks.append(f"{name}: {name_of(kind())} with {options}\n")
+        write("\n".join(blocks))
         parser.exit()
 
 
@@ -96,8 +100,8 @@ def _add_answer(parser: Parser) -> None:
 
 def _add_cache(parser: Parser) -> None:
     group = parser.add_argument_group("cache")
-    names = f"one of {', '.join(POLICIES)} (default: {DEFAULT_CACHE}, or the session's)"
-    group.add_argument("--cache", metavar="NAME", help=names)
+    known = f"one of {', '.join(names())} (default: {DEFAULT_CACHE}, or the session's)"
+    group.add_argument("--cache", metavar="NAME", help=known)
     group.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import ModelConfig
 from icejax.ops.attention import EINSUM
-from icejax.ops.rope import cos_sin, rotate
+from icejax.ops.rope import cos_sin, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 
@@ -109,6 +109,14 @@ class DecoderLayer(nnx.Module):
         `seen` counts the tokens of each row, these included.
         """
         return self.self_attn.project(self.input_layernorm(x), positions, seen)
+
+    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+        """Returns heads after RoPE as if their tokens stood `by` positions later."""
+        return turn(heads, by, config=self.self_attn.config)
+
+    def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Returns what the attention block makes of its heads."""
+        return self.self_attn.output(heads)
 
     def leave(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the layer's output from its input and from what the queries of `enter` attended to."""

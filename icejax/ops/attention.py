@@ -177,7 +177,7 @@ def attend_with_lse(
     q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S H"], mask: Bool[Array, "R S"]
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
     """Returns `attend` in fp32, and the log-sum-exp of its scores."""
-    scores = masked_scores(q, k, mask)
+    scores = masked_scores(q, k, mask[:, None])
     highest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     total = weights.sum(-1, keepdims=True)
@@ -185,18 +185,18 @@ def attend_with_lse(
     return out, (jnp.log(total) + highest)[..., 0]
 
 
-def masked_scores(q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R S"]) -> Float[Array, "R G S"]:
-    """Returns the scaled products of queries and keys in fp32, -inf outside `mask`."""
+def masked_scores(q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"]) -> Float[Array, "R G S"]:
+    """Returns the scaled products of queries and keys in fp32, -inf outside `mask`, which is of all heads or of each."""
     return lax.platform_dependent(q, k, mask, cpu=_scores_keys_first, default=_scores_queries_first)
 
 
 def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.where(mask[:, None], products(q, k) * q.shape[-1] ** -0.5, -jnp.inf)
+    return jnp.where(mask, products(q, k) * q.shape[-1] ** -0.5, -jnp.inf)
 
 
 def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
     """Masked before they are turned: XLA:CPU would take a tenth longer for the whole attention."""
-    return jnp.where(mask[..., None], EINSUM("rsh,rgh->rsg", k, q) * q.shape[-1] ** -0.5, -jnp.inf).swapaxes(1, 2)
+    return jnp.where(mask.swapaxes(1, 2), EINSUM("rsh,rgh->rsg", k, q) * q.shape[-1] ** -0.5, -jnp.inf).swapaxes(1, 2)
 
 
 def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Array, "*R G S"]:

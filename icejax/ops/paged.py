@@ -1,4 +1,4 @@
-"""Attention over pages: of the tokens brought to light, the best are attended exactly and the rest by their means."""
+"""Attention over pages: to all of their tokens, or to the best ones exactly and to the rest by their means."""
 
 from __future__ import annotations
 
@@ -6,8 +6,33 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM, masked_scores, merge_by_lse
+from icejax.ops.attention import EINSUM, Attended, masked_scores, merge_by_lse
 from icejax.ops.topk import largest
+
+
+def attend_whole(
+    q: Float[Array, "R G H"],
+    resident: tuple[Float[Array, "R S H"], Float[Array, "R S H"], Bool[Array, "R S"]],
+    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R g M p"]],
+) -> tuple[Attended, Float[Array, "R M p"]]:
+    """Returns the attention to all resident tokens and to pages, in fp32, and what the page tokens weigh, summed over heads.
+
+    Args:
+        resident: keys, values and mask of what stays on the device; every row sees one of them.
+        pages: keys, values and mask of the pages fetched, for all heads or for each; values outside of all masks are finite.
+    """
+    rows, _, size = q.shape
+    keys, values, mask = resident
+    own = masked_scores(q, keys, mask[:, None])
+    keys, values_paged = (x.reshape(rows, -1, size) for x in pages[:2])
+    found = masked_scores(q, keys, pages[2].reshape(rows, pages[2].shape[1], -1))
+    highest = jnp.maximum(own.max(-1), found.max(-1))
+    own, found = (jnp.exp(x - highest[..., None]) for x in (own, found))
+    total = own.sum(-1) + found.sum(-1)
+    out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
+    out += EINSUM("rgs,rsh->rgh", found.astype(values.dtype), values_paged)
+    weights = (found / total[..., None]).sum(1).reshape(rows, *pages[2].shape[2:])
+    return Attended(out / total[..., None], jnp.log(total) + highest), weights
 
 
 def attend_paged(
@@ -19,7 +44,7 @@ def attend_paged(
     room: Int[Array, " R"],
     most: int,
     tail: bool,
-) -> tuple[Float[Array, "R G H"], Float[Array, "R M p"]]:
+) -> tuple[Attended, Float[Array, "R M p"]]:
     """Returns the attention in fp32, and what the page tokens attended exactly weigh, summed over heads; 0 for the others.
 
     Exact are all resident tokens and the `room` page tokens of largest attention weight, summed over the query heads. Every
@@ -33,12 +58,12 @@ def attend_paged(
     """
     rows, group, size = q.shape
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask)
+    own = masked_scores(q, keys, mask[:, None])
     keys, values_paged, slots = pages
     keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
-    found = masked_scores(q, keys.reshape(rows, -1, size), flat)
+    found = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None])
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
     total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
@@ -56,7 +81,8 @@ def attend_paged(
     out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, size))
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
-    return merge_by_lse(out, jnp.log(weight) + highest, *rest)[0] if tail else out, weights
+    exactly = Attended(out, jnp.log(weight) + highest)
+    return Attended(*merge_by_lse(*exactly, *rest)) if tail else exactly, weights
 
 
 def _none_waits(*parts):

@@ -53,14 +53,19 @@ def turn(
     Raises:
         InputError: the frequencies are not fixed.
     """
+    check_turn(config)
+    angles = by[..., None].astype(jnp.float32) * inverse_frequencies(config).reshape((1,) * by.ndim + (-1,))
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return rotate(x, jnp.cos(angles), jnp.sin(angles))
+
+
+def check_turn(config: ModelConfig) -> None:
+    """Raises InputError if heads of such a model cannot be turned to other positions."""
     if config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic":
         raise InputError(
             "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope "
             "type 'dynamic', where they change with the length: use a cache that leaves keys at their positions"
         )
-    angles = by[..., None].astype(jnp.float32) * inverse_frequencies(config).reshape((1,) * by.ndim + (-1,))
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return rotate(x, jnp.cos(angles), jnp.sin(angles))
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

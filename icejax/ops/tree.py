@@ -79,11 +79,6 @@ def replace(levels: tuple[Digests, ...], found: tuple[Digests, ...], first: Int[
     return tuple(replaced)
 
 
-def update(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns the tree with `pages` from index `first` on, in one program."""
-    return replace(levels, lineage(levels, pages, first), first)
-
-
 def _above(level: Digests, found: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
     """Returns the first and the number of the nodes that hold what is `found` from index `first` of a level on."""
     nodes = level.count.shape[2] // FAN_OUT

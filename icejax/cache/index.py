@@ -1,0 +1,47 @@
+"""What a retrieval policy keeps on the device of every page in the pool, to find pages by."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from icejax.cache.policy import CacheSpec
+
+
+class PageIndex(abc.ABC):
+    """Makes and changes an index: a pytree of arrays [B, K, P, ...] over pages, or of what the methods here know.
+
+    New pages come in two steps, of which the second reads nothing: XLA copies a large array that one program reads and writes.
+    """
+
+    @abc.abstractmethod
+    def empty(self, spec: CacheSpec, pages: int) -> Any:
+        """Returns the index of so many pages without a token."""
+
+    @abc.abstractmethod
+    def counts(self, index: Any) -> jax.Array:
+        """Returns how many tokens every page holds, i32[B, K, P]."""
+
+    @abc.abstractmethod
+    def describe(self, k: jax.Array, v: jax.Array, mask: jax.Array) -> Any:
+        """Returns what is kept of pages: keys and values [B, K, P, p, H], and which slots hold a token [B, K, P, p]."""
+
+    def prepared(self, index: Any, described: Any, first: jax.Array) -> Any:
+        """Returns what `put` is to write for pages that begin at page `first`."""
+        del index, first
+        return described
+
+    def put(self, index: Any, prepared: Any, first: jax.Array) -> Any:
+        """Returns the index with new pages from page `first` on."""
+        return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), index, prepared)
+
+    def of_prompt(self, index: Any, described: Any) -> Any:
+        """Returns the index of a prompt's pages, from an empty one."""
+        return self.with_pages(index, described, jnp.int32(0))
+
+    def with_pages(self, index: Any, described: Any, first: jax.Array) -> Any:
+        """Returns the index with new pages from page `first` on, in one program."""
+        return self.put(index, self.prepared(index, described, first), first)

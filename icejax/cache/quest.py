@@ -1,0 +1,97 @@
+"""Quest (arXiv 2406.10774): pages in order of position, chosen by bounds of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from icejax.cache.full import behind_dense
+from icejax.cache.index import PageIndex
+from icejax.cache.policy import CachePolicy, CacheSpec, Heads, View
+from icejax.cache.retrieval import Found, Retrieval, of_query_heads
+from icejax.cache.window import Window
+from icejax.errors import InputError
+from icejax.ops.attention import products
+from icejax.ops.topk import best
+from icejax.ranges import whole
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Bounds:
+    """Least and largest key of every page, channel by channel, and its tokens."""
+
+    low: jax.Array  # dtype[B, K, P, H]
+    high: jax.Array  # dtype[B, K, P, H]
+    count: jax.Array  # i32[B, K, P]
+
+
+class BoundsIndex(PageIndex):
+    """Bounds of every page."""
+
+    def empty(self, spec: CacheSpec, pages: int) -> Bounds:
+        shape = (spec.batch_size, spec.num_kv_heads, pages)
+        nothing = jnp.zeros((*shape, spec.head_dim), spec.dtype)
+        return Bounds(nothing, nothing, jnp.zeros(shape, jnp.int32))
+
+    def counts(self, index: Bounds) -> jax.Array:
+        return index.count
+
+    def describe(self, k: jax.Array, v: jax.Array, mask: jax.Array) -> Bounds:
+        low, high = (f(jnp.where(mask[..., None], k, end), axis=3) for f, end in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
+        filled = mask.any(-1)[..., None]
+        return Bounds(jnp.where(filled, low, 0), jnp.where(filled, high, 0), mask.sum(-1, dtype=jnp.int32))
+
+
+@dataclass(frozen=True)
+class Quest(Retrieval):
+    """Quest: every query head attends to its own pages, those with the highest bound of its products with their keys.
+
+    Attributes:
+        budget: tokens attended exactly per query head and layer, the newest ones included.
+        page_size: tokens of a page, which stand behind one another in the text.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    budget: int = 256
+    page_size: int = 16
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("page_size", self.page_size, least=4, most=128)
+        if self.page_size & (self.page_size - 1):
+            raise InputError(f"page_size must be a power of two, got {self.page_size}")
+        whole("budget", self.budget, least=2 * self.page_size + 1)
+        if self.dense_layers is not None:
+            whole("dense_layers", self.dense_layers, least=0, most=1024)
+
+    per_query_head = True
+
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        return behind_dense(self, full, dense=self.dense_layers, of=of)
+
+    @property
+    def window_of(self) -> Window:
+        return Window(0, self.page_size + 1, self.page_size)
+
+    @property
+    def index(self) -> BoundsIndex:
+        return BoundsIndex()
+
+    def num_fetched(self, pages: int) -> int:
+        return min(pages, (self.budget - self.window_of.slots) // self.page_size)
+
+    def find(self, heads: Heads, index: Bounds, view: View) -> Found:
+        q = heads.by_group().astype(jnp.float32)
+        low, high = (x.astype(jnp.float32) for x in (index.low, index.high))
+        bound = products(jnp.minimum(q, 0), low) + products(jnp.maximum(q, 0), high)
+        bound = jnp.where(index.count[:, :, None] > 0, bound, -jnp.inf)
+        counts = jnp.broadcast_to(index.count[:, :, None], bound.shape)
+        page_ids, _, (counts,) = best(bound, self.num_fetched(bound.shape[-1]), counts)
+        return of_query_heads(page_ids, counts)

@@ -1,0 +1,298 @@
+"""Policies that keep all tokens in pages in host memory, and fetch those pages that a query needs."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache.index import PageIndex
+from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
+from icejax.cache.slots import by_head, joined, per_head, take
+from icejax.cache.window import Window, WindowState
+from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
+from icejax.ops.paged import attend_whole
+
+NO_PAGE = np.int32(-1)
+STREAMED = 128  # pages that new tokens attend to at once
+Parts = tuple[jax.Array, jax.Array, jax.Array]  # keys, values and which of them are tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedState:
+    """What the device keeps of a layer.
+
+    Attributes:
+        window: sinks and window.
+        index: the policy's own: what it finds pages by.
+        page_ids: the pages found in the newest step; NO_PAGE where there are no more, and before the first.
+        weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.
+        held: their keys and values, if they stay on the device.
+        fetched: how many of them came from the host, over KV heads.
+    """
+
+    window: WindowState
+    index: Any
+    page_ids: jax.Array  # i32[B, K, M]
+    weights: jax.Array  # f32[B, K, M, p]
+    held: tuple[jax.Array, jax.Array]  # dtype[B, K, M or 0, p, H] each
+    fetched: jax.Array  # i32[B]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Found:
+    """What a query is to attend to beside sinks and window.
+
+    Attributes:
+        page_ids: pages of each KV head.
+        counts: tokens of each; 0 where there is no page.
+        seen_by: which query heads see a page; None: all of the KV head's.
+        rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
+        choice: what followers need to find the same.
+    """
+
+    page_ids: jax.Array  # i32[B, K, M]
+    counts: jax.Array  # i32[B, K, M]
+    seen_by: jax.Array | None = None  # bool[B, K, G, M]
+    rest: Attended | None = None  # f32[B, K, G, H], f32[B, K, G]
+    choice: Any = None
+
+
+def of_query_heads(page_ids: jax.Array, counts: jax.Array) -> Found:
+    """Returns the pages [B, K, G, M] that each query head found for itself, with how many tokens they hold, as the KV head's.
+
+    A page that several found counts once, and each head sees its own.
+    """
+    ids, held = (x.reshape(*x.shape[:2], -1) for x in (page_ids, counts))
+    same = (ids[..., :, None] == ids[..., None, :]) & (held > 0)[..., None, :]
+    again = (same & jnp.tri(ids.shape[-1], k=-1, dtype=bool)[None, None]).any(-1)
+    found_by = (page_ids[..., None] == ids[:, :, None, None]) & (counts > 0)[..., None]
+    return Found(ids, jnp.where(again, 0, held), seen_by=found_by.any(3))
+
+
+class Retrieval(CachePolicy):
+    """Sinks and window on the device, all other tokens in pages of the pool, an index of the pages, and their life.
+
+    A policy says how tokens are ordered into pages, what its index keeps of a page, and which pages a query needs.
+    """
+
+    page_size: int
+    page_dtype: str | None = None  # of the pages in the pool: int8, or None for the model's
+    resident: bool = False  # whether the pages of the newest step stay on the device
+    compact_every: int = 0
+    per_query_head: bool = False  # whether every query head finds pages of its own
+    shares: bool = False  # whether layers after it may follow
+    follows: bool = False  # whether it follows a layer before it
+
+    @property
+    @abc.abstractmethod
+    def window_of(self) -> Window:
+        """Sinks and window."""
+
+    @property
+    @abc.abstractmethod
+    def index(self) -> PageIndex:
+        """What is kept of pages to find them by."""
+
+    @abc.abstractmethod
+    def num_fetched(self, pages: int) -> int:
+        """Returns how many of `pages` pages a step finds per KV head, or per query head if each finds its own."""
+
+    @abc.abstractmethod
+    def find(self, heads: Heads, index: Any, view: View) -> Found:
+        """Returns the pages that the queries of a decoded token need, without looking at the pool."""
+
+    def order(self, k: jax.Array, valid: jax.Array) -> jax.Array | None:
+        """Returns in which order [B, K, T'] tokens [B, K, T, H] come into pages, whole pages of them; None: as they are."""
+        del k, valid
+        return None
+
+    def attend(self, heads: Heads, near: Parts, pages: Parts, found: Found) -> tuple[Attended, jax.Array]:
+        """Returns what the queries attend to and what the tokens of the pages weighed: here all that was found.
+
+        Args:
+            near: [B, K, S, H] twice and bool[B, K, S], of sinks and window; every row has one.
+            pages: [B, K, M, p, H] twice and bool[B, K, M, p].
+
+        Returns:
+            f32[B, K, G, H] and f32[B, K, G], and f32[B, K, M, p], summed over query heads.
+        """
+        mask = pages[2][:, :, None]
+        if found.seen_by is not None:
+            mask = mask & found.seen_by[..., None]
+        keys = tuple(map(joined, (*pages[:2], mask)))
+        attended, weights = attend_whole(joined(heads.by_group()), tuple(map(joined, near)), keys)
+        if found.rest is not None:
+            attended = merge_by_lse(*attended, *map(joined, found.rest))
+        shape = pages[2].shape
+        return Attended(*(x.reshape(*shape[:2], *x.shape[1:]) for x in attended)), weights.reshape(shape)
+
+    def pool(self, spec: CacheSpec) -> PoolSpec:
+        return PoolSpec(
+            pages=spec.capacity // self.page_size,
+            page_size=self.page_size,
+            dtype=self.page_dtype or spec.dtype,
+            leaving=self.window_of.slots,
+            compact_every=self.compact_every,
+        )
+
+    def init(self, spec: CacheSpec) -> PagedState:
+        heads = (spec.batch_size, spec.num_kv_heads)
+        index = self.index.empty(spec, self.pool(spec).pages)
+        fetched = self.num_fetched(self.index.counts(index).shape[-1])
+        fetched *= spec.num_heads // spec.num_kv_heads if self.per_query_head else 1
+        page_ids = jnp.full((*heads, fetched), NO_PAGE)
+        weights = jnp.zeros((*page_ids.shape, self.page_size))
+        slots = (*heads, page_ids.shape[2] if self.resident else 0, self.page_size, spec.head_dim)
+        held = (jnp.zeros(slots, spec.dtype),) * 2
+        none = jnp.zeros(spec.batch_size, jnp.int32)
+        return PagedState(self.window_of.init(spec), index, page_ids, weights, held, none)
+
+    def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
+        lengths = replace(view.lengths, prompt=heads.new)
+        window, middle = self.window_of.after_prompt(by_head(heads.k), by_head(heads.v), lengths)
+        pages, described, shared = self._packed(*middle, view.shared)
+        return Outcome(
+            replace(state, window=window, index=self.index.of_prompt(state.index, described)), pages=pages, shared=shared
+        )
+
+    def decode(self, state: PagedState, heads: Heads, view: View) -> Outcome:
+        lengths, num_heads = view.lengths, heads.k.shape[2]
+        with jax.named_scope("append"):
+            window = self.window_of.append(state.window, heads, lengths)
+            sinks_mask, window_mask = self.window_of.masks(window, lengths, seen=lengths.seen + 1)
+        near = tuple(
+            jnp.concatenate([first, last], axis=2)
+            for first, last in (
+                (window.sinks_k, window.window_k),
+                (window.sinks_v, window.window_v),
+                (per_head(sinks_mask, num_heads), per_head(window_mask, num_heads)),
+            )
+        )
+        with jax.named_scope("select"):
+            found = self.find(heads, state.index, view)
+        with jax.named_scope("fetch"):
+            there = found.counts > 0
+            if self.resident:
+                held, fetched = view.pool.fetch_missing(found.page_ids, there, state.held, state.page_ids)
+            else:
+                held, fetched = view.pool.fetch_live(found.page_ids, there)
+        with jax.named_scope("attend"):
+            slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
+            attended, weights = self.attend(heads, near, (*held, slots_mask), found)
+        state = replace(
+            state,
+            window=window,
+            page_ids=jnp.where(there, found.page_ids, NO_PAGE),
+            weights=weights,
+            held=held if self.resident else state.held,
+            fetched=fetched,
+        )
+        out = attended.out.reshape(heads.q.shape).astype(heads.q.dtype)
+        return Outcome(state, Attended(out, attended.lse.reshape(heads.q.shape[:3])), shared=Shared(choice=found.choice))
+
+    def extend(self, state: PagedState, heads: Heads, view: View) -> Outcome:
+        """Appends more text, which attends exactly to all before it: the pages come from the pool block by block."""
+        with jax.named_scope("attend"):
+            attended = self._attend_all(state, heads, view)
+        with jax.named_scope("pack"):
+            window, leaving = self.window_of.extended(state.window, heads, view.lengths)
+            pages, described, shared = self._packed(*leaving, view.shared)
+            first = view.lengths.pages
+            index = self.index.with_pages(state.index, described, first)
+        used = (leaving[2].sum(1).max() + self.page_size - 1) // self.page_size
+        return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
+
+    def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
+        batch, _, num_heads, size = heads.k.shape
+        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None)
+        near = zip(
+            (state.window.sinks_k, state.window.window_k),
+            (state.window.sinks_v, state.window.window_v),
+            self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen),
+            strict=True,
+        )
+        for keys, values, mask in near:
+            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, per_head(mask, num_heads)))
+        counts = self.index.counts(state.index)
+        block, last = min(STREAMED, counts.shape[2]), counts.shape[2] - 1
+
+        def page_block(i: jax.Array, found):
+            ids = i * block + jnp.arange(block, dtype=jnp.int32)
+            streamed = view.pool.fetch(jnp.broadcast_to(jnp.minimum(ids, last)[None, None], (batch, num_heads, block)))
+            held = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
+            mask = (jnp.arange(self.page_size)[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
+            keys, values = (x.reshape(batch, num_heads, -1, size) for x in streamed)
+            return merge_by_lse(*found, *attend_all(heads.q, keys, jnp.where(mask[..., None], values, 0), mask))
+
+        return Attended(*jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found))
+
+    def _packed(
+        self, k: jax.Array, v: jax.Array, valid: jax.Array, shared: Shared | None
+    ) -> tuple[jax.Array, Any, Shared | None]:
+        """Packs tokens [B, K, T, H], of which `valid` [B, T] says which there are, into pages dtype[P, B, K, 2, p, H].
+
+        Returns them, what the index keeps of them, and their order, which a follower takes from the layers before it.
+        """
+        order = shared.order if self.follows else self.order(k, valid)
+        shared = Shared(order=order) if self.shares else None
+        mask = jnp.broadcast_to(valid[:, None, :], k.shape[:3])
+        if order is None:
+            missing = -k.shape[2] % self.page_size
+            k, v, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in (k, v, mask))
+        else:
+            mask = jnp.take_along_axis(mask, order, axis=2)
+            k, v = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (k, v))
+        k, v, mask = (x.reshape(*x.shape[:2], -1, self.page_size, *x.shape[3:]) for x in (k, v, mask))
+        pages = jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
+        return pages, self.index.describe(k, v, mask), shared
+
+    def flush(self, state: PagedState, lengths: Lengths) -> tuple[jax.Array, Any]:
+        """Returns the window page `dtype[B, K, 2, p, H]` that is to leave, and what `flushed` needs to know: arrays.
+
+        Called between steps whenever `page_size` tokens have been decoded.
+        """
+        k, v, mask = self.window_of.oldest(state.window, lengths)
+        described = self.index.describe(*(x[:, :, None] for x in (k, v, mask)))
+        return jnp.stack([k, v], axis=2), self.index.prepared(state.index, described, lengths.pages)
+
+    def flushed(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
+        """Returns the state after that page has left it; `lengths` are those that `flush` was given.
+
+        Apart from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
+        """
+        window = self.window_of.without_oldest(state.window)
+        return replace(state, window=window, index=self.index.put(state.index, prepared, lengths.pages))
+
+    def compact(self, state: PagedState, pages: jax.Array, view: View) -> Outcome:
+        """Packs the newest `pages` dtype[P', B, K, 2, p, H] of the pool anew, and returns them.
+
+        Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
+        """
+        count, batch, heads, _, p, size = pages.shape
+        first, tokens = view.lengths.pages - count, count * p
+        counts = jax.lax.dynamic_slice_in_dim(self.index.counts(state.index), first, count, axis=2)
+        there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)
+        # Tokens first, for a page that was flushed in part.
+        forward = jnp.argsort(~there, axis=1, stable=True)
+        valid = jnp.arange(tokens)[None, :] < there.sum(1, keepdims=True)
+        k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
+        pages, described, shared = self._packed(take(k, forward, valid), take(v, forward, valid), valid, view.shared)
+        index = self.index.with_pages(state.index, described, first)
+        # What stays on the device of these pages is no longer what they are.
+        state = replace(state, index=index, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
+        return Outcome(state, pages=pages, shared=shared)
+
+    def report(self, state: PagedState, lengths: Lengths) -> Report:
+        selected, needed = (state.weights > 0).any(-1), state.page_ids != NO_PAGE
+        pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
+        masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
+        slots = sum(mask.sum(1) for mask in masks) * state.window.sinks_k.shape[1]
+        described = (state.index, state.window.num_sinks, state.page_ids, state.weights, state.fetched)
+        return Report(pages, slots, sum(x.nbytes for x in jax.tree.leaves(described)))

@@ -1,0 +1,65 @@
+"""Slots on the device: where tokens are put, and moves of tokens between layouts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def append(buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "B K S H"]:
+    """Returns `buffer` with `new` in `slot` of each row."""
+    heads = buffer.shape[1]
+    return _append(buffer, new, jnp.repeat(slot, heads), together=heads)
+
+
+def append_apart(
+    buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]
+) -> Float[Array, "B K S H"]:
+    """Returns `buffer` with `new` in a `slot` of each row and KV head."""
+    return _append(buffer, new, slot.reshape(-1), together=1)
+
+
+def _append(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: int) -> jax.Array:
+    """Writes `together` KV heads, which have one slot, at a time."""
+    flat, shape = joined(buffer), buffer.shape
+    new = joined(new)[:, None].astype(buffer.dtype)
+    if len(flat) == together:
+        return jax.lax.dynamic_update_slice(flat, new, (0, slots[0], 0)).reshape(shape)
+    singly = functools.partial(_singly, together=together)
+    return jax.lax.platform_dependent(flat, new, slots, cuda=_scattered, rocm=_scattered, default=singly).reshape(shape)
+
+
+def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """In one kernel; XLA:CPU would copy the buffer for it."""
+    return buffer.at[jnp.arange(len(buffer)), slots].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
+
+
+def _singly(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: int) -> jax.Array:
+    for row in range(0, len(buffer), together):
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + together], (row, slots[row], 0))
+    return buffer
+
+
+def joined(x: jax.Array) -> jax.Array:
+    """Returns [B, K, ...] as [B K, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def per_head(mask: Bool[Array, "B S"], heads: int) -> Bool[Array, "B K S"]:
+    """Returns a mask of rows for every KV head."""
+    return jnp.broadcast_to(mask[:, None, :], (mask.shape[0], heads, mask.shape[1]))
+
+
+def by_head(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
+    """Returns keys or values as a layer makes them in the order of a cache."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def take(x: Float[Array, "B K T H"], positions: Int[Array, "b S"], mask: Bool[Array, "b S"]) -> Float[Array, "B K S H"]:
+    """Returns the tokens of `x` at `positions`, zero where `mask` is False."""
+    positions, mask = jnp.broadcast_arrays(positions, mask)
+    index = jnp.clip(positions, 0, x.shape[2] - 1)[:, None, :, None]
+    return jnp.where(mask[:, None, :, None], jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds"), 0)

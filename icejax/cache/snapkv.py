@@ -1,0 +1,70 @@
+"""SnapKV (arXiv 2404.14469): of a prompt the tokens that its last queries attend to."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from icejax.cache.eviction import Eviction, Group, Slots, grouped
+from icejax.cache.policy import CacheSpec, Heads, View
+from icejax.errors import InputError
+from icejax.ops.attention import Attended
+from icejax.ops.observed import observed
+from icejax.ranges import one_of, whole
+
+Pooling = Literal["avg", "max"]
+
+
+@dataclass(frozen=True)
+class SnapKV(Eviction):
+    """SnapKV: the last tokens of a text, and those before them that they attend to most; decoded tokens stay.
+
+    The paper's code evicts per query head; here it is per KV head, as in kvpress and KVCache-Factory.
+
+    Attributes:
+        budget: tokens kept per KV head and layer after a text; decoded tokens come on top.
+        window: last tokens of a text, which stay and whose queries decide.
+        kernel: neighbours over which attention is pooled, an odd number.
+        pooling: avg (its own code) or max (its settings for LongBench).
+        group: how the query heads of a KV head agree: mean (as kvpress), max or sum.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    budget: int = 256
+    window: int = 32
+    kernel: int = 5
+    pooling: Pooling = "avg"
+    group: Group = "mean"
+
+    def __post_init__(self) -> None:
+        whole("window", self.window, most=2**20)
+        whole("budget", self.budget, least=self.window)
+        whole("kernel", self.kernel, most=1023)
+        if self.kernel % 2 == 0:
+            raise InputError(f"kernel must be an odd number, got {self.kernel}")
+        one_of("pooling", self.pooling, typing.get_args(Pooling))
+        one_of("group", self.group, typing.get_args(Group))
+
+    def num_slots(self, spec: CacheSpec) -> int:
+        return min(self.budget + spec.new_capacity, spec.capacity)
+
+    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> jax.Array:
+        number = heads.new[:, None] - self.window + jnp.arange(self.window)[None]
+        q, lse = (
+            jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
+            for x in (heads.q, attended.lse)
+        )
+        asking = jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
+        weights = observed(q, lse, self.keys(tokens, view), asking=asking, positions=tokens.positions)
+        first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
+        inside = (tokens.there & (tokens.positions < first))[:, :, None]
+        outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)
+        weights = jnp.where(inside, weights, outside)
+        pooled = jax.lax.reduce_window(weights, outside, total, (1, 1, 1, self.kernel), (1, 1, 1, 1), "SAME")
+        return jnp.where(tokens.positions >= first, jnp.inf, grouped(pooled, self.group))

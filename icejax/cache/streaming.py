@@ -1,0 +1,66 @@
+"""StreamingLLM (arXiv 2309.17453): the first tokens and the newest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from icejax.cache.eviction import Eviction, Slots
+from icejax.cache.policy import CacheSpec, Heads, View
+from icejax.errors import InputError, quoted
+from icejax.ops.attention import Attended
+from icejax.ranges import whole
+
+
+@dataclass(frozen=True)
+class Streaming(Eviction):
+    """StreamingLLM: the first tokens, which much attention falls on whatever they say, and the newest ones.
+
+    As in its own code tokens have new positions inside the cache, where they stand behind one another.
+
+    Attributes:
+        budget: tokens attended exactly per KV head and layer, sinks included.
+        sinks: first tokens that stay.
+        reassign: whether tokens have new positions; else they keep their own, as in kvpress.
+
+    Raises:
+        InputError: an option is out of range, or the budget leaves no room for a token behind the sinks.
+    """
+
+    budget: int = 256
+    sinks: int = 4
+    reassign: bool = True
+
+    def __post_init__(self) -> None:
+        whole("sinks", self.sinks, least=0, most=2**20)
+        whole("budget", self.budget, least=self.sinks + 1)
+        if not isinstance(self.reassign, bool):
+            raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
+
+    @property
+    def turns(self) -> bool:
+        return self.reassign
+
+    def num_slots(self, spec: CacheSpec) -> int:
+        return min(self.budget, spec.capacity)
+
+    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> jax.Array:
+        return self._newest(tokens)
+
+    def update(self, tokens: Slots, weights: jax.Array) -> jax.Array:
+        return self._newest(tokens)
+
+    def _newest(self, tokens: Slots) -> jax.Array:
+        return jnp.where(tokens.positions < self.sinks, jnp.inf, tokens.positions.astype(jnp.float32))
+
+    def keys(self, tokens: Slots, view: View) -> jax.Array:
+        """Returns the keys with the sinks turned to where the newest tokens begin: only the distance to a query counts."""
+        if not self.reassign or not self.sinks:
+            return tokens.k
+        gap = tokens.positions.max((1, 2)) + 1 - tokens.there[:, 0].sum(1)  # tokens that have left
+        sinks = tokens.k[:, :, : self.sinks].transpose(0, 2, 1, 3)  # in the first slots, which they never leave
+        turned = view.turn(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
+        # Not written over the others: XLA:CPU turns them in place then, and reads halves that it has turned already.
+        return jnp.concatenate([turned.transpose(0, 2, 1, 3), tokens.k[:, :, self.sinks :]], axis=2)

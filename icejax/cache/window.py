@@ -1,0 +1,142 @@
+"""Sinks and window: the first and the newest tokens of a row, which stay on the device while the others are in pages.
+
+With 4 sinks, a window of 8 slots and pages of 4, a prompt of 17 tokens, and s for a sink, w for the window, p for pages:
+
+    position          0 1 2 3 4 5 6 7 8 9 ...      16 17 18 19 20
+    after the prompt  s s s s p p p p p p p p p w w w  w            4 in the window, 4 slots free
+    3 tokens later    s s s s p p p p p p p p p w w w  w  w  w  w   7 in the window
+    4 tokens later    s s s s p p p p p p p p p p p p  p  w  w  w w  the window was full: its oldest 4 are a page now
+
+A page leaves at the same step in all rows. Where a prompt is shorter than sinks and window, the window begins before the sinks
+end, and its first slots are empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from icejax.cache.policy import CacheSpec, Heads, Lengths
+from icejax.cache.slots import by_head, per_head, take
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowState:
+    """Keys (after RoPE) and values of sinks and window.
+
+    Attributes:
+        num_sinks: sinks of each row; a prompt may be shorter.
+        sinks_k, sinks_v: the first tokens.
+        window_k, window_v: the newest tokens, oldest first.
+    """
+
+    num_sinks: jax.Array  # i32[B]
+    sinks_k: jax.Array  # dtype[B, K, sinks, H]
+    sinks_v: jax.Array
+    window_k: jax.Array  # dtype[B, K, slots, H]
+    window_v: jax.Array
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where sinks and window stand.
+
+    Attributes:
+        sinks: first tokens kept on the device.
+        slots: of the window.
+        page_size: tokens that leave the window at once.
+    """
+
+    sinks: int
+    slots: int
+    page_size: int
+
+    @property
+    def fill(self) -> int:
+        """Tokens in the window after a prompt and after every page that left."""
+        return self.slots - self.page_size
+
+    def init(self, spec: CacheSpec) -> WindowState:
+        heads = (spec.batch_size, spec.num_kv_heads)
+        sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.sinks, self.slots))
+        return WindowState(jnp.zeros(spec.batch_size, jnp.int32), sinks, sinks, window, window)
+
+    def start(self, lengths: Lengths) -> jax.Array:
+        """Position of the window's first slot, i32[B, 1]; below the sinks' end for short prompts."""
+        left = lengths.decoded // self.page_size * self.page_size
+        return lengths.prompt[:, None] - self.fill + left
+
+    def positions(self, lengths: Lengths) -> jax.Array:
+        """Position of every slot of the window, i32[B, slots]."""
+        return self.start(lengths) + jnp.arange(self.slots)[None, :]
+
+    def masks(self, state: WindowState, lengths: Lengths, *, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns which slots of the sinks and of the window hold a token, bool[B, S], when `seen` [B] tokens have come."""
+        recent, sinks = self.positions(lengths), state.num_sinks[:, None]
+        return jnp.arange(self.sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
+
+    def after_prompt(self, k: jax.Array, v: jax.Array, lengths: Lengths) -> tuple[WindowState, tuple[jax.Array, ...]]:
+        """Returns sinks and window of prompts [B, K, T, H], and what lies between, with which tokens are there, [B, T]."""
+        prompt = lengths.prompt[:, None]
+        sinks, num_sinks = jnp.arange(self.sinks)[None, :], jnp.minimum(self.sinks, prompt)
+        sinks_k, sinks_v = (take(x, sinks, sinks < prompt) for x in (k, v))
+        recent = self.positions(lengths)
+        there = (recent >= num_sinks) & (recent < prompt)
+        window_k, window_v = (take(x, recent, there) for x in (k, v))
+        # A page of the window is left free, so that pages leave it at the same step in all rows.
+        middle = jnp.arange(k.shape[2])[None, :] + self.sinks
+        valid = middle < self.start(lengths)
+        state = WindowState(num_sinks[:, 0], sinks_k, sinks_v, window_k, window_v)
+        return state, (take(k, middle, valid), take(v, middle, valid), valid)
+
+    def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
+        """Returns the window with one more token."""
+        slot = self.fill + lengths.decoded % self.page_size
+        k, v = (
+            jax.lax.dynamic_update_slice_in_dim(old, by_head(new), slot, axis=2)
+            for old, new in ((state.window_k, heads.k), (state.window_v, heads.v))
+        )
+        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
+
+    def extended(self, state: WindowState, heads: Heads, lengths: Lengths) -> tuple[WindowState, tuple[jax.Array, ...]]:
+        """Returns the window after more text, and the tokens that leave it: keys and values [B, K, T, H], and which are there.
+
+        The window and the new tokens stand behind one another, by position: the newest stay.
+        """
+        start, sinks, seen = self.start(lengths), state.num_sinks[:, None], lengths.seen[:, None]
+        after = Lengths(lengths.seen + heads.new, jnp.zeros_like(lengths.decoded), lengths.pages)
+
+        def at(positions: jax.Array, valid: jax.Array):
+            old = positions < seen
+            return (
+                take(window, positions - start, valid & old) + take(by_head(x), positions - seen, valid & ~old)
+                for window, x in ((state.window_k, heads.k), (state.window_v, heads.v))
+            )
+
+        recent, first = self.positions(after), jnp.maximum(start, sinks)
+        window_k, window_v = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
+        leaving = first + jnp.arange(heads.k.shape[1])[None, :]
+        valid = leaving < self.start(after)
+        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, window_k, window_v), (*at(leaving, valid), valid)
+
+    def oldest(self, state: WindowState, lengths: Lengths) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns keys and values [B, K, p, H] of the page that leaves a full window, and which slots hold a token, [B, K, p].
+
+        Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
+        """
+        # The first slot holds the position just before those that will start the next window.
+        p = self.page_size
+        position = self.positions(lengths)[:, :p] - p
+        count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
+        slots = jnp.arange(p)[None, :]
+        k, v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
+        return k, v, per_head(slots < count, k.shape[1])
+
+    def without_oldest(self, state: WindowState) -> WindowState:
+        """Returns the window after that page has left it."""
+        p = self.page_size
+        k, v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
+        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
