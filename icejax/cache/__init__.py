@@ -62,6 +62,6 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     full = [i for i, window in enumerate(config.windows) if window is None or window >= capacity]
     own = dict(zip(full, policy.for_layers(full, of=len(config.windows)), strict=True))
     policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
-    if policy not in policies:
+    if not isinstance(policy, Full) and all(isinstance(each, (Full, Ring)) for each in policies):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))
     return policies

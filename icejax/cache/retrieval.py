@@ -240,7 +240,8 @@ class Retrieval(CachePolicy):
 
         Returns them, what the index keeps of them, and their order, which a follower takes from the layers before it.
         """
-        order = shared.order if self.follows else self.order(k, valid)
+        order = shared.order if self.follows and shared is not None else None
+        order = self.order(k, valid) if order is None else order
         shared = Shared(order=order) if self.shares else None
         mask = jnp.broadcast_to(valid[:, None, :], k.shape[:3])
         if order is None:
