@@ -22,6 +22,7 @@ from rich.progress import track
 import icejax
 from bench.needle import task
 from bench.needle.reader import Reader
+from icejax.cache import shown_name
 from icejax.cache.options import cache_options, make_policy
 from icejax.generation import ASSETS
 
@@ -58,7 +59,7 @@ def evaluate(model, policy: icejax.CachePolicy, name: str, *, length: int, quest
     speeds = {name: round(1 / float(np.median(seconds)), 1) for name, seconds in ends.items()}
     return dict(
         task=name, length=length, questions=questions, contexts=contexts, exact=sum(hits) / questions,
-        low=round(low, 4), high=round(high, 4), cache=type(policy).__name__.lower(), budget=policy.budget, seed=seed,
+        low=round(low, 4), high=round(high, 4), cache=shown_name(policy), budget=policy.budget, seed=seed,
         tpot_s=round(float(np.median(reader.seconds)), 6), device=f"{device.platform}: {device.device_kind}",
         dtype=model.dtype, jax=jax.__version__,
     ) | speeds  # fmt: skip
