@@ -110,7 +110,7 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: 
     """Returns the scores [1, K, G, P] of pages by a named rule."""
     s = q.shape[-1] ** -0.5
     if name in ("second-order", "mean"):
-        return score(q, digests, name)[0]
+        return score(q, digests, name, scale=q.shape[-1] ** -0.5)[0]
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
@@ -138,14 +138,16 @@ def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=N
     if method.walk:
         opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
         rules = dict(tail=method.tail, rule=method.score, group=method.group)
-        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path)
+        return tree.walk(q, levels, scale=q.shape[-1] ** -0.5, opened=opened, selected=fetched, **rules, guess=guess, path=path)
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
     chosen, taken, _ = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
-        tail_out, tail_lse = tree.tail_of([(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests)[1]), digests.value)])
+        tail_out, tail_lse = tree.tail_of(
+            [(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests, scale=q.shape[-1] ** -0.5)[1]), digests.value)]
+        )
     return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 
 
@@ -161,7 +163,7 @@ def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tai
     room = jnp.full(heads, budget - sinks - window)
     attended, weights = attend_paged(
         q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
-        room=room, most=budget - sinks - window, tail=tail,
+        scale=size**-0.5, room=room, most=budget - sinks - window, tail=tail,
     )  # fmt: skip
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
     return attended.out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)

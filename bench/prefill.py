@@ -31,9 +31,9 @@ from icejax.sampling import Sampling
 POLICIES = ("full", "clustered", "transformers")
 
 
-def _in_blocks(q, k, v, *, lengths, window):
+def _in_blocks(q, k, v, *, lengths, window, scale):
     """Attends as `causal` does where there is no cuDNN."""
-    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window)
+    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scale=scale)
     return Attended(out.astype(q.dtype), lse)
 
 

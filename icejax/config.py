@@ -33,6 +33,30 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embeddings of heads of so many channels."""
+
+    size: int
+    theta: float
+    scaling: RopeScaling | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """How one layer attends.
+
+    Attributes:
+        window: tokens it sees, the newest included; None: all.
+        scale: what products of queries and keys are multiplied by.
+        rope: of its queries and keys.
+    """
+
+    window: int | None
+    scale: float
+    rope: Rope
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder of the llama-like families.
 
@@ -66,6 +90,12 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """How every layer attends."""
+        rope, scale = Rope(size=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
+        return tuple(LayerConfig(window=window, scale=scale, rope=rope) for window in self.windows)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

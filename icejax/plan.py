@@ -140,7 +140,8 @@ def make_plan(
     )
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
     if any(p.turns for p in policies):
-        check_turn(config)
+        for layer in config.layers:
+            check_turn(layer.rope)
     pools = {pool for pool in (p.pool(spec) for p in policies) if pool is not None}
     if len(pools) > 1:
         raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")

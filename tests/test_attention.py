@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention import attend, causal
+from icejax.ops.attention import attend_with_lse, causal
 from tests import dense, tolerances
 from tests.run import jitted
 
@@ -26,7 +26,7 @@ def draw(lengths, tokens, *, kv_heads, scale=1.0):
 def test_causal_equals_float64(window, kv_heads, scale):
     lengths, tokens = (1536, 3, 801), 1536
     qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale)
-    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window), *qkv)
+    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window, scale=qkv[0].shape[-1] ** -0.5), *qkv)
     assert found.out.dtype == found.lse.dtype == jnp.float32
     for i, length in enumerate(lengths):
         expected = dense.attention(*(x[i, :length] for x in qkv), dense.causal(length, window))
@@ -48,7 +48,9 @@ def test_causal_asks_cudnn_for_the_same(monkeypatch, window):
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
     lengths = (48, 3, 21)
     qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw(lengths, 48, kv_heads=2, scale=3)]
-    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths, jnp.int32), window=window), *qkv)
+    found = jitted(
+        lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths, jnp.int32), window=window, scale=qkv[0].shape[-1] ** -0.5), *qkv
+    )
     assert asked == ["cudnn"] and (found.out.dtype, found.lse.dtype) == (jnp.bfloat16, jnp.float32)
     for i, length in enumerate(lengths):
         expected = dense.attention(*(np.asarray(x[i, :length], np.float64) for x in qkv), dense.causal(length, window))
@@ -61,7 +63,7 @@ def test_attend_equals_float64_and_ignores_masked_keys():
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 50, 8), (3, 50, 8)))
     mask = rng.random((3, 50)) < 0.5
     dirty = np.where(mask[..., None], k, np.nan)
-    found = np.asarray(jitted(attend, q, dirty, v, mask))
+    found = np.asarray(jitted(attend_with_lse, q, dirty, v, mask, scale=q.shape[-1] ** -0.5)[0])
     for i in range(3):
         expected = dense.attention(q[i][None], k[i][:, None], v[i][:, None], mask[i][None])[0][0]
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT)

@@ -37,7 +37,9 @@ def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, seed=0
 
 def found(q, k, lse, lengths, window=None, first=None):
     numbers = {name: jnp.asarray(x, jnp.int32) for name, x in (("lengths", lengths), ("first", first)) if x is not None}
-    return np.asarray(jitted(lambda *arrays: column_sums(*arrays, **numbers, window=window), q, k, lse))
+    return np.asarray(
+        jitted(lambda *arrays: column_sums(*arrays, **numbers, window=window, scale=q.shape[-1] ** -0.5), q, k, lse)
+    )
 
 
 @pytest.mark.parametrize("first", [None, (95, 1, 50), (96, 0, 40)], ids=str)
@@ -63,7 +65,7 @@ def test_sums_equal_float64(kv_heads, scale, window, first):
 def test_every_query_that_counts_gives_one(lengths, window, last, seed):
     """With the log-sum-exp of `causal`."""
     q, k, *_ = draw(lengths, 48, seed=seed)
-    own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window).lse, q, k)
+    own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window, scale=q.shape[-1] ** -0.5).lse, q, k)
     first = np.maximum(np.asarray(lengths) - last, 0)
     sums = found(q, k, own, lengths, window, first).sum(-1)
     expected = np.broadcast_to((lengths - first)[:, None], sums.shape)

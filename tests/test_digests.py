@@ -102,7 +102,7 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask)))
+    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scale=64**-0.5))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -129,7 +129,7 @@ def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
     q = jnp.asarray((7 * direction).astype(np.float32))[None, None, None]
     levels = jitted(tree_of, keys, values, np.ones(keys.shape[:4], bool))
     assert len(levels) == 2
-    found = jitted(tree.walk, q, levels, opened=1, selected=1, tail=True)
+    found = jitted(tree.walk, q, levels, scale=64**-0.5, opened=1, selected=1, tail=True)
     assert int(found.page_ids[0, 0, 0]) == 77
 
 
@@ -156,7 +156,7 @@ def test_a_flat_walk_equals_float64():
     keys, values, mask = pages_of(rng, 50)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, opened=16, selected=6, tail=True)
+    found = jitted(tree.walk, jnp.asarray(q), levels, scale=16**-0.5, opened=16, selected=6, tail=True)
     chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
     kept = np.asarray(found.counts)[0, 0] > 0
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
@@ -171,8 +171,8 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     levels = jitted(tree_of, keys, values, mask)
     assert len(levels) == 2
     options = dict(selected=12, tail=True)
-    flat = jitted(tree.walk, q, levels[:1], opened=1, **options)
-    whole = jitted(tree.walk, q, levels, opened=57, **options)
+    flat = jitted(tree.walk, q, levels[:1], scale=16**-0.5, opened=1, **options)
+    whole = jitted(tree.walk, q, levels, scale=16**-0.5, opened=57, **options)
     np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
     np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
@@ -183,7 +183,7 @@ def test_every_token_counts_once_however_few_nodes_are_open(small_top):
     keys, values, mask = pages_of(np.random.default_rng(7), 900)
     levels = jitted(tree_of, keys, values, mask)
     for opened in (1, 8, 57):
-        found = jitted(tree.walk, jnp.zeros((1, 1, 1, 16)), levels, opened=opened, selected=5, tail=True)
+        found = jitted(tree.walk, jnp.zeros((1, 1, 1, 16)), levels, scale=16**-0.5, opened=opened, selected=5, tail=True)
         seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
         assert seen == pytest.approx(mask.sum(), rel=1e-5)
 
@@ -195,10 +195,10 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     mask = np.ones((1, 1, 40, 16), bool)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, opened=16, selected=3, tail=True)
+    found = jitted(tree.walk, jnp.asarray(q), levels, scale=16**-0.5, opened=16, selected=3, tail=True)
     chosen = np.asarray(found.page_ids)[0, 0]
     flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
-    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool))
+    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scale=16**-0.5)
     out, _ = jitted(merge_by_lse, *exact, found.tail_out[0], found.tail_lse[0])
     scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
     weights = np.exp(scores)
@@ -214,7 +214,7 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     mask[:, :, 100:500] = False
     q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
     levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
-    found = jitted(tree.walk, q, levels, opened=16, selected=4, tail=True)
+    found = jitted(tree.walk, q, levels, scale=16**-0.5, opened=16, selected=4, tail=True)
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
     assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
 
@@ -241,9 +241,17 @@ def test_group_rules_choose_as_written(group):
     q = np.random.default_rng(12).standard_normal((1, 1, 3, 16)).astype(np.float32) * 3
     digests = jitted(digest, keys, values, mask)
     found = jitted(
-        tree.walk, jnp.asarray(q), jitted(tree.build, digests), opened=1, selected=7, tail=False, rule="mean", group=group
+        tree.walk,
+        jnp.asarray(q),
+        jitted(tree.build, digests),
+        scale=16**-0.5,
+        opened=1,
+        selected=7,
+        tail=False,
+        rule="mean",
+        group=group,
     )
-    scores = np.asarray(jitted(score, q, digests, rule="mean")[0])[0, 0].astype(np.float64)
+    scores = np.asarray(jitted(score, q, digests, rule="mean", scale=16**-0.5)[0])[0, 0].astype(np.float64)
     for page in np.flatnonzero(mask[0, 0].any(-1)):
         kept = keys[0, 0, page][mask[0, 0, page]]
         np.testing.assert_allclose(scores[:, page], q[0, 0] / 4 @ kept.mean(0) + np.log(len(kept)), atol=1e-4)
@@ -261,7 +269,7 @@ def test_group_rules_choose_as_written(group):
 def test_an_empty_tree_has_no_tail(small_top):
     ones = np.ones((1, 1, 600, 16, 8), np.float32)
     levels = jitted(tree_of, ones, ones, np.zeros((1, 1, 600, 16), bool))
-    found = jitted(tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, opened=16, selected=4, tail=True)
+    found = jitted(tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, scale=8**-0.5, opened=16, selected=4, tail=True)
     assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
     assert (np.asarray(found.tail_out) == 0).all()
     assert np.asarray(found.page_ids).max() < 600

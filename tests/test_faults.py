@@ -53,7 +53,7 @@ FAULTS = (
     ("checkpoint/huggingface.py", "> shard_bytes:", ">= shard_bytes * 2:", "checkpoint"),
     ("sampling.py", "logits / self.repetition_penalty, logits * self.repetition_penalty", "logits * self.repetition_penalty, logits / self.repetition_penalty", "sampling"),
     ("plan.py", "capacity=prompt_tokens + new_tokens", "capacity=prompt_tokens", "parity"),
-    ("walk.py", "window=layer.window", "window=None", "parity"),
+    ("walk.py", "window=layer.config.window", "window=None", "parity"),
     ("inference.py", "done=state.done | ended", "done=state.done", "inference"),
     ("detokenize.py", "if text.endswith(UNFINISHED):", "if False:", "detokenize"),
     ("generation.py", "else (each.seed, 0)", "else (seed, 0)", "requests"),

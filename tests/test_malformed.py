@@ -55,7 +55,7 @@ def read_config(folder: Path) -> None:
     config = load.read_config(folder)
     assert 1 <= config.context_length < 2**31 and config.head_dim % 2 == 0
     if config.rope_scaling is None or config.rope_scaling.rope_type != "dynamic":
-        assert np.isfinite(inverse_frequencies(config)).all()
+        assert np.isfinite(inverse_frequencies(config.layers[0].rope)).all()
 
 
 def read_weights(folder: Path) -> None:

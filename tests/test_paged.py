@@ -51,10 +51,19 @@ def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, dtype="flo
     cast = lambda x: jnp.asarray(x, dtype)  # noqa: E731
     pages = (*map(cast, pages), slots)
     rest = tuple(x.astype(np.float32) for x in rest)
-    return ATTEND(cast(q), (*map(cast, resident), mask), pages, rest, room=np.asarray([room], np.int32), most=12, tail=tail)
+    return ATTEND(
+        cast(q),
+        (*map(cast, resident), mask),
+        pages,
+        rest,
+        scale=SIZE**-0.5,
+        room=np.asarray([room], np.int32),
+        most=12,
+        tail=tail,
+    )
 
 
-ATTEND = jax.jit(attend_paged, static_argnames=("most", "tail"))
+ATTEND = jax.jit(attend_paged, static_argnames=("scale", "most", "tail"))
 
 
 @pytest.mark.parametrize("room", [0, 5, 12])
@@ -86,7 +95,7 @@ def test_whole_pages_equal_float64(apart):
     weights = np.exp(logits - lse[:, None])
     pages[0][~slots] = np.nan
     arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages)))
-    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], seen))
+    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], seen), scale=SIZE**-0.5)
     expected = weights @ np.concatenate([resident[1][0], pages[1].reshape(-1, SIZE)])
     np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)

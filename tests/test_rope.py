@@ -30,13 +30,13 @@ def keys(config):
 
 def at(x, positions, config):
     """Returns `x` as the decoder has it at `positions`."""
-    return jitted(lambda x, p: rotate(x, *cos_sin(p, p[:, 0], config=config)), x, positions)
+    return jitted(lambda x, p: rotate(x, *cos_sin(p, p[:, 0], rope=config.layers[0].rope)), x, positions)
 
 
 def float64(x, positions, config):
     """The same as complex numbers: RoPE's pairs are a head's first half and its second."""
     size = config.head_dim // 2
-    angles = positions[..., None, None] * inverse_frequencies(config).astype(np.float64)
+    angles = positions[..., None, None] * inverse_frequencies(config.layers[0].rope).astype(np.float64)
     factor = config.rope_scaling.attention_factor if config.rope_scaling is not None else 1.0
     turned = (x[..., :size] + 1j * x[..., size:]) * factor * np.exp(1j * angles)
     return np.concatenate([turned.real, turned.imag], axis=-1)
@@ -53,7 +53,7 @@ def test_every_rope_type_is_here():
 def test_a_turned_key_is_that_of_its_new_position(name, dtype):
     config = CONFIGS[name]
     x, by = keys(config), BY.astype(dtype)
-    found = jitted(lambda x, by: turn(x, by, config=config), at(x, AT, config), by)
+    found = jitted(lambda x, by: turn(x, by, rope=config.layers[0].rope), at(x, AT, config), by)
     expected = float64(x, AT + BY, config)
     angles = (np.abs(AT) + np.abs(BY))[..., None, None]  # the highest frequency is 1
     allowed = np.abs(expected).max() * (tolerances.EXACT + tolerances.ANGLE * angles)
@@ -64,21 +64,21 @@ def test_a_turned_key_is_that_of_its_new_position(name, dtype):
 def test_whatever_stands_before_the_positions_is_a_batch():
     config = CONFIGS["llama-yarn"]
     x = keys(config)
-    expected = jitted(lambda x: turn(x, jnp.asarray(BY), config=config), x)
-    one = jitted(lambda x: turn(x, jnp.asarray(BY[1]), config=config), x[1])
-    more = jitted(lambda x: turn(x, jnp.asarray(BY[None]), config=config), x[None])
+    expected = jitted(lambda x: turn(x, jnp.asarray(BY), rope=config.layers[0].rope), x)
+    one = jitted(lambda x: turn(x, jnp.asarray(BY[1]), rope=config.layers[0].rope), x[1])
+    more = jitted(lambda x: turn(x, jnp.asarray(BY[None]), rope=config.layers[0].rope), x[None])
     for found, theirs in ((one, expected[1]), (more[0], expected)):
         np.testing.assert_allclose(found, theirs, rtol=0, atol=tolerances.EXACT)
 
 
 def test_keys_keep_their_dtype():
     config = CONFIGS["llama-gqa"]
-    assert turn(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(BY), config=config).dtype == jnp.bfloat16
+    assert turn(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(BY), rope=config.layers[0].rope).dtype == jnp.bfloat16
 
 
 def test_dynamic_frequencies_turn_nothing():
     with pytest.raises(InputError) as error:
-        turn(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), config=DYNAMIC)
+        turn(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), rope=DYNAMIC.layers[0].rope)
     assert str(error.value) == (
         "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope type "
         "'dynamic', where they change with the length: use a cache that leaves keys at their positions"

@@ -92,8 +92,8 @@ class Eviction(CachePolicy):
 
     def extend(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("attend"):
-            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None)
-            before = attend_all(heads.q, self.keys(state, view), state.v, state.there)
+            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
+            before = attend_all(heads.q, self.keys(state, view), state.v, state.there, scale=heads.scale)
             attended = Attended(*merge_by_lse(*own, *before))
         return Outcome(self._kept(state, heads, attended, view), attended)
 
@@ -133,7 +133,7 @@ class Eviction(CachePolicy):
             )
         with jax.named_scope("attend"):
             mask = joined(state.there)[:, None]
-            scores = masked_scores(*map(joined, (heads.by_group(), self.keys(state, view))), mask)
+            scores = masked_scores(*map(joined, (heads.by_group(), self.keys(state, view))), mask, scale=heads.scale)
             highest = scores.max(-1, keepdims=True)
             weights = jnp.exp(scores - highest)
             total = weights.sum(-1, keepdims=True)

@@ -46,8 +46,8 @@ def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.
         distance = asking[:, :, None] - position[:, None, :] < window
     with jax.named_scope("attend"):
         # The new tokens always see one key, so they come first.
-        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window)
-        return Attended(*merge_by_lse(*own, *attend_all(heads.q, state.k, state.v, mask, near=distance)))
+        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window, scale=heads.scale)
+        return Attended(*merge_by_lse(*own, *attend_all(heads.q, state.k, state.v, mask, near=distance, scale=heads.scale)))
 
 
 def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
@@ -56,7 +56,7 @@ def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array
         state = TokenState(append(state.k, heads.k[:, 0], slot), append(state.v, heads.v[:, 0], slot))
     with jax.named_scope("attend"):
         mask = per_head(jnp.arange(state.k.shape[2])[None, :] <= last[:, None], state.k.shape[1])
-        out, lse = attend_with_lse(*map(joined, (heads.by_group(), state.k, state.v, mask)))
+        out, lse = attend_with_lse(*map(joined, (heads.by_group(), state.k, state.v, mask)), scale=heads.scale)
     attended = Attended(out.astype(heads.q.dtype).reshape(heads.q.shape), lse.reshape(heads.q.shape[:3]))
     return Outcome(state, attended)
 

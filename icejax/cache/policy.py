@@ -93,7 +93,7 @@ class KVCache:
     lengths: Lengths
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=["scale"], data_fields=["q", "k", "v", "new"])
 @dataclass(frozen=True)
 class Heads:
     """What new tokens bring to a layer's attention: a prompt, more text behind it, or one decoded token.
@@ -103,12 +103,14 @@ class Heads:
         k: keys after RoPE.
         v: values.
         new: tokens of each row; the rest is padding on the right, which may hold anything.
+        scale: what products of queries and keys are multiplied by, in fp32.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
     v: jax.Array  # dtype[B, T, K, H]
     new: jax.Array  # i32[B]
+    scale: float
 
     def by_group(self) -> jax.Array:
         """Returns the queries of one decoded token by the KV head they belong to, dtype[B, K, G, H]."""
@@ -236,7 +238,7 @@ class CachePolicy(abc.ABC):
             state, attended = carry
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
             lengths = Lengths(view.lengths.seen + i, jnp.int32(0), view.lengths.pages)
-            found = self.decode(state, Heads(q, k, v, jnp.ones(batch, jnp.int32)), replace(view, lengths=lengths))
+            found = self.decode(state, Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scale), replace(view, lengths=lengths))
             there = i < heads.new
             state = jax.tree.map(lambda old, x: jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, old), state, found.state)
             put = (jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in zip(attended, found.attended, strict=True))

@@ -127,7 +127,7 @@ class Retrieval(CachePolicy):
         if found.seen_by is not None:
             mask = mask & found.seen_by[..., None]
         keys = tuple(map(joined, (*pages[:2], mask)))
-        attended, weights = attend_whole(joined(heads.by_group()), tuple(map(joined, near)), keys)
+        attended, weights = attend_whole(joined(heads.by_group()), tuple(map(joined, near)), keys, scale=heads.scale)
         if found.rest is not None:
             attended = merge_by_lse(*attended, *map(joined, found.rest))
         shape = pages[2].shape
@@ -211,7 +211,7 @@ class Retrieval(CachePolicy):
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
         batch, _, num_heads, size = heads.k.shape
-        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None)
+        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
         near = zip(
             (state.window.sinks_k, state.window.window_k),
             (state.window.sinks_v, state.window.window_v),
@@ -219,7 +219,7 @@ class Retrieval(CachePolicy):
             strict=True,
         )
         for keys, values, mask in near:
-            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, per_head(mask, num_heads)))
+            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, per_head(mask, num_heads), scale=heads.scale))
         counts = self.index.counts(state.index)
         block, last = min(STREAMED, counts.shape[2]), counts.shape[2] - 1
 
@@ -229,7 +229,9 @@ class Retrieval(CachePolicy):
             held = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
             mask = (jnp.arange(self.page_size)[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
             keys, values = (x.reshape(batch, num_heads, -1, size) for x in streamed)
-            return merge_by_lse(*found, *attend_all(heads.q, keys, jnp.where(mask[..., None], values, 0), mask))
+            return merge_by_lse(
+                *found, *attend_all(heads.q, keys, jnp.where(mask[..., None], values, 0), mask, scale=heads.scale)
+            )
 
         return Attended(*jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found))
 

@@ -61,7 +61,7 @@ class SnapKV(Eviction):
             for x in (heads.q, attended.lse)
         )
         asking = jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
-        weights = observed(q, lse, self.keys(tokens, view), asking=asking, positions=tokens.positions)
+        weights = observed(q, lse, self.keys(tokens, view), asking=asking, positions=tokens.positions, scale=heads.scale)
         first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)

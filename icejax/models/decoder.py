@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.config import ModelConfig
+from icejax.config import LayerConfig, ModelConfig
 from icejax.ops.attention import EINSUM
 from icejax.ops.rope import cos_sin, rotate, turn
 
@@ -47,8 +47,8 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections, head norms and RoPE; what is attended to is not its concern."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
+        self.config, self.rope = config, layer.rope
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.q_proj = Linear(config.hidden_size, heads * size, bias=config.qkv_bias, dtype=dtype)
         self.k_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
             if self.config.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
-            cos, sin = cos_sin(positions, seen, config=self.config)
+            cos, sin = cos_sin(positions, seen, rope=self.rope)
             return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
@@ -91,12 +91,12 @@ class DecoderLayer(nnx.Module):
     """One layer in two halves, with whatever attends between them.
 
     Attributes:
-        window: tokens the layer sees, the newest included; None: all.
+        config: how it attends.
     """
 
-    def __init__(self, config: ModelConfig, *, window: int | None, dtype: str) -> None:
-        self.window = window
-        self.self_attn = Attention(config, dtype=dtype)
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
+        self.config = layer
+        self.self_attn = Attention(config, layer, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -112,7 +112,7 @@ class DecoderLayer(nnx.Module):
 
     def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return turn(heads, by, config=self.self_attn.config)
+        return turn(heads, by, rope=self.config.rope)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns what the attention block makes of its heads."""
@@ -148,8 +148,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        windows = (config.windows[i] for i in range(config.num_hidden_layers))
-        self.layers = nnx.List([DecoderLayer(config, window=window, dtype=dtype) for window in windows])
+        layers = (config.layers[i] for i in range(config.num_hidden_layers))
+        self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype) for layer in layers])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
 

@@ -37,6 +37,7 @@ def causal(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
+    scale: float,
 ) -> Attended:
     """Returns causal attention of a right-padded prompt, in the dtype of `q`; rows past `lengths` mean nothing.
 
@@ -57,6 +58,7 @@ def causal(
             jnp.where(valid, k, 0),
             jnp.where(valid, v, 0),
             is_causal=True,
+            scale=scale,
             local_window_size=None if window is None else (window - 1, 0),
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
@@ -67,7 +69,7 @@ def causal(
         # that is undone at once, and the barrier keeps the two together.
         return Attended(out, lax.optimization_barrier(lse.astype(jnp.float32)))
     LOG.info("prefill attention: blockwise")
-    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window)
+    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scale=scale)
     return Attended(out.astype(q.dtype), lse)
 
 
@@ -78,6 +80,7 @@ def causal_with_lse(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
+    scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Returns `causal`, blockwise and all in fp32."""
     batch, tokens, heads, size = q.shape
@@ -102,7 +105,7 @@ def causal_with_lse(
             seen = key_position[None, :] <= position[:, None]
             if window is not None:
                 seen &= key_position[None, :] > position[:, None] - window
-            scores = jnp.where(seen, EINSUM("bkrh,bksh->bkrs", queries, keys) * size**-0.5, -jnp.inf)
+            scores = jnp.where(seen, EINSUM("bkrh,bksh->bkrs", queries, keys) * scale, -jnp.inf)
             higher = jnp.maximum(highest, scores.max(-1))
             # A row may see nothing of a block that lies outside its window: -inf minus -inf is kept out.
             base = jnp.where(jnp.isneginf(higher), 0.0, higher)
@@ -132,6 +135,8 @@ def attend_all(
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B K S"],
     near: Bool[Array, "B T S"] | None = None,
+    *,
+    scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Returns the attention of many queries over the keys in `mask`, in fp32, and its log-sum-exp: -inf if there is none.
 
@@ -147,7 +152,7 @@ def attend_all(
         queries, close = part  # B T' N H, B T' S
         queries = queries.reshape(batch, block, k.shape[1], -1, size)
         seen = mask[:, None, :, None] if close is None else (mask[:, None] & close[:, :, None])[:, :, :, None]
-        scores = jnp.where(seen, EINSUM("btkgh,bksh->btkgs", queries, k) * size**-0.5, -jnp.inf)
+        scores = jnp.where(seen, EINSUM("btkgh,bksh->btkgs", queries, k) * scale, -jnp.inf)
         highest = scores.max(-1, keepdims=True, initial=-jnp.inf)  # there may be no slot at all
         base = jnp.where(jnp.isneginf(highest), 0.0, highest)
         weights = jnp.exp(scores - base)
@@ -160,24 +165,14 @@ def attend_all(
     return out.swapaxes(0, 1).reshape(q.shape), lse.swapaxes(0, 1).reshape(batch, tokens, heads)
 
 
-def attend(
-    q: Float[Array, "R G H"],
-    k: Float[Array, "R S H"],
-    v: Float[Array, "R S H"],
-    mask: Bool[Array, "R S"],
-) -> Float[Array, "R G H"]:
-    """Returns the attention of one query per head over the keys in `mask`, in the dtype of `q`; R is B K, in one axis.
+def attend_with_lse(
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S H"], mask: Bool[Array, "R S"], *, scale: float
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    """Returns the attention of one query per head over the keys in `mask`, in fp32, and its log-sum-exp; R is B K, in one axis.
 
     Assumes that every row sees a key and that the values outside `mask` are finite (keys there may be anything).
     """
-    return attend_with_lse(q, k, v, mask)[0].astype(q.dtype)
-
-
-def attend_with_lse(
-    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S H"], mask: Bool[Array, "R S"]
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
-    """Returns `attend` in fp32, and the log-sum-exp of its scores."""
-    scores = masked_scores(q, k, mask[:, None])
+    scores = masked_scores(q, k, mask[:, None], scale=scale)
     highest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     total = weights.sum(-1, keepdims=True)
@@ -185,18 +180,21 @@ def attend_with_lse(
     return out, (jnp.log(total) + highest)[..., 0]
 
 
-def masked_scores(q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"]) -> Float[Array, "R G S"]:
+def masked_scores(
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"], *, scale: float
+) -> Float[Array, "R G S"]:
     """Returns the scaled products of queries and keys in fp32, -inf outside `mask`, which is of all heads or of each."""
-    return lax.platform_dependent(q, k, mask, cpu=_scores_keys_first, default=_scores_queries_first)
+    keys_first, queries_first = (functools.partial(form, scale=scale) for form in (_scores_keys_first, _scores_queries_first))
+    return lax.platform_dependent(q, k, mask, cpu=keys_first, default=queries_first)
 
 
-def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.where(mask, products(q, k) * q.shape[-1] ** -0.5, -jnp.inf)
+def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
+    return jnp.where(mask, products(q, k) * scale, -jnp.inf)
 
 
-def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
     """Masked before they are turned: XLA:CPU would take a tenth longer for the whole attention."""
-    return jnp.where(mask.swapaxes(1, 2), EINSUM("rsh,rgh->rsg", k, q) * q.shape[-1] ** -0.5, -jnp.inf).swapaxes(1, 2)
+    return jnp.where(mask.swapaxes(1, 2), EINSUM("rsh,rgh->rsg", k, q) * scale, -jnp.inf).swapaxes(1, 2)
 
 
 def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Array, "*R G S"]:

@@ -19,6 +19,7 @@ def column_sums(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
+    scale: float,
     first: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T"]:
     """Returns for each key the causal attention weights it gets, in fp32, summed over the queries of a right-padded prompt.
@@ -53,7 +54,7 @@ def column_sums(
                 seen &= key_position[None, :] > position[:, None] - window
             counts = (position[None, :] >= first[:, None]) & (position[None, :] < lengths[:, None])
             rows = queries.reshape(batch, kv_heads, group * block, size)
-            scores = EINSUM("bkrh,bksh->bkrs", rows, keys).reshape(*norm.shape, block) * size**-0.5
+            scores = EINSUM("bkrh,bksh->bkrs", rows, keys).reshape(*norm.shape, block) * scale
             # Padding is left out last: its log-sum-exp may be anything too.
             weights = jnp.where((seen[None] & counts[:, :, None])[:, None, None], jnp.exp(scores - norm[..., None]), 0)
             return total + weights.sum(-2)

@@ -122,16 +122,16 @@ def _outlying(
 
 
 def score(
-    q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order"
+    q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scale: float
 ) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
     """Returns the estimated log-sum-exp of every page for every query head, in fp32; -inf if empty.
 
-    With s = 1/sqrt(H): log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, as if all keys were like those that do not
+    With s for the scale: log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, as if all keys were like those that do not
     stand out, but not less than s q.outlier, which one key has alone. By the rule `mean` log(count) + s q.(mean of all).
     Twice: to choose pages by, as it is, because keys that stand out make their page wide; and to weigh pages by, the term
     of the variance at most 3 nats.
     """
-    scaled = q.astype(jnp.float32) * q.shape[-1] ** -0.5
+    scaled = q.astype(jnp.float32) * scale
     count = digests.count[:, :, None, :].astype(jnp.float32)
     first, outlier = _products(scaled, digests.mean), _products(scaled, digests.outlier)
     if rule == "mean":

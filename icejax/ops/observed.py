@@ -17,6 +17,7 @@ def observed(
     *,
     asking: Int[Array, "B W"],
     positions: Int[Array, "B K S"],
+    scale: float,
 ) -> Float[Array, "B K G S"]:
     """Returns the attention weights that keys get in fp32, summed over queries, each of which sees the keys up to itself.
 
@@ -35,7 +36,7 @@ def observed(
     def some(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         keys, where = block
         seen = (where[:, :, None, None, :] >= 0) & (where[:, :, None, None, :] <= asking[:, None, None, :, None])
-        scores = EINSUM("bwkgh,bksh->bkgws", q, keys) * size**-0.5
+        scores = EINSUM("bwkgh,bksh->bkgws", q, keys) * scale
         return jnp.where(seen, jnp.exp(scores - lse), 0.0).sum(3)
 
     block = min(BLOCK, slots)

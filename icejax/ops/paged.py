@@ -14,6 +14,8 @@ def attend_whole(
     q: Float[Array, "R G H"],
     resident: tuple[Float[Array, "R S H"], Float[Array, "R S H"], Bool[Array, "R S"]],
     pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R g M p"]],
+    *,
+    scale: float,
 ) -> tuple[Attended, Float[Array, "R M p"]]:
     """Returns the attention to all resident tokens and to pages, in fp32, and what the page tokens weigh, summed over heads.
 
@@ -23,9 +25,9 @@ def attend_whole(
     """
     rows, _, size = q.shape
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask[:, None])
+    own = masked_scores(q, keys, mask[:, None], scale=scale)
     keys, values_paged = (x.reshape(rows, -1, size) for x in pages[:2])
-    found = masked_scores(q, keys, pages[2].reshape(rows, pages[2].shape[1], -1))
+    found = masked_scores(q, keys, pages[2].reshape(rows, pages[2].shape[1], -1), scale=scale)
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = (jnp.exp(x - highest[..., None]) for x in (own, found))
     total = own.sum(-1) + found.sum(-1)
@@ -41,6 +43,7 @@ def attend_paged(
     pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R M p"]],
     rest: tuple[Float[Array, "R G H"], Float[Array, "R G"]],
     *,
+    scale: float,
     room: Int[Array, " R"],
     most: int,
     tail: bool,
@@ -58,12 +61,12 @@ def attend_paged(
     """
     rows, group, size = q.shape
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask[:, None])
+    own = masked_scores(q, keys, mask[:, None], scale=scale)
     keys, values_paged, slots = pages
     keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
-    found = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None])
+    found = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None], scale=scale)
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
     total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)

@@ -9,25 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from icejax.config import ModelConfig, RopeScaling
+from icejax.config import Rope, RopeScaling
 from icejax.errors import InputError
 
 
 def cos_sin(
-    positions: Int[Array, "B T"], lengths: Int[Array, " B"], *, config: ModelConfig
+    positions: Int[Array, "B T"], lengths: Int[Array, " B"], *, rope: Rope
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
     """Returns fp32 cos and sin of every position, halves repeated, as `rotate` takes them.
 
     Args:
         positions: token positions from 0.
         lengths: tokens seen so far in each row; only `dynamic` scaling depends on them.
-        config: names head_dim, rope_theta and rope_scaling.
     """
-    scaling = config.rope_scaling
+    scaling = rope.scaling
     if scaling is not None and scaling.rope_type == "dynamic":
-        frequencies = _dynamic(lengths, scaling, theta=config.rope_theta, size=config.head_dim)[:, None, :]
+        frequencies = _dynamic(lengths, scaling, theta=rope.theta, size=rope.size)[:, None, :]
     else:
-        frequencies = jnp.asarray(inverse_frequencies(config))[None, None, :]
+        frequencies = jnp.asarray(inverse_frequencies(rope))[None, None, :]
     angles = positions[:, :, None].astype(jnp.float32) * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)
     factor = scaling.attention_factor if scaling is not None else 1.0
@@ -42,9 +41,7 @@ def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T H"], sin: Float[
     return rotated.astype(x.dtype)
 
 
-def turn(
-    x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, config: ModelConfig
-) -> Float[Array, "*B T N H"]:
+def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
     """Returns heads that stand at some positions as they stand `by` further, in their own dtype.
 
     So does a cache give its keys new positions (StreamingLLM, arXiv 2309.17453). Nothing is scaled: the attention factor of
@@ -53,24 +50,24 @@ def turn(
     Raises:
         InputError: the frequencies are not fixed.
     """
-    check_turn(config)
-    angles = by[..., None].astype(jnp.float32) * inverse_frequencies(config).reshape((1,) * by.ndim + (-1,))
+    check_turn(rope)
+    angles = by[..., None].astype(jnp.float32) * inverse_frequencies(rope).reshape((1,) * by.ndim + (-1,))
     angles = jnp.concatenate([angles, angles], axis=-1)
     return rotate(x, jnp.cos(angles), jnp.sin(angles))
 
 
-def check_turn(config: ModelConfig) -> None:
-    """Raises InputError if heads of such a model cannot be turned to other positions."""
-    if config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic":
+def check_turn(rope: Rope) -> None:
+    """Raises InputError if such heads cannot be turned to other positions."""
+    if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
         raise InputError(
             "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope "
             "type 'dynamic', where they change with the length: use a cache that leaves keys at their positions"
         )
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+def inverse_frequencies(rope: Rope) -> np.ndarray:
     """Returns the fp32 inverse frequencies [H / 2] of every scaling but `dynamic`."""
-    size, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    size, theta, scaling = rope.size, rope.theta, rope.scaling
     plain = (1.0 / theta ** (np.arange(0, size, 2, dtype=np.float64) / size)).astype(np.float32)
     match scaling.rope_type if scaling is not None else None:
         case None:
