@@ -11,8 +11,8 @@ import icejax
 from bench.capture import Captured
 from icejax.ops import tree
 from icejax.ops.digests import NARROW, Digests, digest, score
-from icejax.ops.paged import attend_paged
-from icejax.ops.pages import pack
+from icejax.ops.packing import pack
+from icejax.ops.paged_attention import attend_paged
 from icejax.ops.topk import best
 
 STRETCH = 8192  # tokens; long texts are padded to whole ones

@@ -26,7 +26,7 @@ import icejax
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
 from icejax.cache.clustered import pages_for
-from icejax.cache.encoding import decode, encode
+from icejax.cache.page_format import decode, encode
 from icejax.generation import ASSETS
 
 REPEATS = 5

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from icejax.cache import layer_policies, shown_name
-from icejax.cache.encoding import page_rows
 from icejax.cache.fetch import ORDER, fetch_backend
 from icejax.cache.host import PoolLayer
+from icejax.cache.page_format import page_rows
 from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, PoolSpec, Report
 from icejax.errors import InputError
 from icejax.models import CausalLM

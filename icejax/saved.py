@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache import host
-from icejax.cache.encoding import bits_dtype
+from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError
 from icejax.folder import present

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from icejax.cache import Clustered
-from icejax.ops import pages, tree
+from icejax.ops import packing, tree
 from icejax.ops.digests import TAIL_CLAMP, TIED
 
 
@@ -16,7 +16,7 @@ def halve(keys: np.ndarray, order: np.ndarray, late: np.ndarray, part: int, leve
     there, x = late[order] == 0, keys[order].astype(np.float32)
     centred = np.where(there[:, None], x - x[there].sum(0) / max(there.sum(), 1), 0).astype(np.float32)
     axis = centred[np.square(centred).sum(-1).argmax()]
-    for _ in range(pages.POWER_ITERATIONS):
+    for _ in range(packing.POWER_ITERATIONS):
         axis = centred.T @ (centred @ axis)
         axis = axis / (np.linalg.norm(axis) + 1e-30)
     order = order[np.lexsort((np.where(there, centred @ axis, 0), late[order]))]
@@ -43,17 +43,17 @@ def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[n
     part = -(-len(keys) // (2**levels * size)) * size
     order = halve(keys, np.arange(len(keys)), late, part, levels)
     found = [group for i in range(0, len(order), part) for group in neighbours(keys, order[i : i + part], late, size)]
-    if len(found) <= pages.NODE:
+    if len(found) <= packing.NODE:
         return found
     whole = [(late[group] == 0).all() and len(group) == size for group in found]
     means = np.stack([keys[group].mean(0) * full for group, full in zip(found, whole, strict=True)])
     above = np.asarray([0 if full else 1 + (late[group] == 2).all() for group, full in zip(found, whole, strict=True)])
-    return [found[i] for node in arrange(means, above, pages.NODE, pages.NODE_BLOCK) for i in node]
+    return [found[i] for node in arrange(means, above, packing.NODE, packing.NODE_BLOCK) for i in node]
 
 
 def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
     """Returns the pages as token numbers, empty ones included."""
-    return [page[valid[page]] for page in arrange(keys, np.where(valid, 0, 2), size, pages.BLOCK)]
+    return [page[valid[page]] for page in arrange(keys, np.where(valid, 0, 2), size, packing.BLOCK)]
 
 
 def outlier_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:

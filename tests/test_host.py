@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import encoding, fetch, host
+from icejax.cache import fetch, host, page_format
 from icejax.errors import InputError
 
 SHAPE = (6, 3, 2, 4, 2, 8, 16)  # P, L, B, K, 2, p, H
@@ -13,7 +13,7 @@ SHAPE = (6, 3, 2, 4, 2, 8, 16)  # P, L, B, K, 2, p, H
 
 def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Random bit patterns, NaN payloads among them."""
-    kind = encoding.bits_dtype(dtype)
+    kind = page_format.bits_dtype(dtype)
     return np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind)
 
 

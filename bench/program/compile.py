@@ -24,7 +24,7 @@ from bench import shapes
 from bench.program.targets import Target
 from icejax import inference
 from icejax.cache.backends import BACKENDS
-from icejax.cache.encoding import bits_dtype
+from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family

@@ -20,8 +20,8 @@ from icejax.errors import InputError, quoted
 from icejax.ops import tree
 from icejax.ops.attention import Attended
 from icejax.ops.digests import NARROW, Digests, Score, digest, empty, put
-from icejax.ops.paged import attend_paged
-from icejax.ops.pages import pack
+from icejax.ops.packing import pack
+from icejax.ops.paged_attention import attend_paged
 from icejax.ranges import one_of, whole
 
 RANGES = dict(

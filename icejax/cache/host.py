@@ -1,6 +1,6 @@
 """The host pool: pages of keys and values in host memory, written between programs and read inside them.
 
-The pool is one array `uint[P, L, B, K, 2, rows, H]` of bit patterns (`encoding.py`) in `pinned_host` memory: XLA:CPU would
+The pool is one array `uint[P, L, B, K, 2, rows, H]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU would
 rewrite a bf16 update through an fp32 copy of the whole buffer. A program that only reads it never copies it; a program that
 writes it takes it by donation and does nothing else with it, because XLA:GPU copies a pool that one program both
 reads and writes.
@@ -22,8 +22,8 @@ from jax._src import xla_bridge  # nothing public says whether a backend has sta
 from jaxtyping import Array, Bool, Int
 
 from icejax.cache.backends import BACKENDS, CHOOSING, DEVICE, HOST
-from icejax.cache.encoding import bits_dtype, decode, encode
 from icejax.cache.fetch import sharding
+from icejax.cache.page_format import bits_dtype, decode, encode
 from icejax.errors import InputError
 from icejax.ranges import whole
 

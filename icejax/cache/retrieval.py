@@ -15,7 +15,7 @@ from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome,
 from icejax.cache.slots import by_head, joined, per_head, take
 from icejax.cache.window import Window, WindowState
 from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
-from icejax.ops.paged import attend_whole
+from icejax.ops.paged_attention import attend_whole
 
 NO_PAGE = np.int32(-1)
 STREAMED = 128  # pages that new tokens attend to at once

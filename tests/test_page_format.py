@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered, encoding, fetch, host
+from icejax.cache import Clustered, fetch, host, page_format
 from tests.test_session import document
 
 SHAPE = (5, 2, 1, 3, 2, 16, 24)  # P, L, B, K, 2, p, H
@@ -19,7 +19,7 @@ def test_int8_pages_are_within_half_a_step(dtype):
     values = rng.standard_normal(SHAPE) * 10.0 ** rng.integers(-3, 3, (1, 1, 1, 1, 1, 1, 24))
     values[2] = 0
     pages = jnp.asarray(values, dtype)
-    pool = host.allocate((*SHAPE[:5], encoding.page_rows(16, "int8"), 24), "int8")
+    pool = host.allocate((*SHAPE[:5], page_format.page_rows(16, "int8"), 24), "int8")
     assert pool.dtype == np.uint8
     pool = host.write_pages(pool, pages, jnp.int32(0))
     assert pool.shape[-2:] == (18, 24)

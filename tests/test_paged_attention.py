@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.paged import attend_paged, attend_whole
+from icejax.ops.paged_attention import attend_paged, attend_whole
 from tests import tolerances
 from tests.run import jitted
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icejax.ops import pages
+from icejax.ops import packing
 
-packed = jax.jit(pages.pack, static_argnames=("page_size", "run", "block"))
+packed = jax.jit(packing.pack, static_argnames=("page_size", "run", "block"))
 
 
 @settings(max_examples=25, deadline=None)
