@@ -29,9 +29,8 @@ from bench import shapes
 from bench.flags import flag
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
-from icejax import compiler
+from icejax import compiler, memory
 from icejax.cache.fetch import try_ahead
-from icejax.cache.host import raise_pinned_limit
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
 
@@ -145,13 +144,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time and memory against context")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
     arguments = parser.parse_args(argv)
-    raise_pinned_limit()
+    memory.raise_pinned_limit()
     try_ahead()
     try:
         flags = dict(map(flag, arguments.flag))
         if flags:
-            chosen = compiler.OPTIONS.get(jax.default_backend(), {}) | flags
-            compiler.OPTIONS[jax.default_backend()] = {name: value for name, value in chosen.items() if value != ""}
+            chosen = compiler.OPTIONS.get(memory.platform(), {}) | flags
+            compiler.OPTIONS[memory.platform()] = {name: value for name, value in chosen.items() if value != ""}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names = arguments.policies.split(",")
         if unknown := [name for name in names if name not in SUBJECTS]:
@@ -164,8 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         contexts = [int(text) for text in arguments.contexts.split(",")]
     except (InputError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    device = jax.devices()[0]
-    where = dict(shape=arguments.shape, layers=arguments.layers, device=f"{device.platform}: {device.device_kind}")
+    where = dict(shape=arguments.shape, layers=arguments.layers, device=memory.device_name())
     where |= dict(flags=flags, options=arguments.cache_option)
     found = []
     for context in contexts:
@@ -173,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows(subjects, **sizes):
             row |= where | dict(
                 peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-                peak_device_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use"),
+                peak_device_bytes=(memory.device().memory_stats() or {}).get("peak_bytes_in_use"),
             )
             print(json.dumps(row), flush=True)
             found.append(row)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from icejax import memory
 from icejax.cache import host
 from icejax.cache.full import TokenState
 from icejax.inference import DecodeState, prefill
@@ -62,7 +63,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
     # Ready, or the first step would be timed with the filling.
-    return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), jax.devices()[0])), big
+    return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), memory.device())), big
 
 
 @functools.partial(jax.jit, static_argnames=("base", "context", "slots"))

@@ -25,6 +25,7 @@ from rich.progress import track
 import icejax
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
+from icejax import memory
 from icejax.cache.clustered import pages_for
 from icejax.cache.page_format import decode, encode
 from icejax.generation import ASSETS
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     methods = [RERANKED, replace(RERANKED, walk=False)] if arguments.methods == "default" else methods
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
-    where = dict(device=str(jax.devices()[0].device_kind), jax=jax.__version__)
+    where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
     for length in lengths:
         rng = np.random.default_rng((arguments.seed, length))
         layers: list[Captured] = []

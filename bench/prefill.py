@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from bench import shapes
-from icejax import walk
+from icejax import memory, walk
 from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.inference import prefill
@@ -80,12 +80,11 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
         seconds.append(time.perf_counter() - started)
     median = float(np.median(seconds))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    device = jax.devices()[0]
     return dict(policy=policy) | sizes | dict(
         prefill_s=round(median, 3), low_s=round(min(seconds), 3), high_s=round(max(seconds), 3), repeats=repeats,
         tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * before,
         dtype="float32" if policy == "transformers" else dtype, blocks=blocks,
-        device=f"{device.platform}: {device.device_kind}", version=version,
+        device=memory.device_name(), version=version,
     )  # fmt: skip
 
 

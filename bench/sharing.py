@@ -22,6 +22,7 @@ import numpy as np
 import icejax
 from bench.capture import Captured, capture, needle_prompt
 from bench.methods import RERANKED, attention, error, exact, form, levels_of, residents, select
+from icejax import memory
 from icejax.generation import ASSETS
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     model, _ = icejax.load(arguments.model, dtype="float32")
     rng = np.random.default_rng((arguments.seed, arguments.length))
     prompts = [capture(model, *needle_prompt(rng, length=arguments.length, facts=4)) for _ in range(arguments.prompts)]
-    where = dict(length=arguments.length, device=str(jax.devices()[0].device_kind), jax=jax.__version__)
+    where = dict(length=arguments.length, device=str(memory.device().device_kind), jax=jax.__version__)
     for budget in map(int, arguments.budgets.split(",")):
         for row in rows(prompts, budget=budget):
             print(json.dumps(row | where), flush=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from icejax import memory
 from icejax.cache import Clustered
 from icejax.cache.fetch import try_ahead
-from icejax.cache.host import check_memory, raise_pinned_limit
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
@@ -36,7 +36,7 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
     Raises:
         InputError: something about the folder is not as it should be; the message says what.
     """
-    raise_pinned_limit()
+    memory.raise_pinned_limit()
     try_ahead()
     folder = resolve(path)
     read_config(folder)
@@ -86,7 +86,7 @@ def stream_generate(
         raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
     if not isinstance(sampling, Sampling):
         raise InputError(f"sampling must be an icejax.Sampling(...), got {quoted(sampling)}")
-    check_memory(host_memory_limit)
+    memory.check_limit(host_memory_limit)
     asked = [
         replace(
             each,

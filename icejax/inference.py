@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from icejax import compiler
+from icejax import compiler, memory
 from icejax.cache import host
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, KVCache, Lengths, Outcome, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
@@ -118,7 +118,7 @@ def prefill(
     none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
     state = DecodeState(cache, none, none > 0, keys, seen)
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
-    state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
+    state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
 
 
@@ -135,7 +135,7 @@ def extend(
     padded[0, : len(tokens)] = tokens
     lengths, new = state.cache.lengths, jnp.asarray([len(tokens)], jnp.int32)
     # What a layer gives is bound to the device, as the pool is: so must the first input be, or a layer is compiled twice.
-    first = jax.device_put(_embed(model, jnp.asarray(padded)), jax.devices()[0])
+    first = jax.device_put(_embed(model, jnp.asarray(padded)), memory.device())
     states, used = [], jnp.int32(0)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
@@ -155,7 +155,7 @@ def extend(
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
     key, done = folded(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
     state = DecodeState(KVCache(tuple(states), lengths), state.last_tokens, done, key, seen)
-    state = jax.device_put(_first_token(logits, state, plan=plan), jax.devices()[0])
+    state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from icejax import memory
 from icejax.cache import layer_policies, shown_name
 from icejax.cache.fetch import ORDER, fetch_backend
 from icejax.cache.host import PoolLayer
@@ -148,7 +149,7 @@ def make_plan(
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
-    here = platform or jax.default_backend()
+    here = platform or memory.platform()
     if here == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pools else ""

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from icejax import memory
 from icejax.cache import host
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
@@ -145,7 +146,7 @@ class Saved:
                     pool = host.write_pages(pool, block, jnp.int32(first))
         every = [leaves.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in _leaves(empty, of_size=False)]
         # On CPU an array over numpy's memory could not be written in place.
-        every = [jax.device_put(x, jax.devices()[0], may_alias=False) for x in every]
+        every = [jax.device_put(x, memory.device(), may_alias=False) for x in every]
         cache = jax.tree.unflatten(jax.tree.structure(empty), every)
         if int(cache.lengths.pages) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
             damaged(self.path, "its cache holds other tokens than it says")

@@ -13,9 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from icejax import saved
+from icejax import memory, saved
 from icejax.cache import Clustered, name_of
-from icejax.cache.host import check_memory
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
@@ -71,7 +70,7 @@ class Session:
         self._model, self._tokenizer = model, tokenizer
         self._cache = Clustered() if cache is None else cache
         self.context_length = check_context(model, context_length)
-        self._limit = check_memory(host_memory_limit)
+        self._limit = memory.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
         self.messages = opening(system)
         self.started = time.time()

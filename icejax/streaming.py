@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
@@ -152,7 +153,6 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
     digest_bytes = sum(report.digest_bytes for report in reports(plan, state.cache))
     device_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache.layers))
     item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
-    device = jax.devices()[0]
     fields = dict(
         cache=shown_name(cache),
         budget=cache.budget,
@@ -160,7 +160,7 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
         digest_bytes=digest_bytes // batch,
         host_kv_bytes=pool.nbytes // batch if pool is not None else 0,
         fetch_backend=plan.fetch_backend if pool is not None else None,
-        device=f"{device.platform}: {device.device_kind}",
+        device=memory.device_name(),
         dtype=model.dtype,
     )
     return dict(fields=fields, token_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item)

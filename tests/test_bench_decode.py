@@ -13,7 +13,7 @@ from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers
-from icejax import compiler
+from icejax import compiler, memory
 from icejax.cache import Clustered, Full
 from icejax.errors import InputError
 from icejax.plan import make_plan
@@ -132,7 +132,7 @@ def test_all_memory_may_be_pinned_before_anything_is_on_the_device(monkeypatch):
         done.append("model")
         raise InputError("no weights here")
 
-    monkeypatch.setattr(decode, "raise_pinned_limit", lambda: done.append("pinned limit"))
+    monkeypatch.setattr(memory, "raise_pinned_limit", lambda: done.append("pinned limit"))
     monkeypatch.setattr(shapes, "model", model)
     with pytest.raises(SystemExit):
         decode.main([])

@@ -9,6 +9,7 @@ import sys
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from bench.needle import task
@@ -270,9 +271,7 @@ def test_bad_prompt_files(capsys, tmp_path, case):
 
 
 def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
-    from icejax.cache import host
-
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000, "total": 2**34})())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000, "total": 2**34})())
     monkeypatch.setattr("icejax.inference._prefill_layer", lambda *_, **__: pytest.fail("prefill began"))
     status, out, err = run(capsys, "--prompt", "x", *SHORT)
     assert (status, out, err.count("\n")) == (2, "", 1)

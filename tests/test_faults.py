@@ -42,6 +42,7 @@ FAULTS = (
     ("errors.py", "c if c.isprintable() else ascii(c)[1:-1]", "c", "jsontext"),
     ("ranges.py", "isinstance(value, int) or isinstance(value, bool)", "isinstance(value, int)", "config"),
     ("jsontext.py", "if len(found) < len(pairs):", "if False:", "jsontext"),
+    ("memory.py", "* 3 // 4", "", "host"),
     ("config.py", '("linear", "dynamic")', '("linear",)', "config"),
     ("models/decoder.py", "normal.astype(x.dtype) * self.weight[...]", "normal.astype(x.dtype) + 0 * self.weight[...]", "parity"),
     ("models/decoder.py", "x + self._mlp(x)", "self._mlp(x)", "parity"),

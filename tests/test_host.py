@@ -1,10 +1,14 @@
 """The host pool: exact bits by every backend, writes in place, and memory refused before it is missed."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
+from icejax import memory
 from icejax.cache import fetch, host, page_format
 from icejax.errors import InputError
 
@@ -21,7 +25,7 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("backend", fetch.ORDER["cpu"])
 def test_fetch_brings_exact_bits(backend, dtype):
     stored = bits(SHAPE, dtype)
-    pool = jax.device_put(stored, fetch.sharding(host=True))
+    pool = jax.device_put(stored, memory.on_host())
     ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
@@ -119,7 +123,7 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
 
 
 def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 3 * 2**30})())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 3 * 2**30})())
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and 3\.0 GiB is free: use a shorter prompt"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and the limit is 2\.5 GiB: use a shorter prompt"):
@@ -127,20 +131,20 @@ def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
 
 
 def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set(monkeypatch):
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
-    monkeypatch.setenv(host.PINNED_LIMIT, "3")
-    monkeypatch.delenv(host.PINNED_LIMIT)
-    host.raise_pinned_limit()
-    assert host.PINNED_LIMIT not in host.os.environ  # JAX has started: it would not be heard
-    monkeypatch.setattr(host.xla_bridge, "backends_are_initialized", lambda: False)
-    host.raise_pinned_limit()
-    assert host.os.environ[host.PINNED_LIMIT] == "150"
-    monkeypatch.setenv(host.PINNED_LIMIT, "3")
-    host.raise_pinned_limit()
-    monkeypatch.setattr(host.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
+    monkeypatch.setenv(memory.PINNED_LIMIT, "3")
+    monkeypatch.delenv(memory.PINNED_LIMIT)
+    memory.raise_pinned_limit()
+    assert memory.PINNED_LIMIT not in os.environ  # JAX has started: it would not be heard
+    monkeypatch.setattr(memory, "started", lambda: False)
+    memory.raise_pinned_limit()
+    assert os.environ[memory.PINNED_LIMIT] == "150"
+    monkeypatch.setenv(memory.PINNED_LIMIT, "3")
+    memory.raise_pinned_limit()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of pinned memory and XLA takes at most 3: set XLA_PJRT_GPU_HOST"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
-    monkeypatch.setenv(host.PINNED_LIMIT, "much")
+    monkeypatch.setenv(memory.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from icejax import memory
 from icejax.cache import fetch, probe
 
 
@@ -92,14 +93,14 @@ def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machin
     tried = []
     monkeypatch.setattr(probe, "found", tried.append)
     monkeypatch.setattr(probe, "_plugins", lambda: ["jax"])
-    monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(memory, "started", lambda: False)
     probe.ahead(["triton"])  # the suite is for the CPU alone
     monkeypatch.setattr(probe, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda,cpu")))
     probe.ahead(["triton"])
     assert tried == ["triton"]
-    monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(memory, "started", lambda: True)
     probe.ahead(["triton"])
-    monkeypatch.setattr(probe.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(memory, "started", lambda: False)
     (machine[0] / "version").unlink()
     (machine[0] / "gpus" / "0" / "information").unlink()
     probe.ahead(["triton"])

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from icejax import memory
 from icejax.cache import fetch
 from icejax.cache.backends import BACKENDS, CHOOSING
-from icejax.cache.host import raise_pinned_limit
 
 PAGES, FETCHED, REPEATS = 4096, 448, 20
 HIGH = 2**31 // (2 * 16 * 128) + 4096  # pages of 16-bit numbers that reach beyond 2^31
@@ -42,7 +42,7 @@ def table(dtype: str, height: int, *, high: int) -> tuple[jax.Array, np.ndarray,
     asked = np.append(rng.choice(pages - 1, FETCHED - 1, replace=False), pages - 1).astype(np.int32)
     whole = np.zeros((pages, 2, height, 128), dtype)
     whole[asked] = rng.integers(0, np.iinfo(dtype).max, (FETCHED, 2, height, 128), dtype=dtype)
-    return jax.block_until_ready(jax.device_put(whole, fetch.sharding(host=True))), asked, whole[asked]
+    return jax.block_until_ready(jax.device_put(whole, memory.on_host())), asked, whole[asked]
 
 
 def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -> dict:
@@ -65,7 +65,7 @@ def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -
 
 
 def main(argv: list[str]) -> int:
-    raise_pinned_limit()
+    memory.raise_pinned_limit()
     for row in rows(high=PAGES if "--tiny" in argv else HIGH):
         print(json.dumps(row), flush=True)
     return 0

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from icejax.cache.backends import DEVICE, HOST
-from icejax.cache.host import raise_pinned_limit
+from icejax import memory
 
 ASKED = (
     "name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "memory.total", "clocks.max.sm",
@@ -52,12 +51,12 @@ def versions() -> dict[str, str]:
 
 def rates(mebibytes: int) -> dict[str, float]:
     """Returns GB/s of one large array: from pinned memory to the device, back, and read and written on the device."""
-    device = jax.device_put(jnp.zeros(mebibytes * 2**18, jnp.float32), jax.devices()[0])
-    pinned = jax.block_until_ready(jax.device_put(device, HOST))
+    device = jax.device_put(jnp.zeros(mebibytes * 2**18, jnp.float32), memory.device())
+    pinned = jax.block_until_ready(jax.device_put(device, memory.HOST))
     size = device.nbytes / 1e9
     add = jax.jit(lambda x: x + 1)
-    there = _seconds(lambda: jax.device_put(pinned, DEVICE))
-    back = _seconds(lambda: jax.device_put(device, HOST))
+    there = _seconds(lambda: jax.device_put(pinned, memory.DEVICE))
+    back = _seconds(lambda: jax.device_put(device, memory.HOST))
     both = _seconds(lambda: add(device))
     found = dict(to_device_gb_per_s=size / there, to_host_gb_per_s=size / back, device_memory_gb_per_s=2 * size / both)
     return {name: round(rate, 2) for name, rate in found.items()}
@@ -74,16 +73,8 @@ def _seconds(run) -> float:
 
 
 def main(argv: list[str]) -> int:
-    raise_pinned_limit()
-    devices = [
-        dict(
-            device=f"{device.platform}: {device.device_kind}",
-            memory_kinds=[kind.kind for kind in device.addressable_memories()],
-            bytes_limit=(device.memory_stats() or {}).get("bytes_limit"),
-        )
-        for device in jax.devices()
-    ]
-    host = dict(cores=os.cpu_count(), memory_bytes=psutil.virtual_memory().total)
+    memory.raise_pinned_limit()
+    devices, host = memory.devices(), dict(cores=os.cpu_count(), memory_bytes=psutil.virtual_memory().total)
     measured = rates(int(argv[0]) if argv else 2048)
     # Asked last: a link that nobody uses is told narrower and slower than it is.
     date = datetime.date.today().isoformat()

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import icejax
+from icejax import memory
 from icejax.generation import ASSETS
 from icejax.inference import Decoding, prefill
 from icejax.plan import make_plan
@@ -69,7 +69,7 @@ def rows(length: int, tokens: int, folder: Path) -> Iterator[dict]:
             yield dict(policy=case[0], dtype=case[1], fault=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if status := other.wait():
         raise RuntimeError(f"the CPU's process fails with status {status}")
-    device = f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}"
+    device = memory.device_name()
     for (cache, dtype), here in mine.items():
         with np.load(folder / f"{cache}-{dtype}.npz") as there:
             yield dict(policy=cache, dtype=dtype, device=device) | compared(here, (there["tokens"], there["logits"]))

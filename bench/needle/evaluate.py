@@ -22,6 +22,7 @@ from rich.progress import track
 import icejax
 from bench.needle import task
 from bench.needle.reader import Reader
+from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.options import cache_options, make_policy
 from icejax.generation import ASSETS
@@ -53,14 +54,13 @@ def evaluate(model, policy: icejax.CachePolicy, name: str, *, length: int, quest
         contexts += 1
     hits = hits[:questions]
     low, high = wilson(sum(hits), questions)
-    device = jax.devices()[0]
     growth = reader.turn_seconds
     ends = {"first_1000_tps": growth[:1000], "last_1000_tps": growth[-1000:]} if growth else {}
     speeds = {name: round(1 / float(np.median(seconds)), 1) for name, seconds in ends.items()}
     return dict(
         task=name, length=length, questions=questions, contexts=contexts, exact=sum(hits) / questions,
         low=round(low, 4), high=round(high, 4), cache=shown_name(policy), budget=policy.budget, seed=seed,
-        tpot_s=round(float(np.median(reader.seconds)), 6), device=f"{device.platform}: {device.device_kind}",
+        tpot_s=round(float(np.median(reader.seconds)), 6), device=memory.device_name(),
         dtype=model.dtype, jax=jax.__version__,
     ) | speeds  # fmt: skip
 

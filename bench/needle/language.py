@@ -16,6 +16,7 @@ import numpy as np
 
 import icejax
 from bench.needle import task
+from icejax import memory
 from icejax.generation import ASSETS
 from icejax.walk import exact, walk
 
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         row = dict(
             kind=kind, bytes=ours.size, bits_per_byte=round(float(ours.mean()), 4), trigram=round(float(theirs.mean()), 4)
         )
-        print(json.dumps(row | dict(device=jax.devices()[0].device_kind, jax=jax.__version__)), flush=True)
+        print(json.dumps(row | dict(device=memory.device().device_kind, jax=jax.__version__)), flush=True)
     return 0
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import icejax
+from icejax import memory
 from icejax.inference import Decoding, prefill
 from icejax.plan import make_plan
 from icejax.sampling import Sampling
@@ -67,7 +68,7 @@ class Reader:
 
     def _force(self, token: int) -> int:
         """Decodes a token and returns what the model chooses next."""
-        forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), jax.devices()[0])
+        forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), memory.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)
         return int(step.tokens_and_pages[0, 0])

@@ -22,7 +22,7 @@ from jax._src.lib import xla_client
 
 from bench import shapes
 from bench.program.targets import Target
-from icejax import inference
+from icejax import inference, memory
 from icejax.cache.backends import BACKENDS
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
@@ -98,8 +98,8 @@ def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
     if plan.pool_shape is None:
         return None
     # Of the shardings only a named one brings its memory into a trace.
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:1]), ("device",))
-    pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+    mesh = jax.sharding.Mesh(np.asarray([memory.device("cpu")]), ("device",))
+    pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=memory.PINNED)
     return jax.ShapeDtypeStruct(plan.pool_shape, bits_dtype(plan.pool_dtype), sharding=pinned)
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import compute_on as compute_on_module
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+from icejax.memory import DEVICE, HOST
+
 Pages = tuple[jax.Array, jax.Array]  # uint[n, rows, H]
 # Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on

@@ -9,8 +9,8 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
+from icejax import memory
 from icejax.cache import probe
 from icejax.cache.backends import BACKENDS, CHOOSING
 from icejax.errors import InputError
@@ -41,11 +41,11 @@ def tried(name: str) -> str | None:
     """Returns `fault`, found in this process."""
     pages, wanted = np.asarray([3, 0, 63, 3], np.int32), np.asarray([True, False, True, True])
     tables = [(np.uint16, 16), (np.uint32, 16)]
-    if jax.default_backend() != "tpu":  # where pages of int8 do not compile
+    if memory.platform() != "tpu":  # where pages of int8 do not compile
         tables.append((np.uint8, 18))
     for dtype, height in tables:
         table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (64, 2, height, 32), dtype=dtype)
-        pinned, index = jax.device_put(table, sharding(host=True)), jnp.asarray(pages)
+        pinned, index = jax.device_put(table, memory.on_host()), jnp.asarray(pages)
         try:
             found = [(jax.jit(BACKENDS[name])(pinned, index), table[pages])]
             if name in CHOOSING:
@@ -65,7 +65,7 @@ def candidates() -> tuple[str, ...]:
     Raises:
         InputError: the environment names one that there is not.
     """
-    platform = jax.default_backend()
+    platform = memory.platform()
     order = ORDER.get(platform, ("gather", "host_compute", "slices"))
     name = os.environ.get(CHOICE)
     if name is None:
@@ -82,7 +82,7 @@ def fetch_backend() -> str:
     Raises:
         InputError: there is none.
     """
-    platform = jax.default_backend()
+    platform = memory.platform()
     for name in candidates():
         reason = fault(name)
         if reason is None:
@@ -92,7 +92,3 @@ def fetch_backend() -> str:
     if CHOICE in os.environ:
         raise InputError(f"{CHOICE}={os.environ[CHOICE]} does not work on {platform}: unset it, or use --cache full")
     raise InputError(f"host memory cannot be read inside a program on {platform}: use --cache full")
-
-
-def sharding(*, host: bool) -> SingleDeviceSharding:
-    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host" if host else None)

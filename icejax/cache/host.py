@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from dataclasses import dataclass, field
 
 import jax
@@ -18,17 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from jax import lax
-from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jaxtyping import Array, Bool, Int
 
-from icejax.cache.backends import BACKENDS, CHOOSING, DEVICE, HOST
-from icejax.cache.fetch import sharding
+from icejax import memory
+from icejax.cache.backends import BACKENDS, CHOOSING
 from icejax.cache.page_format import bits_dtype, decode, encode
 from icejax.errors import InputError
-from icejax.ranges import whole
 
 MISSING = 32  # pages that are fetched at once where others are at hand
-PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA reads it when its backend starts
 
 
 @jax.tree_util.register_dataclass
@@ -133,29 +129,6 @@ class PoolLayer:
         return self.pages.reshape(-1, 2, height, size), rows
 
 
-def raise_pinned_limit() -> None:
-    """Lets XLA:GPU pin three quarters of the machine's memory, where it would stop at 64 GiB, if JAX has not started yet.
-
-    It pins in powers of two, up to the limit: with all of the memory for a limit a pool of 68 GiB would take 128.
-    """
-    if not xla_bridge.backends_are_initialized():
-        os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
-
-
-def pinned_limit() -> int:
-    """Returns how many bytes XLA:GPU may pin; InputError if the environment says something else than a number."""
-    text = os.environ.get(PINNED_LIMIT, "64")
-    try:
-        return int(text) * 2**30
-    except ValueError:
-        raise InputError(f"{PINNED_LIMIT} must be a whole number of GiB, got {text!r}") from None
-
-
-def check_memory(limit: int | None) -> int | None:
-    """Returns the bytes of host memory that a cache may take, None for what is free; InputError for what is no such number."""
-    return None if limit is None else whole("host_memory_limit", limit, most=2**63)
-
-
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> jax.Array:
     """Returns an empty pool of `shape` [P, L, B, K, 2, rows, H] for keys and values of `dtype`, or pages of int8.
 
@@ -165,8 +138,8 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     Raises:
         InputError: the machine has not enough free memory for it, or XLA may not pin so much.
     """
-    bits = bits_dtype(dtype)
-    if jax.default_backend() == "gpu":
+    bits, platform = bits_dtype(dtype), memory.platform()
+    if platform == "gpu":
         shape = _addressable(shape, bits)
     need, free = int(np.prod(shape)) * bits.itemsize, psutil.virtual_memory().available
     if need > (free if limit is None else min(free, limit)):
@@ -176,14 +149,14 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
             "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
             "or (not on TPU) --cache-option page_dtype=int8"
         )
-    if jax.default_backend() == "gpu" and need > pinned_limit():
+    if platform == "gpu" and need > (most := memory.pinned_limit()):
         raise InputError(
-            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {pinned_limit() / 2**30:.0f}: "
-            f"set {PINNED_LIMIT}={need // 2**30 + 8} before JAX starts"
+            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {most / 2**30:.0f}: "
+            f"set {memory.PINNED_LIMIT}={need // 2**30 + 8} before JAX starts"
         )
-    if jax.default_backend() == "cpu":  # an array over numpy's own memory could not be written in place later
-        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), HOST), out_shardings=sharding(host=True))()
-    return jax.device_put(np.zeros(shape, bits), sharding(host=True))
+    if platform == "cpu":  # an array over numpy's own memory could not be written in place later
+        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), memory.HOST), out_shardings=memory.on_host())()
+    return jax.device_put(np.zeros(shape, bits), memory.on_host())
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
@@ -202,10 +175,10 @@ def _write_layer(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax
     bits, zero = encode(pages, pool.dtype), np.int32(0)
     if not singly:
         start = (first, layer, *(zero,) * (pool.ndim - 2))
-        return lax.dynamic_update_slice(pool, jax.device_put(bits[:, None], HOST), start)
+        return lax.dynamic_update_slice(pool, jax.device_put(bits[:, None], memory.HOST), start)
 
     def one(i: jax.Array, table: jax.Array) -> jax.Array:
-        page = jax.device_put(lax.dynamic_slice_in_dim(bits, i, 1, axis=0), HOST)
+        page = jax.device_put(lax.dynamic_slice_in_dim(bits, i, 1, axis=0), memory.HOST)
         return lax.dynamic_update_slice_in_dim(table, page, (first + i) * pool.shape[1] + layer, axis=0)
 
     return lax.fori_loop(0, len(pages), one, pool.reshape(-1, *pool.shape[2:])).reshape(pool.shape)
@@ -214,13 +187,13 @@ def _write_layer(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax
 def write_layer(pool: jax.Array, pages: jax.Array, layer: int, first: jax.Array | int = 0) -> jax.Array:
     """Returns the pool with one layer's pages dtype[P', B, K, 2, p, H] written from page `first`; donates `pool`."""
     # XLA:TPU writes to a part of host memory in one dimension only, so page by page.
-    return _write_layer(pool, pages, np.int32(layer), jnp.int32(first), singly=jax.default_backend() == "tpu")
+    return _write_layer(pool, pages, np.int32(layer), jnp.int32(first), singly=memory.platform() == "tpu")
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_pages(pool: jax.Array, pages: jax.Array, first: jax.Array) -> jax.Array:
     """Returns the pool with pages of all layers, dtype[P', L, B, K, 2, p, H], written from page `first`; donates `pool`."""
-    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(encode(pages, pool.dtype), HOST), first, axis=0)
+    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(encode(pages, pool.dtype), memory.HOST), first, axis=0)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
@@ -232,6 +205,6 @@ def read_pages(pool: jax.Array, first: jax.Array, *, count: int, dtype: str) -> 
 @functools.partial(jax.jit, static_argnames="count")
 def read_bits(pool: jax.Array, first: jax.Array, *, count: int) -> jax.Array:
     """Returns `count` pages of all layers as they stand in the pool, uint[count, L, B, K, 2, rows, H], on the device."""
-    zero = jax.device_put(jnp.int32(0), HOST)
-    start = (jax.device_put(first, HOST), *(zero,) * (pool.ndim - 1))
-    return jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), DEVICE)
+    zero = jax.device_put(jnp.int32(0), memory.HOST)
+    start = (jax.device_put(first, memory.HOST), *(zero,) * (pool.ndim - 1))
+    return jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), memory.DEVICE)

@@ -1,6 +1,6 @@
 """Tries a fetch backend in a process of its own, which a fault in a kernel takes along; what it found is kept.
 
-A result holds for the GPUs, their driver, the version of JAX and the kernel's source.
+A result holds for the GPUs, their driver, the version of JAX and the code.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from jax._src import xla_bridge  # nothing public says whether a backend has started
 
+from icejax import memory
 from icejax.folder import cache_home
 
 LOG = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ SECONDS = 45  # JAX and CUDA start in ten
 FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # a process's own doing
 DRIVER = Path("/proc/driver/nvidia")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-SOURCES = ("backends.py", "fetch.py")
+SOURCES = ("memory.py", "cache/backends.py", "cache/fetch.py")
 ANSWER = "found: "  # the line of the child that counts; CUDA may print others
 
 
@@ -38,7 +38,7 @@ def ahead(names: Sequence[str]) -> None:
     """Tries backends where there is a CUDA device and JAX has not started yet: later the memory may be taken."""
     platforms = jax.config.jax_platforms or "cuda"
     wanted = "cuda" in platforms or "gpu" in platforms
-    if wanted and _driver() and _plugins() and not xla_bridge.backends_are_initialized():
+    if wanted and _driver() and _plugins() and not memory.started():
         for name in names:
             found(name)
 
@@ -92,7 +92,7 @@ def _driver() -> str:
 
 
 def _key() -> str:
-    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES)
+    sources = b"".join((Path(__file__).parents[1] / name).read_bytes() for name in SOURCES)
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", *_plugins()))
     return f"{versions} {zlib.crc32(_driver().encode()):08x} {zlib.crc32(sources):08x}"
 
@@ -122,7 +122,7 @@ def main() -> None:
     """Prints the platform and what is wrong with the backend that the command line names, as JSON."""
     from icejax.cache.fetch import tried
 
-    print(ANSWER + json.dumps([jax.default_backend(), tried(sys.argv[1])]), flush=True)
+    print(ANSWER + json.dumps([memory.platform(), tried(sys.argv[1])]), flush=True)
 
 
 if __name__ == "__main__":

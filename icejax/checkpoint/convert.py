@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import jax
 import numpy as np
 
+from icejax import memory
 from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config, tensors
@@ -53,7 +53,7 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
         _check_target(folder, target)
         shapes = _shapes(folder)
         held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
-        stored = orbax.read(folder / ORBAX, shapes, device=jax.devices("cpu")[0])
+        stored = orbax.read(folder / ORBAX, shapes, device=memory.device("cpu"))
         parameters = {key: np.asarray(stored[key]) for key in shapes}
         with held.writing() as part:
             copy_companions(folder, part)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from icejax import memory
 from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.config import ModelConfig
@@ -55,7 +56,7 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
     """
     folder = resolve(model)
     config = read_config(folder)
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
+    dtype = dtype or ("float32" if memory.platform() == "cpu" else config.dtype)
     if dtype not in orbax.DTYPES:
         raise InputError(f"dtype must be one of {', '.join(orbax.DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)

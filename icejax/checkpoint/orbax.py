@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from icejax import memory
 from icejax.errors import InputError, listed
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
@@ -88,7 +89,7 @@ def read(
         ]
     if faults:
         raise InputError(f"{path} does not fit its config.json: {listed(faults)}")
-    sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    sharding = memory.on_device(device)
     target = {
         key: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype) if dtype is not None else s.dtype, sharding=sharding)
         for key, s in found.items()

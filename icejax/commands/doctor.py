@@ -18,6 +18,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from icejax import memory
 from icejax.cache import fetch, host
 from icejax.cache.backends import BACKENDS
 from icejax.launch import ending, write
@@ -33,7 +34,7 @@ def measure(name: str) -> dict[str, Any]:
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
     pool = host.allocate((PAGES, 1, 1, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
-    pool = jax.device_put(pool, fetch.sharding(host=True))
+    pool = jax.device_put(pool, memory.on_host())
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(BACKENDS[name]), []
     jax.block_until_ready(read(pool, rows))
@@ -48,19 +49,15 @@ def measure(name: str) -> dict[str, Any]:
 
 def examine() -> dict[str, Any]:
     """Returns all that the command prints."""
-    memory, devices = psutil.virtual_memory(), []
-    for device in jax.devices():
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        kinds = [kind.kind for kind in device.addressable_memories()]
-        devices.append(dict(device=f"{device.platform}: {device.device_kind}", memory_kinds=kinds, bytes_limit=limit))
+    ram = psutil.virtual_memory()
     names = fetch.candidates()
     last = sorted(names, key=fetch.APART.__contains__)  # a fault in a kernel would take the others along
     measured = sorted(map(measure, last), key=lambda row: names.index(row["backend"]))
     return dict(
         versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),
-        devices=devices,
-        host_memory=dict(total=memory.total, free=memory.available),
-        pinned_limit_gib=host.pinned_limit() // 2**30 if jax.default_backend() == "gpu" else None,
+        devices=memory.devices(),
+        host_memory=dict(total=ram.total, free=ram.available),
+        pinned_limit_gib=memory.pinned_limit() // 2**30 if memory.platform() == "gpu" else None,
         fetch=measured,
         fetch_backend=next((row["backend"] for row in measured if row["exact"]), None),
     )
@@ -71,9 +68,9 @@ def _show(found: dict[str, Any], console: Console) -> None:
     for device in found["devices"]:
         size = f", {device['bytes_limit'] / 2**30:.1f} GiB for JAX" if device["bytes_limit"] else ""
         console.print(f"device {device['device']}{size}; memory kinds: {', '.join(device['memory_kinds'])}")
-    memory = {name: f"{size / 2**30:.1f} GiB" for name, size in found["host_memory"].items()}
+    ram = {name: f"{size / 2**30:.1f} GiB" for name, size in found["host_memory"].items()}
     pinned = f", {found['pinned_limit_gib']} GiB may be pinned" if found["pinned_limit_gib"] is not None else ""
-    console.print(f"host memory {memory['total']}, {memory['free']} free{pinned}")
+    console.print(f"host memory {ram['total']}, {ram['free']} free{pinned}")
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in ("fetch backend", "exact bits", "512 pages of 8 KiB", "GB/s"):
         table.add_column(name, justify="left" if name == "fetch backend" else "right")
@@ -93,7 +90,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     parser = argparse.ArgumentParser(prog=name, description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    host.raise_pinned_limit()
+    memory.raise_pinned_limit()
     fetch.try_ahead()
     found = examine()
     if arguments.json:

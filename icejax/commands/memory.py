@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from icejax import memory
 from icejax.errors import InputError
 
 
@@ -26,4 +27,4 @@ def out_of_memory_told(advice: str, session: Path | None) -> Iterator[None]:
 def _side(error: Exception) -> str:
     """Says which memory an error is about."""
     on_host = isinstance(error, MemoryError) or "host" in str(error).splitlines()[0].lower()
-    return "the host" if on_host else f"the device ({jax.devices()[0].device_kind})"
+    return "the host" if on_host else f"the device ({memory.device().device_kind})"

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax import memory
+
 LOG = logging.getLogger(__name__)
 BLOCK = 512  # queries and keys per block; measured fastest of 128-1024 on two CPU cores
 # fp32 products stay fp32 on every backend, as in PyTorch; other dtypes are not affected.
@@ -45,12 +47,7 @@ def causal(
     padding, NaN included, does not reach a valid row. On CUDA half precision runs in cuDNN; elsewhere blocks run with
     an online softmax (arXiv 2112.05682).
     """
-    if (
-        jax.default_backend() == "gpu"
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 128
-    ):
+    if memory.platform() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
         LOG.info("prefill attention: cudnn")
         valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
         out, lse = jax.nn.dot_product_attention(
