@@ -80,23 +80,21 @@ def test_equals_float64(seed, tail, room):
     np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(kept.values()), atol=1e-5)
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_whole_pages_equal_float64(apart):
-    """Seen by all query heads, or by each its own."""
+@pytest.mark.parametrize("heads", [GROUP, 1, 0])
+def test_whole_pages_equal_float64(heads):
+    """With a bias of each query head, of all, or none; -inf hides a page."""
     q, resident, mask, pages, slots, _ = draw(3)
-    seen = np.random.default_rng(0).random((1, GROUP if apart else 1, PAGES, SLOTS)) < 0.6
-    seen &= slots[:, None]
+    rng = np.random.default_rng(0)
+    bias = np.where(rng.random((1, heads, PAGES)) < 0.3, -np.inf, rng.standard_normal((1, heads, PAGES))) if heads else None
     logits = np.einsum("gh,sh->gs", q[0], np.concatenate([resident[0][0], pages[0].reshape(-1, SIZE)])) / SIZE**0.5
-    there = np.concatenate(
-        [np.broadcast_to(mask, (GROUP, 6)), np.broadcast_to(seen[0].reshape(len(seen[0]), -1), (GROUP, PAGES * SLOTS))], 1
-    )
-    logits = np.where(there, logits, -np.inf)
+    logits = np.where(np.concatenate([mask[0], slots.reshape(-1)]), logits, -np.inf)
+    logits[:, 6:] += 0 if bias is None else np.repeat(bias[0], SLOTS, axis=1)
     lse = np.log(np.exp(logits).sum(1))
     weights = np.exp(logits - lse[:, None])
-    pages[0][~slots] = np.nan
-    arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages)))
-    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], seen), scale=SIZE**-0.5)
     expected = weights @ np.concatenate([resident[1][0], pages[1].reshape(-1, SIZE)])
+    pages[0][~slots] = np.nan
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages), bias))
+    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], slots), arrays[3], scale=SIZE**-0.5)
     np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(weighed[0], weights[:, 6:].sum(0).reshape(PAGES, SLOTS), rtol=0, atol=tolerances.EXACT)

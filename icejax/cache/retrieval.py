@@ -52,14 +52,14 @@ class Found:
     Attributes:
         page_ids: pages of each KV head.
         counts: tokens of each; 0 where there is no page.
-        seen_by: which query heads see a page; None: all of the KV head's.
+        bias: added to the scaled products of each query head, or of all, with a page's keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
         choice: what followers need to find the same.
     """
 
     page_ids: jax.Array  # i32[B, K, M]
     counts: jax.Array  # i32[B, K, M]
-    seen_by: jax.Array | None = None  # bool[B, K, G, M]
+    bias: jax.Array | None = None  # f32[B, K, G or 1, M]
     rest: Attended | None = None  # f32[B, K, G, H], f32[B, K, G]
     choice: Any = None
 
@@ -73,7 +73,7 @@ def of_query_heads(page_ids: jax.Array, counts: jax.Array) -> Found:
     same = (ids[..., :, None] == ids[..., None, :]) & (held > 0)[..., None, :]
     again = (same & jnp.tri(ids.shape[-1], k=-1, dtype=bool)[None, None]).any(-1)
     found_by = (page_ids[..., None] == ids[:, :, None, None]) & (counts > 0)[..., None]
-    return Found(ids, jnp.where(again, 0, held), seen_by=found_by.any(3))
+    return Found(ids, jnp.where(again, 0, held), bias=jnp.where(found_by.any(3), 0.0, -jnp.inf))
 
 
 class Retrieval(CachePolicy):
@@ -123,11 +123,9 @@ class Retrieval(CachePolicy):
         Returns:
             f32[B, K, G, H] and f32[B, K, G], and f32[B, K, M, p], summed over query heads.
         """
-        mask = pages[2][:, :, None]
-        if found.seen_by is not None:
-            mask = mask & found.seen_by[..., None]
-        keys = tuple(map(joined, (*pages[:2], mask)))
-        attended, weights = attend_whole(joined(heads.by_group()), tuple(map(joined, near)), keys, scale=heads.scale)
+        parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
+        bias = None if found.bias is None else joined(found.bias)
+        attended, weights = attend_whole(*parts, bias, scale=heads.scale)
         if found.rest is not None:
             attended = merge_by_lse(*attended, *map(joined, found.rest))
         shape = pages[2].shape

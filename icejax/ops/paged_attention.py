@@ -13,7 +13,8 @@ from icejax.ops.topk import largest
 def attend_whole(
     q: Float[Array, "R G H"],
     resident: tuple[Float[Array, "R S H"], Float[Array, "R S H"], Bool[Array, "R S"]],
-    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R g M p"]],
+    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R M p"]],
+    bias: Float[Array, "R g M"] | None = None,
     *,
     scale: float,
 ) -> tuple[Attended, Float[Array, "R M p"]]:
@@ -21,19 +22,22 @@ def attend_whole(
 
     Args:
         resident: keys, values and mask of what stays on the device; every row sees one of them.
-        pages: keys, values and mask of the pages fetched, for all heads or for each; values outside of all masks are finite.
+        pages: keys, values and mask of the pages fetched; values outside the mask must be finite.
+        bias: added to the scaled products of each head, or of all, with a page's keys; -inf hides the page.
     """
     rows, _, size = q.shape
     keys, values, mask = resident
     own = masked_scores(q, keys, mask[:, None], scale=scale)
     keys, values_paged = (x.reshape(rows, -1, size) for x in pages[:2])
-    found = masked_scores(q, keys, pages[2].reshape(rows, pages[2].shape[1], -1), scale=scale)
+    found = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scale=scale)
+    if bias is not None:
+        found += jnp.repeat(bias, pages[2].shape[2], axis=-1)
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = (jnp.exp(x - highest[..., None]) for x in (own, found))
     total = own.sum(-1) + found.sum(-1)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
     out += EINSUM("rgs,rsh->rgh", found.astype(values.dtype), values_paged)
-    weights = (found / total[..., None]).sum(1).reshape(rows, *pages[2].shape[2:])
+    weights = (found / total[..., None]).sum(1).reshape(pages[2].shape)
     return Attended(out / total[..., None], jnp.log(total) + highest), weights
 
 
