@@ -52,7 +52,7 @@ class Found:
     Attributes:
         page_ids: pages of each KV head.
         counts: tokens of each; 0 where there is no page.
-        bias: added to the scaled products of each query head, or of all, with a page's keys: -inf hides the page; None: nothing.
+        bias: added to the scaled products of each query head, or of all, with its keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
         choice: what followers need to find the same.
     """
