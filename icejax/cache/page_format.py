@@ -7,6 +7,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
+from icejax.ops.quantize import TINY, dequantize, quantize
+
 SCALE_ROWS = 2  # bytes of a channel's bf16 scale, one below the other behind the tokens
 
 
@@ -29,12 +31,9 @@ def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P row
         return pages
     if bits != np.uint8:
         return lax.bitcast_convert_type(pages, bits)
-    wide = pages.astype(jnp.float32)
-    largest = jnp.maximum(jnp.abs(wide).max(-2, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    scale = (largest / 127).astype(jnp.bfloat16)
-    rounded = jnp.clip(jnp.round(wide / scale.astype(jnp.float32)), -127, 127).astype(jnp.int8)
+    codes, scale = quantize(pages, "int8", axis=-2, scale_dtype="bfloat16", least=TINY / 127)
     scale = jnp.moveaxis(lax.bitcast_convert_type(scale[..., 0, :], jnp.uint8), -1, -2)
-    return jnp.concatenate([lax.bitcast_convert_type(rounded, jnp.uint8), scale], axis=-2)
+    return jnp.concatenate([lax.bitcast_convert_type(codes, jnp.uint8), scale], axis=-2)
 
 
 def decode(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]:
@@ -42,5 +41,5 @@ def decode(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]
     if bits.dtype != jnp.uint8:
         return lax.bitcast_convert_type(bits, dtype)
     scale = lax.bitcast_convert_type(jnp.moveaxis(bits[..., -SCALE_ROWS:, :], -2, -1), jnp.bfloat16)
-    rounded = lax.bitcast_convert_type(bits[..., :-SCALE_ROWS, :], jnp.int8)
-    return (rounded.astype(jnp.float32) * scale.astype(jnp.float32)[..., None, :]).astype(dtype)
+    codes = lax.bitcast_convert_type(bits[..., :-SCALE_ROWS, :], jnp.int8)
+    return dequantize(codes, scale[..., None, :]).astype(dtype)

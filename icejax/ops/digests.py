@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, products
+from icejax.ops.quantize import dequantize, quantize
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
 TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
@@ -35,16 +36,12 @@ class Vectors:
         if str(dtype) not in NARROW:
             largest = float(jnp.finfo(dtype).max)
             return Vectors(jnp.clip(x, -largest, largest).astype(dtype), None)
-        most = float(jnp.iinfo(dtype).max if dtype == "int8" else jnp.finfo(dtype).max)
-        x = jnp.clip(x.astype(jnp.float32), -3e38, 3e38)
-        scale = jnp.maximum(jnp.abs(x).max(-1) / most, jnp.finfo(jnp.float32).tiny)
-        scaled = x / scale[..., None]
-        return Vectors((jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale)
+        codes, scale = quantize(jnp.clip(x.astype(jnp.float32), -3e38, 3e38), dtype, axis=-1)
+        return Vectors(codes, scale[..., 0])
 
     def read(self) -> Float[Array, "... H"]:
         """Returns the vectors in fp32."""
-        wide = self.data.astype(jnp.float32)
-        return wide if self.scale is None else wide * self.scale[..., None]
+        return self.data.astype(jnp.float32) if self.scale is None else dequantize(self.data, self.scale[..., None])
 
 
 @jax.tree_util.register_dataclass
