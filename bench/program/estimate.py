@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from bench.program.compile import Step, nbytes
 from bench.program.targets import Target
 from bench.program.work import Work
+from icejax.cache.clustered import Clustered
+from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.ops.tree import FAN_OUT
 
 LEVELS = ("low", "mid", "high")
@@ -182,23 +184,30 @@ def milliseconds(some: list[Work], rates: Rates, *, concurrent: bool) -> float:
 def floor(target: Target, step: Step) -> dict[str, float]:
     """Returns the least a step can take, in milliseconds: what it must read on the device, and the pages over the bus.
 
-    Weights, the layers that keep every token, the highest digests and those of the nodes that are opened.
+    Weights, the layers that keep all their tokens on the device, and what an index must show; no two query heads find the same
+    page.
     """
     plan, (weights, state, _) = step.plan, step.arguments
     # A table of embeddings that is not the output's too gives one row.
     aside = "embed_tokens" if any("lm_head" in path for path in step.leaves) else None
     device = sum(nbytes(x) for path, x in zip(step.leaves, weights, strict=True) if not aside or aside not in path)
     pages = 0
-    for i, (policy, layer) in enumerate(zip(plan.policies, state.cache.layers, strict=True)):
-        if i not in plan.pooled:
+    for policy, layer in zip(plan.policies, state.cache.layers, strict=True):
+        if not isinstance(policy, Retrieval):
             device += nbytes(layer)
             continue
-        *lower, highest = layer.index
-        fetched = layer.page_ids.shape[-1]
-        opened = max(policy.opened, 2 * -(-fetched // FAN_OUT)) * FAN_OUT
-        device += nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)
+        device += _looked_at(policy, layer)
         page = math.prod(step.arguments[2].shape[4:]) * step.arguments[2].dtype.itemsize
         pages += math.prod(layer.page_ids.shape) * page
     best = RATES[target.name][0]
     found = dict(device_ms=device / (SHARE * target.bandwidth) * 1e3, bus_ms=pages / best.bus / 1e3)
     return {name: round(value, 2) for name, value in found.items()} | dict(ms=round(max(found.values()), 2))
+
+
+def _looked_at(policy: Retrieval, layer: PagedState) -> int:
+    """Returns the bytes of an index that a step must read: of a tree the highest digests and the nodes that are opened."""
+    if not isinstance(policy, Clustered):
+        return nbytes(layer.index)
+    *lower, highest = layer.index
+    opened = max(policy.opened, 2 * -(-layer.page_ids.shape[-1] // FAN_OUT)) * FAN_OUT
+    return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

@@ -57,7 +57,7 @@ def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array
     with jax.named_scope("attend"):
         mask = per_head(jnp.arange(state.k.shape[2])[None, :] <= last[:, None], state.k.shape[1])
         out, lse = attend_with_lse(*map(joined, (heads.by_group(), state.k, state.v, mask)), scale=heads.scale)
-    attended = Attended(out.astype(heads.q.dtype).reshape(heads.q.shape), lse.reshape(heads.q.shape[:3]))
+        attended = Attended(out.astype(heads.q.dtype).reshape(heads.q.shape), lse.reshape(heads.q.shape[:3]))
     return Outcome(state, attended)
 
 
