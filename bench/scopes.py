@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-SCOPES = ("qkv", "rope", "append", "select", "fetch", "attend", "output", "mlp")
+SCOPES = ("qkv", "rope", "append", "select", "fetch", "attend", "evict", "output", "mlp")
 # XLA drops the scope of a product with a weight; the weight's name tells it.
 WEIGHTS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", o_proj="output", gate_proj="mlp", up_proj="mlp", down_proj="mlp")
 _LINE = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", re.MULTILINE)
