@@ -49,10 +49,16 @@ def put_in(levels, keys, values, mask, at):
     return tree.replace(levels, tree.lineage(levels, digest(keys, values, mask), at), at)
 
 
-def check(found: Digests, at: tuple[int, ...], expected) -> None:
-    assert found.count[at] == expected[0]
-    for x, reference in zip((found.outlier, found.mean, found.variance, found.value), expected[1:], strict=True):
-        np.testing.assert_allclose(np.asarray(x.read())[at], reference, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
+def read(found: Digests) -> list[np.ndarray]:
+    """Returns count, outlier, mean, variance and value of all pages."""
+    vectors = (found.outlier, found.mean, found.variance, found.value)
+    return [np.asarray(x) for x in (found.count, *(x.read() for x in vectors))]
+
+
+def check(found: list[np.ndarray], at: tuple[int, ...], expected) -> None:
+    assert found[0][at] == expected[0]
+    for x, reference in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(x[at], reference, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -60,7 +66,7 @@ def test_digest_equals_float64(size):
     rng = np.random.default_rng(2)
     keys, values, mask = pages_of(rng, 20, size, heads=3)
     keys[~mask], values[~mask] = np.nan, np.nan
-    found = jax.tree.map(np.asarray, jitted(digest, keys, values, mask))
+    found = read(jitted(digest, keys, values, mask))
     for at in np.ndindex(1, 3, 20):
         check(found, at, float64(keys[at], values[at], mask[at]))
 
@@ -69,7 +75,7 @@ def test_merging_is_exact():
     keys, values, mask = pages_of(np.random.default_rng(3), 48)
     mask[:, :, :16] = False  # a whole family of empty pages
     pages = jitted(digest, keys, values, mask)
-    found = jax.tree.map(np.asarray, jitted(nodes_of, pages))
+    found = read(jitted(nodes_of, pages))
     for node in range(3):
         part = np.s_[0, 0, 16 * node : 16 * node + 16]
         check(found, (0, 0, node), float64(keys[part], values[part], mask[part]))
@@ -90,7 +96,7 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
         for old, x in zip((keys, values, mask), new, strict=True):
             old[:, :, at : at + count] = x
         levels = jitted(put_in, levels, *new, jnp.int32(at))
-    found = jax.tree.map(np.asarray, levels)
+    found = list(map(read, levels))
     for at in range(600):
         check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
     for node in range(38):

@@ -1,8 +1,8 @@
 """What clustered layers take from one another: partition and pages (`reuse`), and a guess of their queries (`prefetch`)."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from icejax import inference
 from icejax.cache import Clustered, Full
 from icejax.cache.policy import CacheSpec, Heads, Lengths, View
+from icejax.models.decoder import DecoderLayer
 from icejax.ops import tree
 from icejax.ops.attention import Attended
 from icejax.ops.digests import digest
@@ -106,13 +107,15 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
         np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
 
 
-def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found():
-    def run(layer: str, x: str, at: Place):
-        return x + layer, (at.number, x, at.before, at.shared), layer.upper()
+def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found(model):
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        assert layer is model.model.layers[at.number]
+        return x + 1, (at.number, at.before, at.shared), f"found by {at.number}"
 
-    model = SimpleNamespace(model=SimpleNamespace(layers="abc"))
-    kept = [(0, "-", None, None), (1, "-a", "-", "A"), (2, "-ab", "-a", "B")]
-    assert list(walk(model, "-", run)) == list(zip(("-a", "-ab", "-abc"), kept, strict=True))
+    for number, (x, kept) in enumerate(walk(model, jnp.zeros((1, 1, 1)), run)):
+        assert x == number + 1
+        assert kept == (number, number - 1, f"found by {number - 1}") if number else (0, None, None)
+    assert number == LAYERS - 1
 
 
 def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):

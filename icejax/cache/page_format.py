@@ -22,7 +22,7 @@ def page_rows(page_size: int, dtype: str) -> int:
     return page_size + SCALE_ROWS if dtype == "int8" else page_size
 
 
-def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
+def encode(pages: Float[Array, "*P p H"] | UInt[Array, "*P rows H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
     """Returns pages as they stand in a pool of dtype `bits`; those that are bits already as they are.
 
     A pool of bytes holds symmetric int8: a channel's scale is that of its largest number in the page.

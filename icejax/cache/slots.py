@@ -6,7 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 def append(buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "B K S H"]:
@@ -43,7 +43,7 @@ def _singly(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: in
     return buffer
 
 
-def joined(x: jax.Array) -> jax.Array:
+def joined(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "R ..."]:
     """Returns [B, K, ...] as [B K, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
@@ -53,12 +53,12 @@ def per_head(mask: Bool[Array, "B S"], heads: int) -> Bool[Array, "B K S"]:
     return jnp.broadcast_to(mask[:, None, :], (mask.shape[0], heads, mask.shape[1]))
 
 
-def by_head(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
-    """Returns keys or values as a layer makes them in the order of a cache."""
+def by_head(x: Shaped[Array, "B T K H"]) -> Shaped[Array, "B K T H"]:
+    """Returns keys or values as a layer makes them, or a mask of them, in the order of a cache."""
     return x.transpose(0, 2, 1, 3)
 
 
-def take(x: Float[Array, "B K T H"], positions: Int[Array, "b S"], mask: Bool[Array, "b S"]) -> Float[Array, "B K S H"]:
+def take(x: Float[Array, "B K T H"], positions: Int[Array, "#B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B K S H"]:
     """Returns the tokens of `x` at `positions`, zero where `mask` is False."""
     positions, mask = jnp.broadcast_arrays(positions, mask)
     index = jnp.clip(positions, 0, x.shape[2] - 1)[:, None, :, None]
