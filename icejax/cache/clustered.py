@@ -7,13 +7,13 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, View
-from icejax.cache.retrieval import Found, Parts, Retrieval
+from icejax.cache.retrieval import Found, Near, Pages, Retrieval
 from icejax.cache.slots import joined
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
@@ -45,19 +45,19 @@ class DigestTree(PageIndex):
     def empty(self, spec: CacheSpec, pages: int) -> tuple[Digests, ...]:
         return tree.build(empty((spec.batch_size, spec.num_kv_heads, pages), spec.head_dim, self.dtype or spec.dtype))
 
-    def counts(self, index: tuple[Digests, ...]) -> jax.Array:
+    def counts(self, index: tuple[Digests, ...]) -> Int[Array, "B K P"]:
         return index[0].count
 
-    def describe(self, k: jax.Array, v: jax.Array, mask: jax.Array) -> Digests:
+    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Digests:
         return digest(k, v, mask, self.dtype)
 
     def of_prompt(self, index: tuple[Digests, ...], described: Digests) -> tuple[Digests, ...]:
         return tree.build(put(index[0], described, jnp.int32(0)))
 
-    def prepared(self, index: tuple[Digests, ...], described: Digests, first: jax.Array) -> tuple[Digests, ...]:
+    def prepared(self, index: tuple[Digests, ...], described: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
         return tree.lineage(index, described, first)
 
-    def put(self, index: tuple[Digests, ...], prepared: tuple[Digests, ...], first: jax.Array) -> tuple[Digests, ...]:
+    def put(self, index: tuple[Digests, ...], prepared: tuple[Digests, ...], first: Int[Array, ""]) -> tuple[Digests, ...]:
         return tree.replace(index, prepared, first)
 
 
@@ -178,7 +178,7 @@ class Clustered(Retrieval):
             return min(pages, (self.budget - self.window_of.sinks - self.window_of.slots) // self.page_size)
         return min(pages, pages_for(-(-self._most_paged // self.page_size) + 1, self.page_size, self.candidates))
 
-    def order(self, k: jax.Array, valid: jax.Array) -> jax.Array:
+    def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
         return pack(k, valid, page_size=self.page_size)
 
     @property
@@ -204,7 +204,7 @@ class Clustered(Retrieval):
         )
         return Found(found.page_ids, found.counts, rest=Attended(found.tail_out, found.tail_lse), choice=found.path)
 
-    def attend(self, heads: Heads, near: Parts, pages: Parts, found: Found) -> tuple[Attended, jax.Array]:
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
             return super().attend(heads, near, pages, found)
         attended, weights = attend_paged(

@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, Report, View
 from icejax.cache.slots import append_apart, by_head, joined
@@ -34,12 +35,12 @@ class Slots:
     scores: jax.Array  # f32[B, K, S]
 
     @property
-    def there(self) -> jax.Array:
-        """Which slots hold a token, bool[B, K, S]."""
+    def there(self) -> Bool[Array, "B K S"]:
+        """Which slots hold a token."""
         return self.positions != NO_TOKEN
 
-    def at(self, indices: jax.Array) -> Slots:
-        """Returns the slots at `indices` [B, K, S'] of each KV head."""
+    def at(self, indices: Int[Array, "B K S"]) -> Slots:
+        """Returns the slots at `indices` of each KV head."""
 
         def taken(x: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x, indices.reshape(*indices.shape, *(1,) * (x.ndim - 3)), axis=2)
@@ -47,8 +48,8 @@ class Slots:
         return jax.tree.map(taken, self)
 
 
-def grouped(weights: jax.Array, group: Group) -> jax.Array:
-    """Returns what the query heads [B, K, G, S] of a KV head agree on, [B, K, S]."""
+def grouped(weights: Float[Array, "B K G S"], group: Group) -> Float[Array, "B K S"]:
+    """Returns what the query heads of a KV head agree on."""
     return dict(mean=jnp.mean, max=jnp.max, sum=jnp.sum)[group](weights, axis=2)
 
 
@@ -64,21 +65,21 @@ class Eviction(CachePolicy):
         """Returns how many slots there are per KV head."""
 
     @abc.abstractmethod
-    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> jax.Array:
-        """Returns the scores f32[B, K, S] of all tokens after a text, in order of position; empty slots come last.
+    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
+        """Returns the fp32 scores of all tokens after a text, in order of position; empty slots come last.
 
         Args:
             tokens: those kept before, and those of the text, which are the last ones.
             heads, attended: of the text.
         """
 
-    def update(self, tokens: Slots, weights: jax.Array) -> jax.Array:
-        """Returns the scores f32[B, K, S] after a decoded token, whose attention weighed the slots by f32[B, K, G, S]."""
+    def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
+        """Returns the fp32 scores after a decoded token, by what its attention weighed the slots."""
         del weights
         return tokens.scores
 
-    def keys(self, tokens: Slots, view: View) -> jax.Array:
-        """Returns the keys dtype[B, K, S, H] that are attended to."""
+    def keys(self, tokens: Slots, view: View) -> Float[Array, "B K S H"]:
+        """Returns the keys that are attended to."""
         del view
         return tokens.k
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from icejax import memory
 from icejax.cache.backends import BACKENDS, CHOOSING
@@ -25,6 +25,8 @@ from icejax.cache.page_format import bits_dtype, decode, encode
 from icejax.errors import InputError
 
 MISSING = 32  # pages that are fetched at once where others are at hand
+Pool = UInt[Array, "P L B K 2 rows H"]
+Fetched = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p H"]]  # keys and values
 
 
 @jax.tree_util.register_dataclass
@@ -38,14 +40,12 @@ class PoolLayer:
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
 
-    def fetch(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and the values of pages, dtype[B, K, M, p, H] each, on the device."""
+    def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
+        """Returns the keys and the values of pages on the device."""
         table, rows = self._table(page_ids)
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows))
 
-    def fetch_live(
-        self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]
-    ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
+    def fetch_live(self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]) -> tuple[Fetched, Int[Array, " B"]]:
         """Returns `fetch`, and how many pages that are `there` came from the host per row; the others fill the shape.
 
         Of several rows those that have ended get zeros, and cost nothing.
@@ -59,7 +59,7 @@ class PoolLayer:
             return self._chosen(page_ids, there & ~self.ended[:, None, None]), live
         return self._by_row(page_ids), live
 
-    def _by_row(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+    def _by_row(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for rows that have ended."""
         batch = len(page_ids)
         table, rows = self._table(page_ids)
@@ -77,7 +77,7 @@ class PoolLayer:
 
         return lax.cond(self.ended.any(), by_row, lambda: self.fetch(page_ids))
 
-    def _chosen(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+    def _chosen(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for pages that are not wanted, by a backend that reads no others."""
         table, rows = self._table(page_ids)
         pages = BACKENDS[self.backend](table, rows, wanted.reshape(-1))
@@ -87,9 +87,9 @@ class PoolLayer:
         self,
         page_ids: Int[Array, "B K M"],
         there: Bool[Array, "B K M"],
-        held: tuple[jax.Array, jax.Array],
+        held: Fetched,
         held_ids: Int[Array, "B K M"],
-    ) -> tuple[tuple[jax.Array, jax.Array], Int[Array, " B"]]:
+    ) -> tuple[Fetched, Int[Array, " B"]]:
         """Returns the pages that are `there`, taking what it can from pages `held`, and how many came from the host per row.
 
         The place of one that is not, and of several rows those that have ended, get what is at hand, and cost nothing.
@@ -129,7 +129,7 @@ class PoolLayer:
         return self.pages.reshape(-1, 2, height, size), rows
 
 
-def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> jax.Array:
+def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> Pool:
     """Returns an empty pool of `shape` [P, L, B, K, 2, rows, H] for keys and values of `dtype`, or pages of int8.
 
     Args:
@@ -184,27 +184,29 @@ def _write_layer(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax
     return lax.fori_loop(0, len(pages), one, pool.reshape(-1, *pool.shape[2:])).reshape(pool.shape)
 
 
-def write_layer(pool: jax.Array, pages: jax.Array, layer: int, first: jax.Array | int = 0) -> jax.Array:
-    """Returns the pool with one layer's pages dtype[P', B, K, 2, p, H] written from page `first`; donates `pool`."""
+def write_layer(pool: Pool, pages: Float[Array, "M B K 2 p H"], layer: int, first: Int[Array, ""] | int = 0) -> Pool:
+    """Returns the pool with one layer's pages written from page `first`; donates `pool`."""
     # XLA:TPU writes to a part of host memory in one dimension only, so page by page.
     return _write_layer(pool, pages, np.int32(layer), jnp.int32(first), singly=memory.platform() == "tpu")
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_pages(pool: jax.Array, pages: jax.Array, first: jax.Array) -> jax.Array:
-    """Returns the pool with pages of all layers, dtype[P', L, B, K, 2, p, H], written from page `first`; donates `pool`."""
+def write_pages(
+    pool: Pool, pages: Float[Array, "M L B K 2 p H"] | UInt[Array, "M L B K 2 rows H"], first: Int[Array, ""]
+) -> Pool:
+    """Returns the pool with pages of all layers, or their bits, written from page `first`; donates `pool`."""
     return lax.dynamic_update_slice_in_dim(pool, jax.device_put(encode(pages, pool.dtype), memory.HOST), first, axis=0)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
-def read_pages(pool: jax.Array, first: jax.Array, *, count: int, dtype: str) -> jax.Array:
-    """Returns `count` pages of all layers, dtype[count, L, B, K, 2, p, H], on the device."""
+def read_pages(pool: Pool, first: Int[Array, ""], *, count: int, dtype: str) -> Float[Array, "{count} L B K 2 p H"]:
+    """Returns `count` pages of all layers on the device."""
     return decode(read_bits(pool, first, count=count), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def read_bits(pool: jax.Array, first: jax.Array, *, count: int) -> jax.Array:
-    """Returns `count` pages of all layers as they stand in the pool, uint[count, L, B, K, 2, rows, H], on the device."""
+def read_bits(pool: Pool, first: Int[Array, ""], *, count: int) -> UInt[Array, "{count} L B K 2 rows H"]:
+    """Returns `count` pages of all layers as they stand in the pool, on the device."""
     zero = jax.device_put(jnp.int32(0), memory.HOST)
     start = (jax.device_put(first, memory.HOST), *(zero,) * (pool.ndim - 1))
     return jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), memory.DEVICE)

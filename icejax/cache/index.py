@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import CacheSpec
 
@@ -22,19 +23,19 @@ class PageIndex(abc.ABC):
         """Returns the index of so many pages without a token."""
 
     @abc.abstractmethod
-    def counts(self, index: Any) -> jax.Array:
-        """Returns how many tokens every page holds, i32[B, K, P]."""
+    def counts(self, index: Any) -> Int[Array, "B K P"]:
+        """Returns how many tokens every page holds."""
 
     @abc.abstractmethod
-    def describe(self, k: jax.Array, v: jax.Array, mask: jax.Array) -> Any:
-        """Returns what is kept of pages: keys and values [B, K, P, p, H], and which slots hold a token [B, K, P, p]."""
+    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Any:
+        """Returns what is kept of pages, of whose slots `mask` says which hold a token."""
 
-    def prepared(self, index: Any, described: Any, first: jax.Array) -> Any:
+    def prepared(self, index: Any, described: Any, first: Int[Array, ""]) -> Any:
         """Returns what `put` is to write for pages that begin at page `first`."""
         del index, first
         return described
 
-    def put(self, index: Any, prepared: Any, first: jax.Array) -> Any:
+    def put(self, index: Any, prepared: Any, first: Int[Array, ""]) -> Any:
         """Returns the index with new pages from page `first` on."""
         return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), index, prepared)
 
@@ -42,6 +43,6 @@ class PageIndex(abc.ABC):
         """Returns the index of a prompt's pages, from an empty one."""
         return self.with_pages(index, described, jnp.int32(0))
 
-    def with_pages(self, index: Any, described: Any, first: jax.Array) -> Any:
+    def with_pages(self, index: Any, described: Any, first: Int[Array, ""]) -> Any:
         """Returns the index with new pages from page `first` on, in one program."""
         return self.put(index, self.prepared(index, described, first), first)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from icejax.cache.host import PoolLayer
 from icejax.ops.attention import Attended
@@ -79,8 +80,8 @@ class Lengths:
         return cls(jnp.zeros(batch, jnp.int32), jnp.int32(0), jnp.int32(0))
 
     @property
-    def seen(self) -> jax.Array:
-        """Tokens of each row so far: the position of the token that comes next. i32[B]."""
+    def seen(self) -> Int[Array, " B"]:
+        """Tokens of each row so far: the position of the token that comes next."""
         return self.prompt + self.decoded
 
 
@@ -112,8 +113,8 @@ class Heads:
     new: jax.Array  # i32[B]
     scale: float
 
-    def by_group(self) -> jax.Array:
-        """Returns the queries of one decoded token by the KV head they belong to, dtype[B, K, G, H]."""
+    def by_group(self) -> Float[Array, "B K G H"]:
+        """Returns the queries of one decoded token by the KV head they belong to."""
         batch, _, heads, size = self.k.shape
         return self.q.reshape(batch, heads, -1, size)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
@@ -37,10 +38,10 @@ class BoundsIndex(PageIndex):
         nothing = jnp.zeros((*shape, spec.head_dim), spec.dtype)
         return Bounds(nothing, nothing, jnp.zeros(shape, jnp.int32))
 
-    def counts(self, index: Bounds) -> jax.Array:
+    def counts(self, index: Bounds) -> Int[Array, "B K P"]:
         return index.count
 
-    def describe(self, k: jax.Array, v: jax.Array, mask: jax.Array) -> Bounds:
+    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Bounds:
         low, high = (f(jnp.where(mask[..., None], k, end), axis=3) for f, end in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
         filled = mask.any(-1)[..., None]
         return Bounds(jnp.where(filled, low, 0), jnp.where(filled, high, 0), mask.sum(-1, dtype=jnp.int32))

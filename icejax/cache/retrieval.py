@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
@@ -19,7 +20,9 @@ from icejax.ops.paged_attention import attend_whole
 
 NO_PAGE = np.int32(-1)
 STREAMED = 128  # pages that new tokens attend to at once
-Parts = tuple[jax.Array, jax.Array, jax.Array]  # keys, values and which of them are tokens
+# Keys, values and which of them are tokens: of sinks and window, and of the pages found.
+Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Bool[Array, "B K S"]]
+Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p H"], Bool[Array, "B K M p"]]
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +67,8 @@ class Found:
     choice: Any = None
 
 
-def of_query_heads(page_ids: jax.Array, counts: jax.Array) -> Found:
-    """Returns the pages [B, K, G, M] that each query head found for itself, with how many tokens they hold, as the KV head's.
+def of_query_heads(page_ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"]) -> Found:
+    """Returns the pages that each query head found for itself, with how many tokens they hold, as the KV head's.
 
     A page that several found counts once, and each head sees its own.
     """
@@ -108,20 +111,15 @@ class Retrieval(CachePolicy):
     def find(self, heads: Heads, index: Any, view: View) -> Found:
         """Returns the pages that the queries of a decoded token need, without looking at the pool."""
 
-    def order(self, k: jax.Array, valid: jax.Array) -> jax.Array | None:
-        """Returns in which order [B, K, T'] tokens [B, K, T, H] come into pages, whole pages of them; None: as they are."""
+    def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K S"] | None:
+        """Returns in which order tokens come into pages, whole pages of them; None: as they are."""
         del k, valid
         return None
 
-    def attend(self, heads: Heads, near: Parts, pages: Parts, found: Found) -> tuple[Attended, jax.Array]:
-        """Returns what the queries attend to and what the tokens of the pages weighed: here all that was found.
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
+        """Returns what the queries attend to, f32[B, K, G, H] and f32[B, K, G], and what the tokens of the pages weighed.
 
-        Args:
-            near: [B, K, S, H] twice and bool[B, K, S], of sinks and window; every row has one.
-            pages: [B, K, M, p, H] twice and bool[B, K, M, p].
-
-        Returns:
-            f32[B, K, G, H] and f32[B, K, G], and f32[B, K, M, p], summed over query heads.
+        That is summed over query heads. Here all that was found is attended to. Every row has a token in sinks and window.
         """
         parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
         bias = None if found.bias is None else joined(found.bias)
@@ -234,9 +232,9 @@ class Retrieval(CachePolicy):
         return Attended(*jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found))
 
     def _packed(
-        self, k: jax.Array, v: jax.Array, valid: jax.Array, shared: Shared | None
-    ) -> tuple[jax.Array, Any, Shared | None]:
-        """Packs tokens [B, K, T, H], of which `valid` [B, T] says which there are, into pages dtype[P, B, K, 2, p, H].
+        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], valid: Bool[Array, "B T"], shared: Shared | None
+    ) -> tuple[Float[Array, "P B K 2 p H"], Any, Shared | None]:
+        """Packs tokens, of which `valid` says which there are, into pages.
 
         Returns them, what the index keeps of them, and their order, which a follower takes from the layers before it.
         """
@@ -254,8 +252,8 @@ class Retrieval(CachePolicy):
         pages = jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
         return pages, self.index.describe(k, v, mask), shared
 
-    def flush(self, state: PagedState, lengths: Lengths) -> tuple[jax.Array, Any]:
-        """Returns the window page `dtype[B, K, 2, p, H]` that is to leave, and what `flushed` needs to know: arrays.
+    def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K 2 p H"], Any]:
+        """Returns the window page that is to leave, and what `flushed` needs to know: arrays.
 
         Called between steps whenever `page_size` tokens have been decoded.
         """
@@ -271,8 +269,8 @@ class Retrieval(CachePolicy):
         window = self.window_of.without_oldest(state.window)
         return replace(state, window=window, index=self.index.put(state.index, prepared, lengths.pages))
 
-    def compact(self, state: PagedState, pages: jax.Array, view: View) -> Outcome:
-        """Packs the newest `pages` dtype[P', B, K, 2, p, H] of the pool anew, and returns them.
+    def compact(self, state: PagedState, pages: Float[Array, "P B K 2 p H"], view: View) -> Outcome:
+        """Packs the newest `pages` of the pool anew, and returns them.
 
         Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
         """

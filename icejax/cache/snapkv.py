@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Group, Slots, grouped
 from icejax.cache.policy import CacheSpec, Heads, View
@@ -54,7 +55,7 @@ class SnapKV(Eviction):
     def num_slots(self, spec: CacheSpec) -> int:
         return min(self.budget + spec.new_capacity, spec.capacity)
 
-    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> jax.Array:
+    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         number = heads.new[:, None] - self.window + jnp.arange(self.window)[None]
         q, lse = (
             jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)

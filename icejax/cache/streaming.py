@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import CacheSpec, Heads, View
@@ -46,16 +46,16 @@ class Streaming(Eviction):
     def num_slots(self, spec: CacheSpec) -> int:
         return min(self.budget, spec.capacity)
 
-    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> jax.Array:
+    def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         return self._newest(tokens)
 
-    def update(self, tokens: Slots, weights: jax.Array) -> jax.Array:
+    def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         return self._newest(tokens)
 
-    def _newest(self, tokens: Slots) -> jax.Array:
+    def _newest(self, tokens: Slots) -> Float[Array, "B K S"]:
         return jnp.where(tokens.positions < self.sinks, jnp.inf, tokens.positions.astype(jnp.float32))
 
-    def keys(self, tokens: Slots, view: View) -> jax.Array:
+    def keys(self, tokens: Slots, view: View) -> Float[Array, "B K S H"]:
         """Returns the keys with the sinks turned to where the newest tokens begin: only the distance to a query counts."""
         if not self.reassign or not self.sinks:
             return tokens.k

@@ -17,9 +17,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import CacheSpec, Heads, Lengths
 from icejax.cache.slots import by_head, per_head, take
+
+# Keys, values and which of them are tokens, on their way to pages.
+Tokens = tuple[Float[Array, "B K T H"], Float[Array, "B K T H"], Bool[Array, "B T"]]
 
 
 @jax.tree_util.register_dataclass
@@ -64,22 +68,26 @@ class Window:
         sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.sinks, self.slots))
         return WindowState(jnp.zeros(spec.batch_size, jnp.int32), sinks, sinks, window, window)
 
-    def start(self, lengths: Lengths) -> jax.Array:
-        """Position of the window's first slot, i32[B, 1]; below the sinks' end for short prompts."""
+    def start(self, lengths: Lengths) -> Int[Array, "B 1"]:
+        """Position of the window's first slot; below the sinks' end for short prompts."""
         left = lengths.decoded // self.page_size * self.page_size
         return lengths.prompt[:, None] - self.fill + left
 
-    def positions(self, lengths: Lengths) -> jax.Array:
-        """Position of every slot of the window, i32[B, slots]."""
+    def positions(self, lengths: Lengths) -> Int[Array, "B {self.slots}"]:
+        """Position of every slot of the window."""
         return self.start(lengths) + jnp.arange(self.slots)[None, :]
 
-    def masks(self, state: WindowState, lengths: Lengths, *, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns which slots of the sinks and of the window hold a token, bool[B, S], when `seen` [B] tokens have come."""
+    def masks(
+        self, state: WindowState, lengths: Lengths, *, seen: Int[Array, " B"]
+    ) -> tuple[Bool[Array, "B {self.sinks}"], Bool[Array, "B {self.slots}"]]:
+        """Returns which slots of the sinks and of the window hold a token when `seen` tokens have come."""
         recent, sinks = self.positions(lengths), state.num_sinks[:, None]
         return jnp.arange(self.sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
 
-    def after_prompt(self, k: jax.Array, v: jax.Array, lengths: Lengths) -> tuple[WindowState, tuple[jax.Array, ...]]:
-        """Returns sinks and window of prompts [B, K, T, H], and what lies between, with which tokens are there, [B, T]."""
+    def after_prompt(
+        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], lengths: Lengths
+    ) -> tuple[WindowState, Tokens]:
+        """Returns sinks and window of prompts, and what lies between."""
         prompt = lengths.prompt[:, None]
         sinks, num_sinks = jnp.arange(self.sinks)[None, :], jnp.minimum(self.sinks, prompt)
         sinks_k, sinks_v = (take(x, sinks, sinks < prompt) for x in (k, v))
@@ -101,8 +109,8 @@ class Window:
         )
         return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
 
-    def extended(self, state: WindowState, heads: Heads, lengths: Lengths) -> tuple[WindowState, tuple[jax.Array, ...]]:
-        """Returns the window after more text, and the tokens that leave it: keys and values [B, K, T, H], and which are there.
+    def extended(self, state: WindowState, heads: Heads, lengths: Lengths) -> tuple[WindowState, Tokens]:
+        """Returns the window after more text, and the tokens that leave it.
 
         The window and the new tokens stand behind one another, by position: the newest stay.
         """
@@ -122,8 +130,10 @@ class Window:
         valid = leaving < self.start(after)
         return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, window_k, window_v), (*at(leaving, valid), valid)
 
-    def oldest(self, state: WindowState, lengths: Lengths) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns keys and values [B, K, p, H] of the page that leaves a full window, and which slots hold a token, [B, K, p].
+    def oldest(
+        self, state: WindowState, lengths: Lengths
+    ) -> tuple[Float[Array, "B K p H"], Float[Array, "B K p H"], Bool[Array, "B K p"]]:
+        """Returns keys and values of the page that leaves a full window, and which slots hold a token.
 
         Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
         """

@@ -1,5 +1,5 @@
 """Arrays in, arrays out; knows no icejax state.
 
-Axis letters: B batch, T queries, S keys, N query heads, K KV heads, G = N / K, H head_dim, D hidden, P pages,
-p slots of a page, M selected pages.
+Axis letters: B batch, T queries, S keys, N query heads, K KV heads, G = N / K, H head_dim, D hidden, V vocabulary, P pages,
+p slots of a page, M selected pages, L layers, R = B K in one axis. In a mask g is G, or 1 if it is of all query heads.
 """

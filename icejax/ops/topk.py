@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 def best(
     worth: Float[Array, "*R n"], wanted: int, *others: Int[Array, "*R n"]
-) -> tuple[Int[Array, "*R wanted"], Bool[Array, "*R n"], tuple[Int[Array, "*R wanted"], ...]]:
+) -> tuple[Int[Array, "*R {wanted}"], Bool[Array, "*R n"], tuple[Int[Array, "*R {wanted}"], ...]]:
     """Returns the indices of the `wanted` largest values, largest first, which values they are, and `others` at the indices."""
     by_sorting, by_counting = (functools.partial(form, wanted=wanted) for form in (_best_sorted, _best_counted))
     return lax.platform_dependent(worth, *others, cpu=by_sorting, default=by_counting)
@@ -28,7 +28,7 @@ def largest(worth: Float[Array, "R n"], room: Int[Array, " R"], *, most: int) ->
     )
 
 
-def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R n"]:
+def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R {size}"]:
     """Returns which of `size` values the indices name."""
     values = jnp.arange(size, dtype=jnp.int32).reshape(*(1,) * (indices.ndim - 1), size, 1)
     return (values == indices[..., None, :]).any(-1)

@@ -147,7 +147,9 @@ def walk(
     return Selection(page_ids, counts, *tail_of(rest), tuple(found))
 
 
-def tail_of(rest: list[tuple[jax.Array, Vectors]]) -> tuple[jax.Array, jax.Array]:
+def tail_of(
+    rest: list[tuple[Float[Array, "B K G _"], Vectors]],
+) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
     """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
     highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
