@@ -28,6 +28,10 @@ import jax
 import psutil
 import pytest
 
+from tests import shapes
+
+shapes.install()  # before anything of icejax is imported
+
 import icejax
 from icejax import inference
 

@@ -1,0 +1,52 @@
+"""The suite checks the shapes that functions of icejax say they take and return; in use nothing does."""
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import typing
+
+import jax.numpy as jnp
+import pytest
+from jaxtyping import TypeCheckError
+
+import icejax
+from icejax.cache import encoding
+from icejax.ops.attention import merge_by_lse
+from icejax.ops.topk import chosen
+
+
+def test_a_wrong_shape_is_told():
+    lse = jnp.zeros(2)
+    with pytest.raises(TypeCheckError, match="parameters of icejax.ops.attention.merge_by_lse.*\n.*parameter 'other_lse'"):
+        merge_by_lse(lse[:, None], lse, lse[:, None], jnp.zeros(3))
+
+
+def test_a_wrong_dtype_is_told():
+    with pytest.raises(TypeCheckError, match="parameter 'indices'"):
+        chosen(jnp.zeros((2, 4)), 8)
+
+
+def test_a_wrong_result_is_told():
+    with pytest.raises(TypeCheckError, match="return value of icejax.cache.encoding.decode"):
+        encoding.decode(jnp.zeros((3, 4, 8), jnp.uint32), "int32")
+
+
+def test_every_annotation_can_be_read():
+    """One that cannot, of a name that is not there or no shape, would be passed over in silence."""
+    read = 0
+    for name in (module.name for module in pkgutil.walk_packages(icejax.__path__, "icejax.") if "__main__" not in module.name):
+        module = importlib.import_module(name)
+        owners = (module, *(x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == name))
+        for function in (inspect.unwrap(getattr(x, "fget", x)) for owner in owners for x in vars(owner).values()):
+            if inspect.isfunction(function) and function.__module__ == name:
+                typing.get_type_hints(function)
+                read += 1
+    assert read > 500
+
+
+def test_nothing_is_checked_in_use():
+    code = "import numpy as np; from icejax.ops.topk import chosen; print(chosen(np.zeros((2, 4)), 8).shape)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "(2, 8)\n"
