@@ -34,7 +34,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         context = (context - beside) // policy.page_size * policy.page_size + beside
     rows = plan.spec.batch_size
     prompts = np.random.default_rng(seed).integers(0, model.config.vocab_size, (rows, base)).tolist()
-    short = make_plan(model, policy, plan.sampling, batch_size=rows, prompt_tokens=base, new_tokens=16)
+    short = make_plan(model, policy, batch_size=rows, prompt_tokens=base, new_tokens=16)
     state, _, pool = prefill(model, prompts, short)
     big = host.allocate(plan.pool_shape, plan.pool_dtype) if plan.pooled else None
     layers = list(state.cache.layers)

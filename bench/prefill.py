@@ -26,7 +26,6 @@ from icejax.errors import InputError
 from icejax.inference import prefill
 from icejax.ops.attention import Attended, causal_with_lse
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 
 POLICIES = ("full", "clustered", "transformers")
 
@@ -41,7 +40,7 @@ def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: in
     if blocks:
         walk.causal = _in_blocks  # of this process, which runs one row
     model = shapes.model(shape, dtype=dtype, layers=layers)
-    plan = make_plan(model, make_policy(policy, {}), Sampling(), batch_size=1, prompt_tokens=length, new_tokens=256)
+    plan = make_plan(model, make_policy(policy, {}), batch_size=1, prompt_tokens=length, new_tokens=256)
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()
 
     def run() -> None:

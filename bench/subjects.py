@@ -22,7 +22,6 @@ from icejax.inference import Decoding, prefill
 from icejax.models import CausalLM
 from icejax.ops.attention import Attended
 from icejax.plan import make_plan, reports
-from icejax.sampling import Sampling
 
 MORE = 17  # tokens beside those that are timed: the first step, and a page of 16 that leaves the window
 
@@ -46,7 +45,7 @@ class Icejax:
     def __init__(
         self, model: CausalLM, policy: icejax.CachePolicy, *, context: int, batch: int, steps: int, filled: bool
     ) -> None:
-        self._plan = make_plan(model, policy, Sampling(), batch_size=batch, prompt_tokens=context, new_tokens=steps + MORE)
+        self._plan = make_plan(model, policy, batch_size=batch, prompt_tokens=context, new_tokens=steps + MORE)
         started, self.ttft_s = time.perf_counter(), None
         if filled:
             self._state, self._pool = fill(model, self._plan, policy, context=context)

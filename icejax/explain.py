@@ -20,7 +20,6 @@ from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import Attended
 from icejax.plan import Plan, make_plan
-from icejax.sampling import Sampling
 from icejax.walk import Place, exact, walk
 
 BINS = 480  # columns of the picture
@@ -44,7 +43,7 @@ class Explanation:
         Raises:
             InputError: the cache keeps all tokens on the device, so that there is nothing to explain.
         """
-        plan = make_plan(model, cache, Sampling(), batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
+        plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
         if not plan.pooled:
             raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
         self._positions = _positions(model, prompt, plan)

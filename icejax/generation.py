@@ -14,7 +14,6 @@ from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.compiling import Mark
-from icejax.errors import InputError, quoted
 from icejax.inference import DecodeState, Decoding, prefill
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
@@ -22,7 +21,7 @@ from icejax.plan import make_plan
 from icejax.prompts import check_context, encode
 from icejax.request import Prompt, Request, requests
 from icejax.response import GenerationResponse, join
-from icejax.sampling import Sampling
+from icejax.sampling import Sampling, checked
 from icejax.streaming import Row, Run, check, still, stream
 from icejax.tokenizer import load_tokenizer
 
@@ -67,7 +66,7 @@ def stream_generate(
         prompts: one or several, run as one batch; they may differ in length. Each is text, token ids, or a `Request` that has
             wishes of its own.
         cache: the cache policy; None: `Clustered()`.
-        sampling: None: greedy.
+        sampling: of the prompts that have none of their own; None: greedy.
         stop: a string, or several, that end a text and are not part of it.
         seed: of the draws; by their index equal prompts draw apart.
         special_tokens: whether the tokenizer adds its own (False for text that has them, as from `chat`).
@@ -81,15 +80,14 @@ def stream_generate(
         InputError: a prompt is empty or too long, an option is out of range, or the host has too little memory; before
             anything runs. Or the logits are not finite, as soon as they are; the message says where it began.
     """
-    cache, sampling = Clustered() if cache is None else cache, sampling or Sampling()
+    cache, sampling = Clustered() if cache is None else cache, checked(sampling)
     if not isinstance(cache, CachePolicy):
         raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
-    if not isinstance(sampling, Sampling):
-        raise InputError(f"sampling must be an icejax.Sampling(...), got {quoted(sampling)}")
     memory.check_limit(host_memory_limit)
     asked = [
         replace(
             each,
+            sampling=_first(each.sampling, sampling),
             max_new_tokens=_first(each.max_new_tokens, max_new_tokens),
             stop=check(_first(each.stop, stop), _first(each.max_new_tokens, max_new_tokens), _first(each.seed, seed)),
             special_tokens=_first(each.special_tokens, special_tokens),
@@ -100,9 +98,12 @@ def stream_generate(
     ids = encode(model, tokenizer, asked, context_length=context_length)
     limits = [min(each.max_new_tokens, context_length - len(row)) for each, row in zip(asked, ids, strict=True)]
     started = Mark.now()
-    plan = make_plan(model, cache, sampling, batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
+    own = [each.sampling for each in asked]
+    sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
+    plan = make_plan(model, cache, sampling=own, **sizes)
     draws = [(seed, each.index) if each.seed is None else (each.seed, 0) for each in asked]
-    begun = prefill(model, ids, plan, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
+    options = dict(sampling=own, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
+    begun = prefill(model, ids, plan, **options)
     run = Run(Decoding(model, plan), *begun, watch)
     eos = model.config.eos_token_ids
     rows = [

@@ -22,7 +22,7 @@ from icejax.cache.policy import CachePolicy, CacheSpec, Heads, KVCache, Lengths,
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention import Attended
 from icejax.plan import Plan
-from icejax.sampling import folded, row_keys
+from icejax.sampling import Sampling, Samplings, choose, folded, row_keys, row_options
 from icejax.walk import Place, exact, walk
 
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
@@ -38,14 +38,16 @@ class DecodeState:
         last_tokens: the newest token of every row, not yet in the cache.
         done: rows that have ended; they go on with their last token, which is not to be read.
         key: every row's own random key.
-        seen: which tokens the text holds; None unless the sampling asks for it.
+        sampling: how each row chooses its tokens; None where all take the most likely one as it is.
+        seen: which tokens the text holds; None unless a row has a repetition penalty.
     """
 
     cache: KVCache
     last_tokens: jax.Array  # i32[B]
     done: jax.Array  # bool[B]
     key: jax.Array  # key[B]
-    seen: jax.Array | None  # bool[B, V]
+    sampling: Samplings | None = None
+    seen: jax.Array | None = None  # bool[B, V]
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +70,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     plan: Plan,
     *,
+    sampling: Sequence[Sampling] = (),
     draws: Sequence[tuple[int, int]] | None = None,
     progress: Callable[[int], None] | None = None,
     host_memory_limit: int | None = None,
@@ -76,6 +79,7 @@ def prefill(
 
     Args:
         prompts: token ids, one list per row.
+        sampling: how every row samples, as the plan was made for; without it all are greedy.
         draws: seed and index of every row's random key, so that a prompt draws alike in whatever batch it stands; None: 0
             and the row's place.
         progress: called with the number of layers done.
@@ -109,14 +113,8 @@ def prefill(
             progress(i + 1)
     logits = _last_logits(model, x, prompt_lengths)
     cache = KVCache(tuple(states), Lengths(prompt_lengths, jnp.int32(0), jnp.int32(written)))
-    seen = None
-    if plan.sampling.needs_seen:
-        seen = np.zeros((len(prompts), model.config.vocab_size), bool)
-        for row, prompt in zip(seen, prompts, strict=True):
-            row[np.asarray(prompt)] = True
-        seen = jnp.asarray(seen)
     none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
-    state = DecodeState(cache, none, none > 0, keys, seen)
+    state = DecodeState(cache, none, none > 0, keys, *row_options(sampling, prompts, model.config.vocab_size))
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
@@ -153,8 +151,8 @@ def extend(
     logits = _last_logits(model, x, new)
     lengths = Lengths(lengths.seen + new, jnp.int32(0), lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
-    key, done = folded(state.key, lengths.prompt[0]), jnp.zeros_like(state.done)
-    state = DecodeState(KVCache(tuple(states), lengths), state.last_tokens, done, key, seen)
+    cache, key = KVCache(tuple(states), lengths), folded(state.key, lengths.prompt[0])
+    state = dataclasses.replace(state, cache=cache, done=jnp.zeros_like(state.done), key=key, seen=seen)
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
 
@@ -206,7 +204,8 @@ def _first_token(logits: jax.Array, state: DecodeState, *, plan: Plan) -> Decode
 
 def _choose(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
-    tokens = plan.sampling.choose(logits, keys=folded(state.key, state.cache.lengths.decoded), seen=state.seen)
+    keys = folded(state.key, state.cache.lengths.decoded)
+    tokens = choose(logits, state.sampling, keys=keys, seen=state.seen, samples=plan.samples)
     # As an index it would be that of the last token; the caller is to stop before anything comes of it.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
     tokens = jnp.where(state.done, state.last_tokens, tokens)

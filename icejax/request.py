@@ -8,6 +8,7 @@ from numbers import Integral
 
 from icejax.errors import InputError, quoted
 from icejax.ranges import whole
+from icejax.sampling import Sampling, checked
 
 Prompt = str | Sequence[int]
 
@@ -18,16 +19,18 @@ class Request:
 
     Attributes:
         prompt: text, or token ids.
+        sampling: how its tokens are chosen; the rows of a batch may differ.
         max_new_tokens, stop: where the answer ends.
         seed: of its own draws, which then are the same wherever the prompt stands.
         special_tokens: whether the tokenizer adds its own to the text.
         index: which prompt of a run this is, by which equal prompts draw apart; None: its place in the call.
 
     Raises:
-        InputError: the index or `special_tokens` is out of range.
+        InputError: the index or `special_tokens` is out of range, or `sampling` is something else.
     """
 
     prompt: Prompt
+    sampling: Sampling | None = None
     max_new_tokens: int | None = None
     stop: str | Sequence[str] | None = None
     seed: int | None = None
@@ -35,6 +38,7 @@ class Request:
     index: int | None = None
 
     def __post_init__(self) -> None:
+        checked(self.sampling)
         if self.index is not None:
             whole("index", self.index, least=0, most=2**32 - 1)
         if self.special_tokens not in (None, True, False):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from icejax.errors import InputError, quoted
 from icejax.ranges import number, whole
+
+BITS = 2  # of the 32 of a threshold that are found in one pass over the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling options, applied in Hugging Face's order: penalty, temperature, top-k, top-p, min-p.
+    """Sampling options of a row, applied in Hugging Face's order: penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the fewest most likely tokens whose probabilities reach p (arXiv 1904.09751).
+        top_k: keep the k most likely tokens, and those as likely as the last of them; 0 keeps all.
+        top_p: keep the fewest most likely tokens whose probabilities reach p (arXiv 1904.09751), and those as likely as the
+            last of them.
         min_p: keep tokens of at least this share of the best one's probability (arXiv 2407.01082).
         repetition_penalty: logits of tokens already in the text are divided (positive) or multiplied by it
             (arXiv 1909.05858).
@@ -45,37 +49,138 @@ class Sampling:
             number("temperature above 0", self.temperature, least=1e-6, most=1e6)  # logits are divided by it
 
     @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn: a greedy row takes the most likely one."""
+        return self.temperature > 0
+
+    @property
     def needs_seen(self) -> bool:
         """Whether `choose` must be told which tokens the text holds."""
         return self.repetition_penalty != 1.0
 
-    def choose(
-        self, logits: Float[Array, "B V"], *, keys: Key[Array, " B"], seen: Bool[Array, "B V"] | None
-    ) -> Int[Array, " B"]:
-        """Returns one token per row; each draws from its own key, so equal keys give equal texts."""
-        if self.needs_seen:
-            penalised = jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-            logits = jnp.where(seen, penalised, logits)
-        if self.temperature == 0:
-            return logits.argmax(-1).astype(jnp.int32)
-        logits, tokens = self._candidates(logits / self.temperature)
-        drawn = jax.vmap(jax.random.categorical)(keys, logits)
-        return jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
-    def _candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the logits left and their tokens; -inf for what is cut away."""
-        vocabulary = logits.shape[-1]
-        if self.top_k == 0 and self.top_p == 1.0:
-            tokens = jnp.broadcast_to(jnp.arange(vocabulary)[None, :], logits.shape)
-        else:
-            logits, tokens = lax.top_k(logits, min(self.top_k or vocabulary, vocabulary))
-        if self.top_p < 1.0:
-            before = jnp.cumsum(jax.nn.softmax(logits, axis=-1), axis=-1) - jax.nn.softmax(logits, axis=-1)
-            logits = jnp.where(before < self.top_p, logits, -jnp.inf)
-        if self.min_p > 0.0:
-            share = jax.nn.softmax(logits, axis=-1)
-            logits = jnp.where(share >= self.min_p * share.max(-1, keepdims=True), logits, -jnp.inf)
-        return logits, tokens
+def checked(sampling: Sampling | None) -> Sampling:
+    """Returns the options, greedy ones for None; InputError for anything else."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InputError(f"sampling must be an icejax.Sampling(...), got {quoted(sampling)}")
+    return sampling or Sampling()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Samplings:
+    """A value per row of each option of `Sampling`: arrays, so that no program is compiled for a value."""
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> Samplings:
+        """Returns the options of rows, f32[B] each, but for `top_k` i32[B]."""
+        values = {field.name: [getattr(row, field.name) for row in rows] for field in fields(cls)}
+        return cls(**{name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()})
+
+
+def row_options(
+    rows: Sequence[Sampling], texts: Sequence[Sequence[int]], vocabulary: int
+) -> tuple[Samplings | None, Bool[Array, "B V"] | None]:
+    """Returns the options of rows and which tokens their texts hold; None for what no row needs."""
+    seen = None
+    if any(row.needs_seen for row in rows):
+        seen = np.zeros((len(rows), vocabulary), bool)
+        for row, text in zip(seen, texts, strict=True):
+            row[np.asarray(text)] = True
+        seen = jnp.asarray(seen)
+    return Samplings.of(rows) if seen is not None or any(row.samples for row in rows) else None, seen
+
+
+def choose(
+    logits: Float[Array, "B V"],
+    rows: Samplings | None,
+    *,
+    keys: Key[Array, " B"],
+    seen: Bool[Array, "B V"] | None,
+    samples: bool,
+) -> Int[Array, " B"]:
+    """Returns one token i32[B] per row; each draws from its own key, so equal keys give equal texts.
+
+    Args:
+        rows: None where all are greedy and none has a penalty.
+        seen: which tokens the texts hold; None where no row has a penalty.
+        samples: whether any row draws. Those of temperature 0 take the most likely token all the same.
+    """
+    if seen is not None:
+        logits = penalised(logits, seen, rows.repetition_penalty)
+    best = logits.argmax(-1).astype(jnp.int32)
+    if not samples:
+        return best
+    drawn = jax.vmap(jax.random.categorical)(keys, candidates(logits, rows)).astype(jnp.int32)
+    return jnp.where(rows.temperature > 0, drawn, best)
+
+
+def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]) -> Float[Array, "B V"]:
+    """Returns the logits f32[B, V], those of tokens that the texts hold with the repetition penalty."""
+    penalty = penalty[:, None]
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def candidates(logits: Float[Array, "B V"], rows: Samplings) -> Float[Array, "B V"]:
+    """Returns the logits f32[B, V] less the largest, over the temperature; -inf for what top-k, top-p and min-p cut away.
+
+    Nothing is sorted: over a vocabulary that takes an accelerator longer than to count a few dozen times.
+    """
+    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+    scaled, order = (logits - logits.max(-1, keepdims=True)) / temperature, ordered(logits)
+    kept = order >= kth_largest(order, rows.top_k)[:, None]
+    weights = jnp.where(kept, jnp.exp(scaled), 0)
+    kept &= order >= nucleus(order, weights, rows.top_p)[:, None]
+    kept &= weights >= rows.min_p[:, None]
+    kept |= order == order.max(-1, keepdims=True)  # whatever is rounded: the weight of the best may not be 1 to the bit
+    return jnp.where(kept, scaled, -jnp.inf)
+
+
+def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Returns whole numbers u32 in the order of fp32 numbers; the two zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x).astype(jnp.float32), jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def kth_largest(order: UInt32[Array, "B V"], k: Int[Array, " B"]) -> UInt32[Array, " B"]:
+    """Returns the k-th largest number u32[B] of each row, the smallest where k is 0 or more than there are.
+
+    What is not below it are k numbers, and more where several equal it.
+    """
+    vocabulary = order.shape[-1]
+    k = jnp.where(k > 0, jnp.minimum(k, vocabulary), vocabulary)
+    return largest(lambda least: (order[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= k[:, None], len(k))
+
+
+def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[Array, " B"]) -> UInt32[Array, " B"]:
+    """Returns the number u32[B] from which on the weights of a row, which grow with the numbers, reach the share p of all.
+
+    What is not below it are the fewest that do, and those equal to the least of them; all where p is 1.
+    """
+    share = p * weights.sum(-1)
+
+    def reach(least: UInt32[Array, "B N"]) -> Bool[Array, "B N"]:
+        return jnp.where(order[:, None] >= least[:, :, None], weights[:, None], 0).sum(-1) >= share[:, None]
+
+    return jnp.where(p < 1, largest(reach, len(p)), 0)
+
+
+def largest(holds: Callable[[UInt32[Array, "B N"]], Bool[Array, "B N"]], rows: int) -> UInt32[Array, " B"]:
+    """Returns the largest numbers u32[B] that `holds` is true of, which is true up to some number; 0 where of none.
+
+    By bisection, `BITS` at a time. The passes are written out: at a loop XLA:GPU would end the CUDA graph of a step.
+    """
+    found = jnp.zeros(rows, jnp.uint32)
+    for shift in range(32 - BITS, -1, -BITS):
+        more = jnp.arange(1, 2**BITS, dtype=jnp.uint32) << shift
+        found += holds(found[:, None] + more[None]).sum(-1, dtype=jnp.uint32) << shift
+    return found
 
 
 def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from icejax import memory, saved
 from icejax.cache import Clustered, name_of
@@ -29,7 +28,7 @@ from icejax.plan import SHORTEST, Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
-from icejax.sampling import Sampling, row_keys
+from icejax.sampling import Sampling, checked, row_keys, row_options
 from icejax.streaming import Row, Run, check, still, stream
 
 LOG = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ class Session:
         logprobs: int | None = None, progress: Callable[[int], None] | None = None, kept_in: Claim | None = None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
-        stop, logprobs = check(stop, max_new_tokens, seed), check_logprobs(logprobs)
+        stop, logprobs, sampling = check(stop, max_new_tokens, seed), check_logprobs(logprobs), checked(sampling)
         room = self.context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
@@ -175,7 +174,7 @@ class Session:
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new), sampling)
-            options = dict(draws=[(seed, 0)], progress=progress, host_memory_limit=self._limit)
+            options = dict(sampling=[sampling], draws=[(seed, 0)], progress=progress, host_memory_limit=self._limit)
             begun = prefill(self._model, [new], self._plan, **options)
             self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
@@ -198,31 +197,26 @@ class Session:
         """Tokens in the cache."""
         return 0 if self._run is None else int(self._run.state.cache.lengths.seen[0])
 
-    def _plan_for(self, tokens: int, sampling: Sampling | None) -> Plan:
+    def _plan_for(self, tokens: int, *sampling: Sampling) -> Plan:
         """Returns the plan of a session whose first text has so many tokens."""
         # Later texts come padded, and each begins a page anew: half as much again is kept free.
         new_tokens = max(0, self.context_length - tokens) * 3 // 2 + 2 * SHORTEST
-        sampling = sampling or Sampling()
-        return make_plan(self._model, self._cache, sampling, batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
+        sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
+        return make_plan(self._model, self._cache, sampling=sampling, **sizes)
 
-    def _extend(
-        self, tokens: Sequence[int], sampling: Sampling | None, seed: int, progress: Callable[[int], None] | None
-    ) -> None:
-        run, plan = self._run, dataclasses.replace(self._plan, sampling=sampling or Sampling())
+    def _extend(self, tokens: Sequence[int], sampling: Sampling, seed: int, progress: Callable[[int], None] | None) -> None:
+        run, plan = self._run, dataclasses.replace(self._plan, samples=sampling.samples)
         if not plan.room_for(len(tokens), pages=int(run.state.cache.lengths.pages)):
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-        state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), seen=None)
-        if plan.sampling.needs_seen:
-            seen = np.zeros((1, self._model.config.vocab_size), bool)
-            seen[0, self.token_ids] = True
-            state = dataclasses.replace(state, seen=jnp.asarray(seen))
+        options, seen = row_options([sampling], [self.token_ids], self._model.config.vocab_size)
+        state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
         decoding = Decoding(self._model, plan)
         self._plan, self._run = plan, Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))
 
     def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
         """Returns the bytes that `save` will write at most, once tokens behind those held have been answered with `limit`."""
         coming = len(held) - (self._seen if held else 0) + len(new)
-        plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new), None), 0)
+        plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new)), 0)
         if plan.pooled:
             pages = min(plan.pool_shape[0], pages + (plan.padded(coming) + limit) // plan.page_size)
         return saved.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
@@ -281,11 +275,11 @@ class Session:
         limits = dict(context_length=found.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=found.policy, **limits)
         session.messages, session.started, session._first = found.about.messages, found.about.started, found.about.first
-        session._plan = plan = session._plan_for(session._first, None)
+        session._plan = plan = session._plan_for(session._first)
         session.token_ids, kept, pool = found.read(
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
         none = jnp.zeros(1, jnp.int32)
-        state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]), None)
+        state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]))
         session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 4), jnp.zeros((1, 1))), pool)
         return session

@@ -25,7 +25,6 @@ from bench.program.targets import TARGETS, Target
 from icejax import compiler, inference
 from icejax.cache import host
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 
 CONTEXT = 32768
 
@@ -37,7 +36,7 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     leaves, tree = jax.tree.flatten(weights)
     policy = icejax.Clustered(budget=256, page_dtype=page_dtype)
     sizes = dict(batch_size=batch, prompt_tokens=CONTEXT, new_tokens=64)
-    plan = make_plan(model, policy, Sampling(), platform=target.platform, **sizes)
+    plan = make_plan(model, policy, platform=target.platform, **sizes)
     plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
     state, pool = abstract_state(plan), abstract_pool(plan)
     step, flush, flushed, compact = inference._programs(graph, tree, plan)

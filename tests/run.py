@@ -16,7 +16,6 @@ from icejax.inference import Decoding, prefill
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import Plan, make_plan
-from icejax.sampling import Sampling
 from icejax.walk import Place, walk
 
 
@@ -45,7 +44,7 @@ _logits = jax.jit(lambda model, x: model.logits(x))
 def plan_for(model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Plan:
     """Returns the plan of a greedy generation."""
     longest = max(map(len, prompts))
-    return make_plan(model, policy, Sampling(), batch_size=len(prompts), prompt_tokens=longest, new_tokens=new_tokens)
+    return make_plan(model, policy, batch_size=len(prompts), prompt_tokens=longest, new_tokens=new_tokens)
 
 
 def greedy(

@@ -14,7 +14,6 @@ from icejax import inference
 from icejax.cache import backends, fetch, slots
 from icejax.ops import attention, digests, topk, tree
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 from tests import tolerances
 
 
@@ -118,7 +117,7 @@ def test_a_text_is_the_same(request, bundled, options):
 def test_long_caches_have_sizes_that_a_gpu_divides(bundled):
     model = bundled[0]
     plans = [
-        make_plan(model, icejax.Full(), Sampling(), batch_size=1, prompt_tokens=tokens, new_tokens=300, platform="gpu")
+        make_plan(model, icejax.Full(), batch_size=1, prompt_tokens=tokens, new_tokens=300, platform="gpu")
         for tokens in (16000, 20000, 100)
     ]
     assert [plan.spec.capacity for plan in plans] == [16384 + 1024, 24576 + 1024, 256 + 384]
@@ -134,11 +133,11 @@ def test_the_highest_level_of_a_large_tree_has_whole_64s(pages, expected):
 def test_a_plan_for_a_platform_that_is_not_here_tries_nothing(bundled, monkeypatch, platform):
     monkeypatch.setattr(fetch, "fault", None)
     sizes = dict(batch_size=1, prompt_tokens=300, new_tokens=9)
-    plan = make_plan(bundled[0], icejax.Clustered(), Sampling(), platform=platform, **sizes)
+    plan = make_plan(bundled[0], icejax.Clustered(), platform=platform, **sizes)
     assert (plan.fetch_backend, plan.platform) == (fetch.ORDER[platform][0], platform)
     int8 = icejax.Clustered(page_dtype="int8")
     if platform == "tpu":
         with pytest.raises(icejax.InputError, match="page_dtype=int8 does not compile on TPU: leave it out"):
-            make_plan(bundled[0], int8, Sampling(), platform=platform, **sizes)
+            make_plan(bundled[0], int8, platform=platform, **sizes)
     else:
-        assert make_plan(bundled[0], int8, Sampling(), platform=platform, **sizes).pool_dtype == "int8"
+        assert make_plan(bundled[0], int8, platform=platform, **sizes).pool_dtype == "int8"

@@ -1,5 +1,6 @@
 """What a prompt gets does not hang on the batch it stands in, nor on sizes far beyond what is needed."""
 
+import dataclasses
 import json
 
 import pytest
@@ -45,6 +46,33 @@ def test_an_index_names_the_prompt_of_a_run_and_a_seed_of_its_own_any(bundled):
     first, second = icejax.generate(*bundled, own, **options)
     assert first.token_ids == second.token_ids == icejax.generate(*bundled, PROMPTS[0], seed=7, **options)[0].token_ids
     assert first.token_ids != together[0].token_ids
+
+
+OWN = (
+    icejax.Sampling(temperature=1.2),
+    icejax.Sampling(),
+    icejax.Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3),
+    icejax.Sampling(repetition_penalty=1.5),
+    icejax.Sampling(temperature=1.5, min_p=0.05),
+)
+
+
+@pytest.mark.parametrize("cache, rows", [(Full(), (0, 1, 2, 3, 4)), (icejax.Clustered(budget=64), (4, 1))], ids=repr)
+def test_each_row_samples_in_its_own_way_as_it_would_alone(bundled, cache, rows):
+    """Row 1 is greedy, so that alone it is run by the program that draws nothing."""
+    options = dict(cache=cache, max_new_tokens=24)
+    requests = [icejax.Request(prompt=PROMPTS[i] * 8, sampling=OWN[i], index=i) for i in rows]
+    together = icejax.generate(*bundled, requests, **options)
+    alone = [icejax.generate(*bundled, request, **options)[0].token_ids for request in requests]
+    assert [each.token_ids for each in together] == alone
+    assert together[rows.index(1)].token_ids == icejax.generate(*bundled, PROMPTS[1] * 8, **options)[0].token_ids
+
+
+def test_a_request_without_sampling_has_that_of_the_call(bundled):
+    options = dict(cache=Full(), max_new_tokens=12, sampling=OWN[0])
+    asked = [icejax.Request(prompt=PROMPTS[0], sampling=own) for own in (None, OWN[0], OWN[1])]
+    alike, same, greedy = icejax.generate(*bundled, [dataclasses.replace(each, seed=3) for each in asked], **options)
+    assert alike.token_ids == same.token_ids != greedy.token_ids
 
 
 def test_a_context_beyond_the_models_own_is_warned_of_once(answers):

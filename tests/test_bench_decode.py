@@ -17,7 +17,6 @@ from icejax import compiler, memory
 from icejax.cache import Clustered, Full
 from icejax.errors import InputError
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 from tests import families
 from tests.layer import assert_digests
 
@@ -39,7 +38,7 @@ def test_random_weights_have_the_deviation_of_their_fan_in():
 
 def test_a_filled_clustered_cache_is_whole(model):
     policy = Clustered(budget=64)
-    plan = make_plan(model, policy, Sampling(), batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)
+    plan = make_plan(model, policy, batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, policy, context=CONTEXT)
     pool, lengths = np.asarray(pool).view(np.float32), state.cache.lengths
     held = int(lengths.prompt[0])
@@ -55,7 +54,7 @@ def test_a_filled_clustered_cache_is_whole(model):
 
 
 def test_a_filled_full_cache_repeats_real_keys(model):
-    plan = make_plan(model, Full(), Sampling(), batch_size=1, prompt_tokens=CONTEXT, new_tokens=16)
+    plan = make_plan(model, Full(), batch_size=1, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, Full(), context=CONTEXT)
     keys = np.asarray(state.cache.layers[1].k)
     assert pool is None and int(state.cache.lengths.prompt[0]) == CONTEXT

@@ -13,7 +13,6 @@ from icejax.cache import Clustered, Full
 from icejax.explain import Explanation
 from icejax.inference import prefill
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 
 
 def text_and_fact() -> tuple[str, range, task.Question]:
@@ -27,7 +26,7 @@ def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
     model, tokenizer = bundled
     prompt = tokenizer(text_and_fact()[0])["input_ids"]
     policy = Clustered(budget=64)
-    plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=len(prompt), new_tokens=10)
+    plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=10)
     found = explain._positions(model, prompt, plan)
     state, _, pool = prefill(model, [prompt], plan)
     keys = np.asarray(pool).view(np.float32)[:, :, 0, :, 0]  # P L K p H

@@ -68,7 +68,7 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     """Levels are written in place: all are given away, and what is needed beside them is less than one vector of every page."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     model.config = replace(model.config, max_position_embeddings=2**17)
-    plan = make_plan(model, Clustered(), Sampling(), batch_size=1, prompt_tokens=65536, new_tokens=64)
+    plan = make_plan(model, Clustered(), batch_size=1, prompt_tokens=65536, new_tokens=64)
     state = jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies))
     assert [len(layer.index) for layer in state] == [2] * len(state)
     cache = KVCache(state, Lengths(jax.ShapeDtypeStruct((1,), np.int32), *(jax.ShapeDtypeStruct((), np.int32),) * 2))
@@ -112,8 +112,8 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(30)
     sampling = Sampling(repetition_penalty=1e6)
-    plan = make_plan(model, Full(), sampling, batch_size=1, prompt_tokens=30, new_tokens=30)
-    state, step, pool = inference.prefill(model, [prompt], plan)
+    plan = make_plan(model, Full(), sampling=[sampling], batch_size=1, prompt_tokens=30, new_tokens=30)
+    state, step, pool = inference.prefill(model, [prompt], plan, sampling=[sampling])
     chosen, decoding = [int(state.last_tokens[0])], inference.Decoding(model, plan)
     for _ in range(29):
         state, step, pool = decoding.step(state, pool)

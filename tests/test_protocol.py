@@ -17,7 +17,6 @@ from icejax.cache.policy import CachePolicy, Heads, Outcome, Shared, View
 from icejax.cache.retrieval import Found
 from icejax.config import RopeScaling
 from icejax.plan import make_plan, reports
-from icejax.sampling import Sampling
 from tests import families, tolerances
 from tests.layer import Layer, draw
 from tests.run import greedy, plan_for
@@ -143,8 +142,8 @@ def test_keys_that_cannot_be_turned_are_told_before_anything_runs(model):
     model.config, config = replace(model.config, rope_scaling=scaling), model.config
     try:
         with pytest.raises(icejax.InputError, match="got rope type 'dynamic'"):
-            make_plan(model, Streaming(), Sampling(), batch_size=1, prompt_tokens=300, new_tokens=10)
-        make_plan(model, Streaming(reassign=False), Sampling(), batch_size=1, prompt_tokens=300, new_tokens=10)
+            make_plan(model, Streaming(), batch_size=1, prompt_tokens=300, new_tokens=10)
+        make_plan(model, Streaming(reassign=False), batch_size=1, prompt_tokens=300, new_tokens=10)
     finally:
         model.config = config
 

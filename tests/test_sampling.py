@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -16,8 +18,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+import icejax
+from icejax import inference
 from icejax.errors import InputError
-from icejax.sampling import Sampling, row_keys
+from icejax.sampling import Sampling, Samplings, candidates, choose, kth_largest, ordered, penalised, row_keys
+from tests.run import jitted
 
 VOCABULARY = 50
 CASES = {
@@ -29,8 +34,24 @@ CASES = {
 }
 
 
-def theirs(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Returns the probabilities transformers would draw from."""
+# Beside those: rows of one batch, each with its own.
+ROWS = (
+    *CASES.values(),
+    Sampling(),
+    Sampling(repetition_penalty=0.6),
+    Sampling(temperature=1.0, top_k=1),
+    Sampling(temperature=0.3, top_k=VOCABULARY + 5, top_p=0.99),
+    Sampling(temperature=2.0, top_k=30, top_p=0.3),
+    Sampling(temperature=1e-3, top_p=0.5, min_p=0.5),
+    Sampling(temperature=1.0, top_p=1e-300),
+    Sampling(temperature=1.0, top_p=0.9999, min_p=1e-30),
+    Sampling(temperature=5.0, min_p=1.0),
+    Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.3),
+)
+
+
+def scores(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Returns the logits that transformers would draw from, -inf for what is cut away."""
     steps = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.repetition_penalty != 1:
         steps.insert(0, RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -40,7 +61,14 @@ def theirs(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarr
         steps.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         steps.append(MinPLogitsWarper(sampling.min_p))
-    return torch.softmax(steps(torch.tensor(text), torch.tensor(logits)), -1).numpy()
+    return steps(torch.tensor(text), torch.tensor(logits)).numpy()
+
+
+def held(text: np.ndarray) -> np.ndarray:
+    """Returns which tokens bool[B, V] texts i64[B, T] hold."""
+    seen = np.zeros((len(text), VOCABULARY), bool)
+    np.put_along_axis(seen, text, True, axis=-1)
+    return seen
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,39 +76,124 @@ def test_draws_follow_transformers_probabilities(name):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((1, VOCABULARY)).astype(np.float32) * 2
     text = rng.integers(0, VOCABULARY, (1, 10))
-    seen = np.zeros((1, VOCABULARY), bool)
-    seen[0, text[0]] = True
-    expected = theirs(CASES[name], text, logits)[0]
+    expected = torch.softmax(torch.tensor(scores(CASES[name], text, logits)), -1).numpy()[0]
     draws = 20000
-    many = jax.jit(CASES[name].choose)(
+    many = jitted(
+        choose,
         jnp.broadcast_to(jnp.asarray(logits), (draws, VOCABULARY)),
+        Samplings.of([CASES[name]] * draws),
         keys=jax.random.split(jax.random.key(1), draws),
-        seen=jnp.broadcast_to(jnp.asarray(seen), (draws, VOCABULARY)),
+        seen=jnp.broadcast_to(jnp.asarray(held(text)), (draws, VOCABULARY)),
+        samples=True,
     )
     found = np.bincount(np.asarray(many), minlength=VOCABULARY) / draws
     assert (found[expected == 0] == 0).all()
     np.testing.assert_allclose(found, expected, atol=5 * np.sqrt(0.25 / draws))
 
 
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+@pytest.mark.parametrize("grain", [0, 0.5], ids=["apart", "ties"])
+def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
+    """Of equal logits at the border of top-p transformers keeps some, as its sort has them, and we all."""
+
+    @jax.jit
+    def ours_of(logits, seen, rows):
+        logits = penalised(logits, seen, rows.repetition_penalty)
+        return candidates(logits, rows), logits
+
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        logits = (rng.standard_normal((len(ROWS), VOCABULARY)) * scale).astype(np.float32)
+        if grain:
+            logits = np.round(logits / (grain * scale)) * np.float32(grain * scale)
+        rows = [ROWS[i] for i in rng.permutation(len(ROWS))]
+        texts = rng.integers(0, VOCABULARY, (len(ROWS), 10))
+        found = ours_of(jnp.asarray(logits), jnp.asarray(held(texts)), Samplings.of(rows))
+        for row, text, before, ours, own in zip(rows, texts, logits, *map(np.asarray, found), strict=True):
+            if not row.samples:
+                assert np.isfinite(ours).all()
+                continue
+            expected = scores(row, text[None], before[None])[0]
+            kept, whole = np.isfinite(expected), (own.astype(np.float64) - own.max()) / row.temperature
+            np.testing.assert_array_equal(np.isfinite(ours), own >= own[kept].min() if grain else kept)
+            np.testing.assert_allclose(ours[np.isfinite(ours)], whole[np.isfinite(ours)], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(ours[kept], expected[kept] - expected.max(), rtol=1e-4, atol=1e-4)
+
+
+def test_equal_logits_at_the_kth_place_stay():
+    logits = jnp.asarray([[3.0, 0.0, 1.0, -0.0, 1.0], [-2.0, -1.0, -2.0, -3.0, -2.0]])
+    found = jitted(candidates, logits, Samplings.of([Sampling(temperature=1.0, top_k=4), Sampling(temperature=2.0, top_k=2)]))
+    np.testing.assert_array_equal(np.isfinite(found), [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]])
+
+
+@settings(deadline=None)  # it compiles
+@given(
+    st.lists(
+        st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=4), min_size=3, max_size=3
+    ),
+    st.lists(st.integers(0, 6), min_size=3, max_size=3),
+)
+def test_the_kth_largest_is_that_of_a_sort(rows, k):
+    values = np.asarray(rows, np.float32)
+    values[np.abs(values) < np.finfo(np.float32).tiny] = 0  # XLA:CPU takes them for zero
+    order = ordered(jnp.asarray(values))
+    found = kth_largest(order, jnp.asarray(k, jnp.int32))
+    expected = [np.sort(own)[::-1][min(each or 4, 4) - 1] for own, each in zip(values, k, strict=True)]
+    np.testing.assert_array_equal(found, ordered(jnp.asarray(expected)))
+    np.testing.assert_array_equal(np.asarray(order)[:, :-1] < np.asarray(order)[:, 1:], values[:, :-1] < values[:, 1:])
+
+
 def test_greedy_with_penalty_equals_transformers():
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((4, VOCABULARY)).astype(np.float32)
     text = np.argsort(-logits)[:, :3]
-    seen = np.zeros(logits.shape, bool)
-    np.put_along_axis(seen, text, True, axis=-1)
-    expected = RepetitionPenaltyLogitsProcessor(3.0)(torch.tensor(text), torch.tensor(logits)).argmax(-1).numpy()
-    found = Sampling(repetition_penalty=3.0).choose(
-        jnp.asarray(logits), keys=jax.random.split(jax.random.key(0), 4), seen=jnp.asarray(seen)
-    )
-    np.testing.assert_array_equal(found, expected)
+    rows = [Sampling(repetition_penalty=penalty) for penalty in (3.0, 1.0, 0.5, 1e6)]
+    one = zip(rows, text, logits, strict=True)
+    expected = [
+        RepetitionPenaltyLogitsProcessor(r.repetition_penalty)(*map(torch.tensor, (t[None], x[None]))) for r, t, x in one
+    ]
+    for samples in (False, True):
+        found = jitted(
+            choose, jnp.asarray(logits), Samplings.of(rows), keys=jax.random.split(jax.random.key(0), 4),
+            seen=jnp.asarray(held(text)), samples=samples,
+        )  # fmt: skip
+        np.testing.assert_array_equal(found, [int(scores.argmax()) for scores in expected])
 
 
 def test_equal_keys_draw_equally_and_others_do_not():
-    logits = jnp.zeros((3, 1000))
+    logits, rows = jnp.zeros((3, 1000)), Samplings.of([Sampling(temperature=1.0)] * 3)
     keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]
-    draw = [np.asarray(Sampling(temperature=1.0).choose(logits, keys=each, seen=None)) for each in keys]
+    draw = [np.asarray(choose(logits, rows, keys=each, seen=None, samples=True)) for each in keys]
     np.testing.assert_array_equal(draw[0], draw[1])
     assert (draw[0] != draw[2]).all() and len(set(draw[0].tolist())) == 3
+
+
+def test_the_vocabulary_is_not_sorted_and_nothing_loops():
+    """A sort takes long on an accelerator; a loop would end the CUDA graph of a step."""
+    made = jax.jit(candidates).lower(jnp.zeros((2, 5000)), Samplings.of([ROWS[0]] * 2))
+    assert not re.search(r"sort|top_k|while|case", made.as_text())
+
+
+def test_another_temperature_compiles_nothing(bundled):
+    """One program for greedy batches, one for those where any row draws, whatever the options are."""
+    inference._programs.cache_clear()
+    inference._first_token.clear_cache()
+
+    def made(*rows: Sampling) -> tuple[int, int]:
+        asked = [icejax.Request(prompt="import ", sampling=row) for row in rows]
+        icejax.generate(*bundled, asked, cache=icejax.Full(), max_new_tokens=3)
+        programs = inference._programs.cache_info().misses
+        return programs, inference._first_token._cache_size()
+
+    assert made(Sampling(), Sampling()) == (1, 1)
+    assert made(Sampling(temperature=0.7), Sampling()) == (2, 2)
+    for row in (
+        Sampling(temperature=0.9, top_k=5),
+        Sampling(temperature=1e-6, top_p=0.1),
+        Sampling(temperature=2.0, min_p=0.2),
+    ):
+        assert made(Sampling(temperature=1.1), row) == made(row, row) == (2, 2)
+    assert made(Sampling(), Sampling()) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,15 @@ def test_a_second_question_gives_what_one_long_prompt_gives(tmp_path):
     assert second.token_ids == expected.token_ids and len(second.token_ids) == 30
 
 
+def test_each_text_is_asked_with_its_own_sampling(bundled):
+    """Only the best token is left of each draw, so that all are as the greedy ones."""
+    text, questions = document()
+    ways = (None, icejax.Sampling(temperature=1.5, top_k=1), icejax.Sampling(temperature=0.5, min_p=1.0), None)
+    session = Session(*bundled, cache=Full(), context_length=3000)
+    asked = zip((text + questions[0].text, *(q.text for q in questions[1:])), ways, strict=True)
+    assert [session.ask(each, sampling=way).text for each, way in asked] == [q.answer for q in questions]
+
+
 class Letters:
     """A tokenizer of one token per letter, a to z and on."""
 

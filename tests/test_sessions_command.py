@@ -16,7 +16,6 @@ from icejax.commands import sessions
 from icejax.folder import claim
 from icejax.identity import identity
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 from tests.test_saved import fields_of, seal
 
 
@@ -24,7 +23,7 @@ from tests.test_saved import fields_of, seal
 def whole(bundled, tmp_path_factory):
     """The folder of a session of 13 tokens, with any numbers in its cache; only to be read."""
     folder, draw = tmp_path_factory.mktemp("sessions"), np.random.default_rng(0)
-    plan = make_plan(bundled[0], Full(), Sampling(), batch_size=1, prompt_tokens=9, new_tokens=91)
+    plan = make_plan(bundled[0], Full(), batch_size=1, prompt_tokens=9, new_tokens=91)
     cache = jax.tree.map(lambda leaf: draw.integers(0, 99, leaf.shape).astype(leaf.dtype), saved._empty(plan))
     about = saved.About(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
     saved.write(folder, identity(bundled[0], Full()), about, range(13), cache, None)

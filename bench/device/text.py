@@ -21,7 +21,6 @@ from icejax import memory
 from icejax.generation import ASSETS
 from icejax.inference import Decoding, prefill
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 
 CASES = [(cache, dtype) for dtype in ("float32", "bfloat16") for cache in ("full", "clustered")]
 ALONE = "--alone"  # only writes the arrays
@@ -32,7 +31,7 @@ def greedy(cache: str, dtype: str, length: int, tokens: int) -> tuple[np.ndarray
     model, tokenizer = icejax.load(dtype=dtype)
     prompt = tokenizer.encode((ASSETS / "prompt.txt").read_text())[:length]
     policy = icejax.Clustered(budget=64) if cache == "clustered" else icejax.Full()
-    plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=len(prompt), new_tokens=tokens)
+    plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=tokens)
     state, step, pool = prefill(model, [prompt], plan)
     decoding, steps = Decoding(model, plan), [step]
     for _ in range(tokens - 1):

@@ -14,7 +14,6 @@ import icejax
 from icejax import memory
 from icejax.inference import Decoding, prefill
 from icejax.plan import make_plan
-from icejax.sampling import Sampling
 
 
 class Reader:
@@ -27,7 +26,7 @@ class Reader:
 
     def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
         self._model = model
-        self._plan = make_plan(model, policy, Sampling(), batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        self._plan = make_plan(model, policy, batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         self._decoding = Decoding(model, self._plan)
         self.seconds: list[float] = []
         self.turn_seconds: list[float] = []

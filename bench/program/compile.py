@@ -29,7 +29,7 @@ from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
 from icejax.plan import Plan, make_plan
-from icejax.sampling import Sampling, row_keys
+from icejax.sampling import row_keys
 
 PLUGINS = dict(gpu="jax_cuda12_plugin", tpu="libtpu")
 
@@ -88,7 +88,7 @@ def abstract_state(plan: Plan) -> inference.DecodeState:
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(policy.init(plan.spec) for policy in plan.policies)
         cache = KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0)))
-        return inference.DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]), None)
+        return inference.DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]))
 
     return jax.eval_shape(empty)
 
@@ -119,7 +119,7 @@ def decode_step(
     graph, weights = nnx.split(model)
     leaves, tree = jax.tree.flatten(weights)
     sizes = dict(batch_size=batch, prompt_tokens=context, new_tokens=new_tokens)
-    plan = make_plan(model, policy, Sampling(), platform=target.platform, **sizes)
+    plan = make_plan(model, policy, platform=target.platform, **sizes)
     if backend is not None and plan.pooled:
         plan = dataclasses.replace(plan, fetch_backend=backend)
     paths = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
