@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import icejax
 from icejax.cache import Full
 from icejax.commands.generate import batches
-from icejax.commands.requests import Asked
 from tests import families
 from tests.run import all_logits
 from tests.test_command import run
@@ -124,18 +123,12 @@ def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
             icejax.generate(model, Numbers(), prompt, **options | {"logprobs": bad})
 
 
-@given(st.lists(st.tuples(st.integers(1, 99), st.sampled_from([None, 0.5, 1.0])), min_size=1, max_size=30), st.integers(1, 9))
-def test_what_runs_together_is_of_like_length_and_temperature(prompts, size):
-    asked = [Asked(prompt="x", temperature=temperature) for _, temperature in prompts]
-    ids = [[0] * length for length, _ in prompts]
-    found = batches(asked, ids, size)
-    assert sorted(row for rows in found for row in rows) == list(range(len(prompts)))
-    assert all(0 < len(rows) <= size and len({asked[row].temperature for row in rows}) == 1 for rows in found)
-    for temperature in {t for _, t in prompts}:
-        groups = [rows for rows in found if asked[rows[0]].temperature == temperature]
-        lengths = [len(ids[row]) for rows in groups for row in rows]
-        assert lengths == sorted(lengths)
-        assert all(len(rows) == size for rows in groups[:-1])
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 9))
+def test_what_runs_together_is_of_like_length(lengths, size):
+    found = batches([[0] * length for length in lengths], size)
+    rows = [row for each in found for row in each]
+    assert sorted(rows) == list(range(len(lengths))) and [lengths[row] for row in rows] == sorted(lengths)
+    assert all(len(each) == size for each in found[:-1]) and 0 < len(found[-1]) <= size
 
 
 def test_options_of_other_types_are_refused(bundled):
@@ -151,10 +144,13 @@ def test_options_of_other_types_are_refused(bundled):
         (dict(index=-1), "index must be at least 0, got -1"),
         (dict(index=2**40), "index must be at most 4294967295, got 1099511627776"),
         (dict(index="a"), "index must be a whole number, got 'a'"),
+        (dict(sampling="hot"), r"sampling must be an icejax.Sampling\(...\), got 'hot'"),
         (dict(special_tokens="no"), "special_tokens must be true or false, got 'no'"),
     ):
         with pytest.raises(icejax.InputError, match=message):
             icejax.Request(prompt="x", **options)
+    with pytest.raises(icejax.InputError, match=r"sampling must be an icejax.Sampling\(...\), got 0.5"):
+        icejax.Session(*bundled).ask("x", sampling=0.5)
     for content in (5, b"a", [1, 2]):
         with pytest.raises(icejax.InputError, match="the user's message must be text"):
             icejax.chat(bundled[1], content)

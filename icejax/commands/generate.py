@@ -61,14 +61,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             _run_session(arguments, console, held, sampling, prompts)
         return
     model, tokenizer = load(arguments, console)
-    template = dict(in_template=arguments.chat, system=arguments.system)
+    template = dict(in_template=arguments.chat, system=arguments.system, sampling=sampling)
     requests = [asked.request(tokenizer, i, **template) for i, asked in enumerate(prompts)]
     ids = encode(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
     requests = [dataclasses.replace(each, prompt=tokens) for each, tokens in zip(requests, ids, strict=True)]
     explanation = _explanation(arguments, model, policy, ids) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}
     told, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
-    for rows in batches(prompts, ids, arguments.batch_size):
+    for rows in batches(ids, arguments.batch_size):
         with progress(console) as bars:
             layers = bars.add_task("prefill layers", total=model.config.num_hidden_layers)
             stream = stream_generate(
@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 tokenizer,
                 [requests[row] for row in rows],
                 cache=policy,
-                sampling=prompts[rows[0]].sampling(sampling),
                 max_new_tokens=arguments.max_new_tokens,
                 stop=arguments.stop,
                 seed=arguments.seed,
@@ -97,13 +96,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(table([responses[row] for row in sorted(responses)], console))
 
 
-def batches(prompts: list[Asked], ids: list[list[int]], size: int) -> list[list[int]]:
-    """Returns which prompts run together: of one temperature, and of like lengths, so that little is padded."""
-    found = []
-    for temperature in dict.fromkeys(asked.temperature for asked in prompts):
-        rows = sorted((i for i, asked in enumerate(prompts) if asked.temperature == temperature), key=lambda i: len(ids[i]))
-        found += [rows[start : start + size] for start in range(0, len(rows), size)]
-    return found
+def batches(ids: list[list[int]], size: int) -> list[list[int]]:
+    """Returns which prompts run together: those of like lengths, so that little is padded."""
+    rows = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePolicy, ids: list[list[int]]) -> Explanation:

@@ -46,15 +46,19 @@ class Asked:
         """Returns how its tokens are chosen, where `others` is how all are."""
         return others if self.temperature is None else dataclasses.replace(others, temperature=self.temperature)
 
-    def request(self, tokenizer: Any, index: int, *, in_template: bool, system: str | None) -> Request:
-        """Returns what is to be answered, in the tokenizer's chat template if it is a chat or to be one."""
+    def request(self, tokenizer: Any, index: int, *, in_template: bool, system: str | None, sampling: Sampling) -> Request:
+        """Returns what is to be answered, in the tokenizer's chat template if it is a chat or to be one.
+
+        Args:
+            sampling: how tokens are chosen, but for the temperature where it has one of its own.
+        """
         text, special_tokens = self.prompt, not in_template
         if self.messages is not None:
             begun = self.messages[0]["role"] == "system"
             text, special_tokens = render(tokenizer, [*([] if begun else opening(system)), *self.messages]), False
         elif in_template:
             text = chat(tokenizer, text, system=system)
-        own = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
+        own = dict(sampling=self.sampling(sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
         return Request(prompt=text, special_tokens=special_tokens, index=index, **own)
 
 
