@@ -71,11 +71,11 @@ def checked(sampling: Sampling | None) -> Sampling:
 class Samplings:
     """A value per row of each option of `Sampling`: arrays, so that no program is compiled for a value."""
 
-    temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    repetition_penalty: Float[Array, " B"]
+    temperature: jax.Array  # f32[B]
+    top_k: jax.Array  # i32[B]
+    top_p: jax.Array  # f32[B]
+    min_p: jax.Array  # f32[B]
+    repetition_penalty: jax.Array  # f32[B]
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Samplings:
