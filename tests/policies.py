@@ -15,11 +15,13 @@ class Row:
     Attributes:
         small: the policy at a budget far below the tested lengths.
         exact: the policy with a budget of so many tokens, which is to equal dense attention.
+        keeps_all: whether later text attends to all there was before it, whatever the budget.
     """
 
     name: str
     small: CachePolicy
     exact: Callable[[int], CachePolicy]
+    keeps_all: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -47,6 +49,6 @@ POLICIES = (
         lambda n: Clustered(budget=n, sinks=0, compact_every=32),
     ),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
-    Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n)),
-    Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n)),
+    Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
+    Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )

@@ -71,8 +71,11 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
             np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {i}")
 
 
-@policies
-@pytest.mark.parametrize("enough", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["exact", "small"])
+@pytest.mark.parametrize(
+    "row, enough",
+    [pytest.param(row, True, id=f"exact-{row}") for row in POLICIES]
+    + [pytest.param(row, False, id=f"small-{row}", marks=pytest.mark.slow) for row in POLICIES if row.keeps_all],
+)
 def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
     """After steps that flush and compact; their padding holds NaN. With a budget for all, later steps are exact too."""
     new, total = (30, 7, 50), 350
