@@ -39,8 +39,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     big = host.allocate(plan.pool_shape, plan.pool_dtype) if plan.pooled else None
     layers = list(state.cache.layers)
     for i, kept in enumerate(plan.policies):
-        if isinstance(layers[i], TokenState) and layers[i].k.shape[2] >= base:  # a ring stays as it is
-            slots = jax.eval_shape(lambda kept=kept: kept.init(plan.spec)).k.shape[2]
+        if isinstance(layers[i], TokenState) and layers[i].k.shape[1] >= base:  # a ring stays as it is
+            slots = jax.eval_shape(lambda kept=kept: kept.init(plan.spec)).k.shape[1]
             sizes = dict(base=base, context=context, slots=slots)
             layers[i] = TokenState(*(_tiled(x, **sizes) for x in (layers[i].k, layers[i].v)))
     pages = 0
@@ -68,14 +68,14 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
 
 @functools.partial(jax.jit, static_argnames=("base", "context", "slots"))
 def _tiled(x: jax.Array, *, base: int, context: int, slots: int) -> jax.Array:
-    """Returns the first `base` tokens of `x` [B, K, S, H] over and over up to `context`, in `slots`; copies with noise."""
-    real = x[:, :, :base]
+    """Returns the first `base` tokens of `x` [R, S, H] over and over up to `context`, in `slots`; copies with noise."""
+    real = x[:, :base]
     # Repeated at another length than the tokens, so that every copy has its own noise.
-    shape = (*real.shape[:2], base - base // 7, real.shape[3])
+    shape = (real.shape[0], base - base // 7, real.shape[2])
     noise = jax.random.normal(jax.random.key(0), shape, x.dtype) * (NOISE * real.astype(jnp.float32).std()).astype(x.dtype)
-    whole, moved = (jnp.tile(part, (1, 1, -(-context // part.shape[2]), 1))[:, :, :context] for part in (real, noise))
-    whole += jnp.where(jnp.arange(context)[None, None, :, None] < base, jnp.zeros((), x.dtype), moved)
-    return jnp.pad(whole, ((0, 0), (0, 0), (0, slots - context), (0, 0)))
+    whole, moved = (jnp.tile(part, (1, -(-context // part.shape[1]), 1))[:, :context] for part in (real, noise))
+    whole += jnp.where(jnp.arange(context)[None, :, None] < base, jnp.zeros((), x.dtype), moved)
+    return jnp.pad(whole, ((0, 0), (0, slots - context), (0, 0)))
 
 
 @jax.jit

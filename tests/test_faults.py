@@ -26,7 +26,7 @@ FAULTS = (
     ("cache/fetch.py", "if not exact:", "if False:", "host"),
     ("cache/backends.py", "2 * pages + 1, wanted", "2 * pages, wanted", "accelerator"),
     ("cache/probe.py", 'platform == "gpu" and', "", "probe"),
-    ("cache/full.py", "slot=seen % state.k.shape[2]", "slot=seen % (state.k.shape[2] - 1)", "parity"),
+    ("cache/full.py", "slot=seen % state.k.shape[1]", "slot=seen % (state.k.shape[1] - 1)", "parity"),
     ("cache/window.py", "slot = self.fill + lengths.decoded % self.page_size", "slot = self.fill", "policies"),
     ("cache/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "extend"),
     ("cache/clustered.py", "rule=self.score", "rule='mean'", "reference"),

@@ -34,7 +34,7 @@ class Filter(Full):
     def decode(self, state, heads: Heads, view: View) -> Outcome:
         found = super().decode(state, heads, view)
         size = jnp.square(found.state.k).sum(-1)
-        pages = size.reshape(*size.shape[:2], -1, PAGE).sum(-1)
+        pages = size.reshape(len(heads.q), heads.k.shape[2], -1, PAGE).sum(-1)
         return replace(found, shared=Shared(choice=jax.lax.top_k(pages[..., :MOST], self.count)[1]))
 
 
@@ -79,7 +79,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
         state, _, pool = decoding.step(state, pool)
         for layer in plan.pooled:
             keys = np.asarray(state.cache.layers[layer - 1].k)
-            sizes = np.square(keys).sum(-1).reshape(*keys.shape[:2], -1, PAGE).sum(-1)[..., :MOST]
+            sizes = np.square(keys).sum(-1).reshape(1, -1, keys.shape[1] // PAGE, PAGE).sum(-1)[..., :MOST]
             expected = np.sort(np.argsort(-sizes, axis=-1, kind="stable")[..., :COUNT])
             np.testing.assert_array_equal(np.sort(np.asarray(state.cache.layers[layer].page_ids)), expected)
 
@@ -93,7 +93,7 @@ def test_a_choice_of_all_pages_is_the_full_cache(model):
     np.testing.assert_allclose(found[1], expected[1][:15], rtol=0, atol=tolerances.LOGITS)
 
 
-class TokenByToken(Full):
+class TokenByToken(Streaming):
     """Takes more text as the protocol does for a policy that says nothing else."""
 
     extend = CachePolicy.extend
@@ -102,7 +102,7 @@ class TokenByToken(Full):
 def test_more_text_is_by_default_taken_token_by_token():
     lengths, new = (250, 9, 100), (30, 7, 50)
     prompt, more = draw(lengths, 64)
-    layers = [Layer(policy, lengths, *prompt) for policy in (Full(), TokenByToken())]
+    layers = [Layer(policy, lengths, *prompt) for policy in (Streaming(budget=400), TokenByToken(budget=400))]
     text = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in more]
     for x, part in zip(more, text, strict=True):
         for row, count in enumerate(new):

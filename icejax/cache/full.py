@@ -25,21 +25,26 @@ def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenState:
-    """Keys (after RoPE) and values of every slot; slots without a token are zero."""
+    """Keys (after RoPE) and values of every slot; slots without a token are zero.
 
-    k: jax.Array  # dtype[B, K, S, H]
-    v: jax.Array  # dtype[B, K, S, H]
+    Rows and KV heads in one axis: XLA:CPU would copy all slots in every step if they were joined for the attention.
+    """
+
+    k: jax.Array  # dtype[B K, S, H]
+    v: jax.Array  # dtype[B K, S, H]
 
 
 def _empty(spec: CacheSpec, slots: int) -> TokenState:
-    shape = (spec.batch_size, spec.num_kv_heads, slots, spec.head_dim)
+    shape = (spec.batch_size * spec.num_kv_heads, slots, spec.head_dim)
     return TokenState(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
 
 
 def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.Array, window: int | None) -> Attended:
     """Returns the attention of new tokens to the slots, which hold the tokens at `position` [B, S], and to themselves."""
     there = (position >= 0) & (position < lengths.seen[:, None])
-    mask = per_head(there, state.k.shape[1])
+    heads_of = heads.k.shape[2]
+    keys, values = (x.reshape(-1, heads_of, *x.shape[1:]) for x in (state.k, state.v))
+    mask = per_head(there, heads_of)
     distance = None
     if window is not None:
         asking = lengths.seen[:, None] + jnp.arange(heads.q.shape[1])[None, :]
@@ -47,7 +52,7 @@ def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.
     with jax.named_scope("attend"):
         # The new tokens always see one key, so they come first.
         own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window, scale=heads.scale)
-        return Attended(*merge_by_lse(*own, *attend_all(heads.q, state.k, state.v, mask, near=distance, scale=heads.scale)))
+        return Attended(*merge_by_lse(*own, *attend_all(heads.q, keys, values, mask, near=distance, scale=heads.scale)))
 
 
 def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
@@ -55,8 +60,8 @@ def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array
     with jax.named_scope("append"):
         state = TokenState(append(state.k, heads.k[:, 0], slot), append(state.v, heads.v[:, 0], slot))
     with jax.named_scope("attend"):
-        mask = per_head(jnp.arange(state.k.shape[2])[None, :] <= last[:, None], state.k.shape[1])
-        out, lse = attend_with_lse(*map(joined, (heads.by_group(), state.k, state.v, mask)), scale=heads.scale)
+        mask = per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2])
+        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, joined(mask), scale=heads.scale)
         attended = Attended(out.astype(heads.q.dtype).reshape(heads.q.shape), lse.reshape(heads.q.shape[:3]))
     return Outcome(state, attended)
 
@@ -74,14 +79,14 @@ def _replaced(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         taken = jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)
-        return jnp.where(by_head(jnp.broadcast_to(there, taken.shape)), by_head(taken).astype(old.dtype), old)
+        return jnp.where(joined(by_head(jnp.broadcast_to(there, taken.shape))), joined(by_head(taken)).astype(old.dtype), old)
 
     return TokenState(put(state.k, heads.k), put(state.v, heads.v))
 
 
 def _report(state: TokenState, lengths: Lengths) -> Report:
-    _, heads, slots, _ = state.k.shape
-    return Report(None, heads * jnp.minimum(lengths.seen, slots), 0)
+    heads = len(state.k) // len(lengths.prompt)
+    return Report(None, heads * jnp.minimum(lengths.seen, state.k.shape[1]), 0)
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,13 @@ class Full(CachePolicy):
 
     def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
         valid = (jnp.arange(heads.k.shape[1])[None, :] < heads.new[:, None])[:, :, None, None]
-        k, v = (by_head(jnp.where(valid, x, 0)) for x in (heads.k, heads.v))
-        start = (0, 0, 0, 0)
+        k, v = (joined(by_head(jnp.where(valid, x, 0))) for x in (heads.k, heads.v))
+        start = (0, 0, 0)
         state = TokenState(jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start))
         return Outcome(state)
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
-        slots = jnp.arange(state.k.shape[2])[None, :]
+        slots = jnp.arange(state.k.shape[1])[None, :]
         attended = _extend(state, heads, view.lengths, position=slots, window=None)
         return Outcome(_replaced(state, heads, slots - view.lengths.seen[:, None]), attended)
 
@@ -121,21 +126,21 @@ class Ring(CachePolicy):
         return _empty(spec, min(self.window, spec.capacity))
 
     def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        position = _newest_of(heads.new, state.k.shape[2])
+        position = _newest_of(heads.new, state.k.shape[1])
         index = jnp.maximum(position, 0)[:, :, None, None]
         there = position[:, :, None, None] >= 0
-        kept = (by_head(jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)) for x in (heads.k, heads.v))
+        kept = (joined(by_head(jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0))) for x in (heads.k, heads.v))
         return Outcome(TokenState(*kept))
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
-        slots, seen = state.k.shape[2], view.lengths.seen
+        slots, seen = state.k.shape[1], view.lengths.seen
         before, after = (_newest_of(n, slots) for n in (seen, seen + heads.new))
         attended = _extend(state, heads, view.lengths, position=before, window=self.window)
         return Outcome(_replaced(state, heads, after - seen[:, None]), attended)
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen
-        return _decode(state, heads, slot=seen % state.k.shape[2], last=seen)
+        return _decode(state, heads, slot=seen % state.k.shape[1], last=seen)
 
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return _report(state, lengths)

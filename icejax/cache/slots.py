@@ -9,27 +9,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
-def append(buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "B K S H"]:
-    """Returns `buffer` with `new` in `slot` of each row."""
-    heads = buffer.shape[1]
-    return _append(buffer, new, jnp.repeat(slot, heads), together=heads)
+def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
+    """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot` of each row."""
+    heads = new.shape[1]
+    slots, new = jnp.repeat(slot, heads), joined(new)[:, None].astype(buffer.dtype)
+    if len(slot) == 1:
+        return jax.lax.dynamic_update_slice(buffer, new, (0, slots[0], 0))
+    singly = functools.partial(_singly, together=heads)
+    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=singly)
 
 
 def append_apart(
     buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]
 ) -> Float[Array, "B K S H"]:
     """Returns `buffer` with `new` in a `slot` of each row and KV head."""
-    return _append(buffer, new, slot.reshape(-1), together=1)
-
-
-def _append(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: int) -> jax.Array:
-    """Writes `together` KV heads, which have one slot, at a time."""
-    flat, shape = joined(buffer), buffer.shape
-    new = joined(new)[:, None].astype(buffer.dtype)
-    if len(flat) == together:
-        return jax.lax.dynamic_update_slice(flat, new, (0, slots[0], 0)).reshape(shape)
-    singly = functools.partial(_singly, together=together)
-    return jax.lax.platform_dependent(flat, new, slots, cuda=_scattered, rocm=_scattered, default=singly).reshape(shape)
+    parts = joined(buffer), joined(new)[:, None].astype(buffer.dtype), slot.reshape(-1)
+    singly = functools.partial(_singly, together=1)
+    return jax.lax.platform_dependent(*parts, cuda=_scattered, rocm=_scattered, default=singly).reshape(buffer.shape)
 
 
 def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
@@ -38,6 +34,7 @@ def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array
 
 
 def _singly(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: int) -> jax.Array:
+    """Writes `together` KV heads, which have one slot, at a time."""
     for row in range(0, len(buffer), together):
         buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + together], (row, slots[row], 0))
     return buffer
