@@ -107,5 +107,5 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
 
 
 def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:
-    # The copy matters on CPU, where a device array could otherwise share memory with the reader's.
-    return jax.device_put(tensor.astype(jnp.dtype(dtype), copy=True))
+    # Waited for, so that one tensor at a time is on its way: each is there twice until it has arrived.
+    return jax.block_until_ready(jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False)))
