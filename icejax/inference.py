@@ -79,7 +79,7 @@ def prefill(
 
     Args:
         prompts: token ids, one list per row.
-        sampling: how every row samples, as the plan was made for; without it all are greedy.
+        sampling: how every row samples; without it all are greedy.
         draws: seed and index of every row's random key, so that a prompt draws alike in whatever batch it stands; None: 0
             and the row's place.
         progress: called with the number of layers done.
@@ -205,7 +205,7 @@ def _first_token(logits: jax.Array, state: DecodeState, *, plan: Plan) -> Decode
 def _choose(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
     keys = folded(state.key, state.cache.lengths.decoded)
-    tokens = choose(logits, state.sampling, keys=keys, seen=state.seen, samples=plan.samples)
+    tokens = choose(logits, state.sampling, keys=keys, seen=state.seen)
     # As an index it would be that of the last token; the caller is to stop before anything comes of it.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
     tokens = jnp.where(state.done, state.last_tokens, tokens)

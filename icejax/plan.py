@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +19,6 @@ from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, PoolSpec, Repor
 from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.ops.rope import check_turn
-from icejax.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
 SHORTEST, STEP, EVEN = 256, 8192, 1024  # tokens
@@ -31,14 +29,12 @@ class Plan:
     """What is static about a generation: how each layer caches, how large, and what ends a text.
 
     Attributes:
-        samples: whether any row draws its tokens: where none does, the programs only look for the largest logit.
         fetch_backend: the way the pool is read, a key of `fetch.BACKENDS`; empty without a pool.
         platform: what the programs are compiled for: cpu, gpu or tpu.
     """
 
     policies: tuple[CachePolicy, ...]
     spec: CacheSpec
-    samples: bool
     eos_token_ids: tuple[int, ...]
     fetch_backend: str
     platform: str
@@ -120,12 +116,11 @@ def _even(prompt: int, new: int) -> int:
 
 def make_plan(
     model: CausalLM, policy: CachePolicy, *, batch_size: int, prompt_tokens: int, new_tokens: int,
-    sampling: Sequence[Sampling] = (), platform: str | None = None,
+    platform: str | None = None,
 ) -> Plan:  # fmt: skip
     """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`.
 
     Args:
-        sampling: how the rows sample; without it all are greedy.
         platform: cpu, gpu or tpu, for programs that are compiled and do not run here: the pool is then read in the way that is
             best there, untried. None: the platform that JAX runs on.
 
@@ -156,7 +151,7 @@ def make_plan(
     if here == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pools else ""
-    return Plan(policies, spec, any(row.samples for row in sampling), config.eos_token_ids, backend, here)
+    return Plan(policies, spec, config.eos_token_ids, backend, here)
 
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:

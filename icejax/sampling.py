@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import jax
 import jax.numpy as jnp
@@ -69,19 +69,25 @@ def checked(sampling: Sampling | None) -> Sampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Samplings:
-    """A value per row of each option of `Sampling`: arrays, so that no program is compiled for a value."""
+    """A value per row of each option of `Sampling`: arrays, so that no program is compiled for a value.
+
+    Attributes:
+        samples: whether any row draws its tokens. Where none does, the programs only look for the largest logit.
+    """
 
     temperature: jax.Array  # f32[B]
     top_k: jax.Array  # i32[B]
     top_p: jax.Array  # f32[B]
     min_p: jax.Array  # f32[B]
     repetition_penalty: jax.Array  # f32[B]
+    samples: bool = field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Samplings:
         """Returns the options of rows, f32[B] each, but for `top_k` i32[B]."""
-        values = {field.name: [getattr(row, field.name) for row in rows] for field in fields(cls)}
-        return cls(**{name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()})
+        values = {each.name: [getattr(row, each.name) for row in rows] for each in fields(Sampling)}
+        arrays = {name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()}
+        return cls(**arrays, samples=any(row.samples for row in rows))
 
 
 def row_options(
@@ -103,19 +109,17 @@ def choose(
     *,
     keys: Key[Array, " B"],
     seen: Bool[Array, "B V"] | None,
-    samples: bool,
 ) -> Int[Array, " B"]:
     """Returns one token i32[B] per row; each draws from its own key, so equal keys give equal texts.
 
     Args:
         rows: None where all are greedy and none has a penalty.
         seen: which tokens the texts hold; None where no row has a penalty.
-        samples: whether any row draws. Those of temperature 0 take the most likely token all the same.
     """
     if seen is not None:
         logits = penalised(logits, seen, rows.repetition_penalty)
     best = logits.argmax(-1).astype(jnp.int32)
-    if not samples:
+    if rows is None or not rows.samples:
         return best
     drawn = jax.vmap(jax.random.categorical)(keys, candidates(logits, rows)).astype(jnp.int32)
     return jnp.where(rows.temperature > 0, drawn, best)

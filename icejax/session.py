@@ -173,7 +173,7 @@ class Session:
         started = Mark.now()
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
-            self._plan = self._plan_for(len(new), sampling)
+            self._plan = self._plan_for(len(new))
             options = dict(sampling=[sampling], draws=[(seed, 0)], progress=progress, host_memory_limit=self._limit)
             begun = prefill(self._model, [new], self._plan, **options)
             self._run = Run(Decoding(self._model, self._plan), *begun)
@@ -197,21 +197,21 @@ class Session:
         """Tokens in the cache."""
         return 0 if self._run is None else int(self._run.state.cache.lengths.seen[0])
 
-    def _plan_for(self, tokens: int, *sampling: Sampling) -> Plan:
+    def _plan_for(self, tokens: int) -> Plan:
         """Returns the plan of a session whose first text has so many tokens."""
         # Later texts come padded, and each begins a page anew: half as much again is kept free.
         new_tokens = max(0, self.context_length - tokens) * 3 // 2 + 2 * SHORTEST
         sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
-        return make_plan(self._model, self._cache, sampling=sampling, **sizes)
+        return make_plan(self._model, self._cache, **sizes)
 
     def _extend(self, tokens: Sequence[int], sampling: Sampling, seed: int, progress: Callable[[int], None] | None) -> None:
-        run, plan = self._run, dataclasses.replace(self._plan, samples=sampling.samples)
+        run, plan = self._run, self._plan
         if not plan.room_for(len(tokens), pages=int(run.state.cache.lengths.pages)):
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         options, seen = row_options([sampling], [self.token_ids], self._model.config.vocab_size)
         state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
         decoding = Decoding(self._model, plan)
-        self._plan, self._run = plan, Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))
+        self._run = Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))
 
     def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
         """Returns the bytes that `save` will write at most, once tokens behind those held have been answered with `limit`."""

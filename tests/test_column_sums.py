@@ -35,22 +35,19 @@ def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, seed=0
     return q, k, lse, weights
 
 
-def found(q, k, lse, lengths, window=None, first=None):
-    numbers = {name: jnp.asarray(x, jnp.int32) for name, x in (("lengths", lengths), ("first", first)) if x is not None}
-    return np.asarray(
-        jitted(lambda *arrays: column_sums(*arrays, **numbers, window=window, scale=q.shape[-1] ** -0.5), q, k, lse)
-    )
+def found(q, k, lse, lengths, window=None):
+    options = dict(lengths=jnp.asarray(lengths, jnp.int32), window=window, scale=q.shape[-1] ** -0.5)
+    return np.asarray(jitted(lambda *arrays: column_sums(*arrays, **options), q, k, lse))
 
 
-@pytest.mark.parametrize("first", [None, (95, 1, 50), (96, 0, 40)], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 16, 50])
 @pytest.mark.parametrize(("kv_heads", "scale"), [(1, 3), (2, 0.3), (4, 1)])
-def test_sums_equal_float64(kv_heads, scale, window, first):
+def test_sums_equal_float64(kv_heads, scale, window):
     lengths, tokens = (96, 3, 61), 112
     *arrays, weights = draw(lengths, tokens, kv_heads=kv_heads, window=window, scale=scale)
-    sums = found(*arrays, lengths, window, first)
+    sums = found(*arrays, lengths, window)
     for i, length in enumerate(lengths):
-        expected = weights[i][:, 0 if first is None else first[i] :].sum(1)
+        expected = weights[i].sum(1)
         np.testing.assert_allclose(sums[i, :, :length], expected, rtol=tolerances.EXACT, atol=tolerances.EXACT)
         np.testing.assert_array_equal(sums[i, :, length:], 0)
 
@@ -59,25 +56,20 @@ def test_sums_equal_float64(kv_heads, scale, window, first):
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=2),
     window=st.sampled_from([None, 1, 7, 30]),
-    last=st.sampled_from([1, 5, 40]),
     seed=st.integers(0, 9),
 )
-def test_every_query_that_counts_gives_one(lengths, window, last, seed):
+def test_every_query_gives_one(lengths, window, seed):
     """With the log-sum-exp of `causal`."""
     q, k, *_ = draw(lengths, 48, seed=seed)
     own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window, scale=q.shape[-1] ** -0.5).lse, q, k)
-    first = np.maximum(np.asarray(lengths) - last, 0)
-    sums = found(q, k, own, lengths, window, first).sum(-1)
-    expected = np.broadcast_to((lengths - first)[:, None], sums.shape)
+    sums = found(q, k, own, lengths, window).sum(-1)
+    expected = np.broadcast_to(np.asarray(lengths)[:, None], sums.shape)
     np.testing.assert_allclose(sums, expected, rtol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize(
-    ("window", "first", "blocks"),
-    [(None, None, 21), (None, (40, 90), 18), (None, (95, 90), 6), (17, None, 11), (17, (95, 90), 2)],
-)
-def test_no_block_runs_in_vain(monkeypatch, window, first, blocks):
-    """Of six blocks of queries by six of keys: no keys behind the queries or before their window, no queries before the first."""
+@pytest.mark.parametrize(("window", "blocks"), [(None, 21), (17, 11)])
+def test_no_block_runs_in_vain(monkeypatch, window, blocks):
+    """Of six blocks of queries by six of keys: no keys behind the queries or before their window."""
     ran = []
 
     def counted(*operands):
@@ -86,6 +78,6 @@ def test_no_block_runs_in_vain(monkeypatch, window, first, blocks):
 
     monkeypatch.setattr(module, "EINSUM", counted)
     *arrays, _ = draw((96, 91), 112, window=window)
-    found(*arrays, (96, 91), window, first)
+    found(*arrays, (96, 91), window)
     jax.effects_barrier()
     assert len(ran) == blocks

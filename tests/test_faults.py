@@ -14,7 +14,7 @@ FAULTS = (
     ("ops/rope.py", "[-second, first]", "[second, first]", "parity"),
     ("ops/rope.py", "return rotate(x, jnp.cos(angles), jnp.sin(angles))", "return rotate(x, jnp.cos(angles), -jnp.sin(angles))", "rope"),
     ("ops/attention.py", "key_position[None, :] > position[:, None] - window", "key_position[None, :] >= position[:, None] - window", "attention"),
-    ("ops/column_sums.py", "position[None, :] >= first[:, None]", "position[None, :] > first[:, None]", "column_sums"),
+    ("ops/column_sums.py", "counts = position[None, :] < lengths[:, None]", "counts = position[None, :] <= lengths[:, None]", "column_sums"),
     ("ops/digests.py", "variance + wide), (others, far)", "variance), (others, far)", "digests"),
     ("ops/tree.py", "if below is None else opened, estimates", "if below is None else 1, estimates", "digests"),
     ("ops/packing.py", "top_k(-distance, group)", "top_k(distance, group)", "packing"),

@@ -112,7 +112,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(30)
     sampling = Sampling(repetition_penalty=1e6)
-    plan = make_plan(model, Full(), sampling=[sampling], batch_size=1, prompt_tokens=30, new_tokens=30)
+    plan = make_plan(model, Full(), batch_size=1, prompt_tokens=30, new_tokens=30)
     state, step, pool = inference.prefill(model, [prompt], plan, sampling=[sampling])
     chosen, decoding = [int(state.last_tokens[0])], inference.Decoding(model, plan)
     for _ in range(29):

@@ -33,7 +33,7 @@ class Filter(Full):
 
     def decode(self, state, heads: Heads, view: View) -> Outcome:
         found = super().decode(state, heads, view)
-        size = jnp.square(found.state.k).sum(-1)
+        size = jnp.square(found.state.k).sum(-1)  # B K, S
         pages = size.reshape(len(heads.q), heads.k.shape[2], -1, PAGE).sum(-1)
         return replace(found, shared=Shared(choice=jax.lax.top_k(pages[..., :MOST], self.count)[1]))
 

@@ -1,5 +1,6 @@
 """Sampling: what is kept equals transformers' processors, and draws follow the probabilities."""
 
+import dataclasses
 import re
 
 import jax
@@ -84,7 +85,6 @@ def test_draws_follow_transformers_probabilities(name):
         Samplings.of([CASES[name]] * draws),
         keys=jax.random.split(jax.random.key(1), draws),
         seen=jnp.broadcast_to(jnp.asarray(held(text)), (draws, VOCABULARY)),
-        samples=True,
     )
     found = np.bincount(np.asarray(many), minlength=VOCABULARY) / draws
     assert (found[expected == 0] == 0).all()
@@ -153,9 +153,10 @@ def test_greedy_with_penalty_equals_transformers():
         RepetitionPenaltyLogitsProcessor(r.repetition_penalty)(*map(torch.tensor, (t[None], x[None]))) for r, t, x in one
     ]
     for samples in (False, True):
+        ways = dataclasses.replace(Samplings.of(rows), samples=samples)
         found = jitted(
-            choose, jnp.asarray(logits), Samplings.of(rows), keys=jax.random.split(jax.random.key(0), 4),
-            seen=jnp.asarray(held(text)), samples=samples,
+            choose, jnp.asarray(logits), ways, keys=jax.random.split(jax.random.key(0), 4),
+            seen=jnp.asarray(held(text)),
         )  # fmt: skip
         np.testing.assert_array_equal(found, [int(scores.argmax()) for scores in expected])
 
@@ -163,7 +164,7 @@ def test_greedy_with_penalty_equals_transformers():
 def test_equal_keys_draw_equally_and_others_do_not():
     logits, rows = jnp.zeros((3, 1000)), Samplings.of([Sampling(temperature=1.0)] * 3)
     keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]
-    draw = [np.asarray(choose(logits, rows, keys=each, seen=None, samples=True)) for each in keys]
+    draw = [np.asarray(choose(logits, rows, keys=each, seen=None)) for each in keys]
     np.testing.assert_array_equal(draw[0], draw[1])
     assert (draw[0] != draw[2]).all() and len(set(draw[0].tolist())) == 3
 
@@ -174,16 +175,18 @@ def test_the_vocabulary_is_not_sorted_and_nothing_loops():
     assert not re.search(r"sort|top_k|while|case", made.as_text())
 
 
-def test_another_temperature_compiles_nothing(bundled):
+def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     """One program for greedy batches, one for those where any row draws, whatever the options are."""
     inference._programs.cache_clear()
     inference._first_token.clear_cache()
+    used, programs = [], inference._programs
+    monkeypatch.setattr(inference, "_programs", lambda *of: used.append(programs(*of)) or used[-1])
 
     def made(*rows: Sampling) -> tuple[int, int]:
         asked = [icejax.Request(prompt="import ", sampling=row) for row in rows]
         icejax.generate(*bundled, asked, cache=icejax.Full(), max_new_tokens=3)
-        programs = inference._programs.cache_info().misses
-        return programs, inference._first_token._cache_size()
+        step, *_ = used[-1]
+        return step._cache_size(), inference._first_token._cache_size()
 
     assert made(Sampling(), Sampling()) == (1, 1)
     assert made(Sampling(temperature=0.7), Sampling()) == (2, 2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, Report, View
-from icejax.cache.slots import append_apart, by_head, joined
+from icejax.cache.slots import apart, append_apart, by_head, joined, per_head
 from icejax.ops.attention import EINSUM, Attended, attend_all, causal_with_lse, masked_scores, merge_by_lse
 
 NO_TOKEN = -1
@@ -24,13 +24,13 @@ class Slots:
     """Tokens of every KV head, of which each may keep others.
 
     Attributes:
-        k, v: keys (after RoPE) and values; 0 in an empty slot.
+        k, v: keys (after RoPE) and values, rows and KV heads in one axis as in `TokenState`; 0 in an empty slot.
         positions: of the tokens; NO_TOKEN in an empty slot.
-        scores: the tokens of lowest score leave first.
+        scores: the tokens of lowest score leave first; 0 in an empty slot.
     """
 
-    k: jax.Array  # dtype[B, K, S, H]
-    v: jax.Array  # dtype[B, K, S, H]
+    k: jax.Array  # dtype[B K, S, H]
+    v: jax.Array  # dtype[B K, S, H]
     positions: jax.Array  # i32[B, K, S]
     scores: jax.Array  # f32[B, K, S]
 
@@ -40,17 +40,32 @@ class Slots:
         return self.positions != NO_TOKEN
 
     def at(self, indices: Int[Array, "B K S"]) -> Slots:
-        """Returns the slots at `indices` of each KV head."""
+        """Returns the slots at `indices` of each KV head, an empty one for an index past the last."""
 
-        def taken(x: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(x, indices.reshape(*indices.shape, *(1,) * (x.ndim - 3)), axis=2)
+        def taken(x: jax.Array, nothing: float = 0) -> jax.Array:
+            return jnp.take_along_axis(x, indices, axis=2, mode="fill", fill_value=nothing)
 
-        return jax.tree.map(taken, self)
+        k, v = (jnp.take_along_axis(x, joined(indices)[..., None], axis=1, mode="fill", fill_value=0) for x in (self.k, self.v))
+        return Slots(k, v, taken(self.positions, NO_TOKEN), taken(self.scores))
+
+    def then(self, others: Slots) -> Slots:
+        """Returns these slots with `others` behind them."""
+        k, v = (jnp.concatenate(pair, axis=1) for pair in ((self.k, others.k), (self.v, others.v)))
+        pairs = (self.positions, others.positions), (self.scores, others.scores)
+        return Slots(k, v, *(jnp.concatenate(pair, axis=2) for pair in pairs))
 
 
 def grouped(weights: Float[Array, "B K G S"], group: Group) -> Float[Array, "B K S"]:
     """Returns what the query heads of a KV head agree on."""
     return dict(mean=jnp.mean, max=jnp.max, sum=jnp.sum)[group](weights, axis=2)
+
+
+def _text(heads: Heads, view: View) -> Slots:
+    """Returns the tokens of a text, without scores; padding as empty slots."""
+    number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
+    new = per_head(number[0] < heads.new[:, None], heads.k.shape[2])
+    k, v = (jnp.where(joined(new)[..., None], joined(by_head(x)), 0) for x in (heads.k, heads.v))
+    return Slots(k, v, jnp.where(new, view.lengths.seen[:, None, None] + number, NO_TOKEN), jnp.zeros(new.shape))
 
 
 class Eviction(CachePolicy):
@@ -66,10 +81,10 @@ class Eviction(CachePolicy):
 
     @abc.abstractmethod
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        """Returns the fp32 scores of all tokens after a text, in order of position; empty slots come last.
+        """Returns the fp32 scores of all tokens after a text, in order of position; empty slots stand at both ends.
 
         Args:
-            tokens: those kept before, and those of the text, which are the last ones.
+            tokens: those kept before, and those of the text behind them.
             heads, attended: of the text.
         """
 
@@ -78,49 +93,41 @@ class Eviction(CachePolicy):
         del weights
         return tokens.scores
 
-    def keys(self, tokens: Slots, view: View) -> Float[Array, "B K S H"]:
+    def keys(self, tokens: Slots, view: View) -> Float[Array, "R S H"]:
         """Returns the keys that are attended to."""
         del view
         return tokens.k
 
     def init(self, spec: CacheSpec) -> Slots:
         shape = (spec.batch_size, spec.num_kv_heads, self.num_slots(spec))
-        nothing = jnp.zeros((*shape, spec.head_dim), spec.dtype)
+        nothing = jnp.zeros((shape[0] * shape[1], shape[2], spec.head_dim), spec.dtype)
         return Slots(nothing, nothing, jnp.full(shape, NO_TOKEN, jnp.int32), jnp.zeros(shape))
 
     def prefill(self, state: Slots, heads: Heads, attended: Attended, view: View) -> Outcome:
-        return Outcome(self._kept(state, heads, attended, view))
+        size = state.positions.shape[2]
+        return Outcome(self._kept(_text(heads, view), heads, attended, view, size=size))
 
     def extend(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("attend"):
             own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
-            before = attend_all(heads.q, self.keys(state, view), state.v, state.there, scale=heads.scale)
+            keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(state, view), state.v))
+            before = attend_all(heads.q, keys, values, state.there, scale=heads.scale)
             attended = Attended(*merge_by_lse(*own, *before))
-        return Outcome(self._kept(state, heads, attended, view), attended)
-
-    def _kept(self, state: Slots, heads: Heads, attended: Attended, view: View) -> Slots:
-        """Returns what stays of the slots and of a text behind them, in order of position, in as many slots as before."""
-        size = state.positions.shape[2]
         with jax.named_scope("evict"):
-            number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
-            new = jnp.broadcast_to(number < heads.new[:, None, None], by_head(heads.k).shape[:3])
-            k, v = (jnp.where(new[..., None], by_head(x), 0).astype(state.k.dtype) for x in (heads.k, heads.v))
-            positions = jnp.where(new, view.lengths.seen[:, None, None] + number, NO_TOKEN)
-            text = Slots(k, v, positions, jnp.zeros(new.shape))
-            tokens = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), state, text)
-            tokens = tokens.at(jnp.argsort(jnp.where(tokens.there, tokens.positions, jnp.iinfo(jnp.int32).max), axis=2))
-            scores = jnp.maximum(self.score(tokens, heads, attended, view), jnp.finfo(jnp.float32).min)
-            tokens = replace(tokens, scores=scores)
-            # The earlier one of equal scores stays; sorted again, they are in order of position.
-            best = jax.lax.top_k(jnp.where(tokens.there, scores, -jnp.inf), min(self.budget, size))[1]
-            kept = tokens.at(jnp.sort(best, axis=2))
-            return jax.tree.map(
-                lambda x, empty: jax.lax.dynamic_update_slice(empty, x, (0,) * x.ndim), kept, self._empty(state)
-            )
+            # Decoded tokens stand in any slot. Empty ones come first, so that the text follows on the newest token.
+            tokens = state.at(jnp.argsort(state.positions, axis=2)).then(_text(heads, view))
+        return Outcome(self._kept(tokens, heads, attended, view, size=state.positions.shape[2]), attended)
 
-    def _empty(self, state: Slots) -> Slots:
-        nothing = jax.tree.map(jnp.zeros_like, state)
-        return replace(nothing, positions=jnp.full_like(state.positions, NO_TOKEN))
+    def _kept(self, tokens: Slots, heads: Heads, attended: Attended, view: View, *, size: int) -> Slots:
+        """Returns what stays of tokens in order of position, the last of which are a text, in `size` slots, empty ones last."""
+        with jax.named_scope("evict"):
+            count = tokens.positions.shape[2]
+            scores = jnp.maximum(self.score(tokens, heads, attended, view), jnp.finfo(jnp.float32).min)
+            # Of equal scores the earlier one stays. The sort is of the budget, once per text, back to the order of position.
+            worth, best = jax.lax.top_k(jnp.where(tokens.there, scores, -jnp.inf), min(self.budget, size, count))
+            best = jnp.sort(jnp.where(worth > -jnp.inf, best, count), axis=2)
+            best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
+            return replace(tokens, scores=scores).at(best)
 
     def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("append"):
@@ -134,16 +141,16 @@ class Eviction(CachePolicy):
             )
         with jax.named_scope("attend"):
             mask = joined(state.there)[:, None]
-            scores = masked_scores(*map(joined, (heads.by_group(), self.keys(state, view))), mask, scale=heads.scale)
+            scores = masked_scores(joined(heads.by_group()), self.keys(state, view), mask, scale=heads.scale)
             highest = scores.max(-1, keepdims=True)
             weights = jnp.exp(scores - highest)
             total = weights.sum(-1, keepdims=True)
             weights /= total
-            out = EINSUM("rgs,rsh->rgh", weights.astype(state.v.dtype), joined(state.v))
+            out = EINSUM("rgs,rsh->rgh", weights.astype(state.v.dtype), state.v)
             lse = (jnp.log(total) + highest).reshape(heads.q.shape[:3])
         with jax.named_scope("evict"):
             weights = weights.reshape(*state.positions.shape[:2], *weights.shape[1:])
-            state = replace(state, scores=self.update(state, weights))
+            state = replace(state, scores=jnp.where(state.there, self.update(state, weights), 0))
         return Outcome(state, Attended(out.reshape(heads.q.shape).astype(heads.q.dtype), lse))
 
     def report(self, state: Slots, lengths: Lengths) -> Report:

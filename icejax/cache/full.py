@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, Report, View
-from icejax.cache.slots import append, by_head, joined, per_head
+from icejax.cache.slots import apart, append, by_head, joined, per_head
 from icejax.ops.attention import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
 
 
@@ -43,7 +43,7 @@ def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.
     """Returns the attention of new tokens to the slots, which hold the tokens at `position` [B, S], and to themselves."""
     there = (position >= 0) & (position < lengths.seen[:, None])
     heads_of = heads.k.shape[2]
-    keys, values = (x.reshape(-1, heads_of, *x.shape[1:]) for x in (state.k, state.v))
+    keys, values = (apart(x, heads_of) for x in (state.k, state.v))
     mask = per_head(there, heads_of)
     distance = None
     if window is not None:

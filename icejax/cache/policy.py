@@ -231,7 +231,8 @@ class CachePolicy(abc.ABC):
     def extend(self, state: Any, heads: Heads, view: View) -> Outcome:
         """Appends more text behind a cache.
 
-        Here token by token, as if it were decoded, for policies that keep nothing in the pool.
+        Here token by token, as if it were decoded, for policies that keep nothing in the pool. The first axis of every array
+        of their state are rows, or rows and KV heads.
         """
         batch, _, num_heads, size = heads.q.shape
 
@@ -241,7 +242,11 @@ class CachePolicy(abc.ABC):
             lengths = Lengths(view.lengths.seen + i, jnp.int32(0), view.lengths.pages)
             found = self.decode(state, Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scale), replace(view, lengths=lengths))
             there = i < heads.new
-            state = jax.tree.map(lambda old, x: jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, old), state, found.state)
+
+            def put_in(old: jax.Array, x: jax.Array) -> jax.Array:
+                return jnp.where(jnp.repeat(there, len(x) // batch).reshape(-1, *(1,) * (x.ndim - 1)), x, old)
+
+            state = jax.tree.map(put_in, state, found.state)
             put = (jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in zip(attended, found.attended, strict=True))
             return state, Attended(*put)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
-from icejax.cache.slots import by_head, joined, per_head, take
+from icejax.cache.slots import by_head, joined, per_head
 from icejax.cache.window import Window, WindowState
 from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.paged_attention import attend_whole
@@ -277,12 +277,9 @@ class Retrieval(CachePolicy):
         count, batch, heads, _, p, size = pages.shape
         first, tokens = view.lengths.pages - count, count * p
         counts = jax.lax.dynamic_slice_in_dim(self.index.counts(state.index), first, count, axis=2)
-        there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)
-        # Tokens first, for a page that was flushed in part.
-        forward = jnp.argsort(~there, axis=1, stable=True)
-        valid = jnp.arange(tokens)[None, :] < there.sum(1, keepdims=True)
+        there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)  # pages may be filled in part
         k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
-        pages, described, shared = self._packed(take(k, forward, valid), take(v, forward, valid), valid, view.shared)
+        pages, described, shared = self._packed(k, v, there, view.shared)
         index = self.index.with_pages(state.index, described, first)
         # What stays on the device of these pages is no longer what they are.
         state = replace(state, index=index, page_ids=jnp.full_like(state.page_ids, NO_PAGE))

@@ -19,13 +19,11 @@ def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[
     return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=singly)
 
 
-def append_apart(
-    buffer: Float[Array, "B K S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]
-) -> Float[Array, "B K S H"]:
-    """Returns `buffer` with `new` in a `slot` of each row and KV head."""
-    parts = joined(buffer), joined(new)[:, None].astype(buffer.dtype), slot.reshape(-1)
+def append_apart(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]) -> Float[Array, "R S H"]:
+    """Returns `buffer`, rows and KV heads in one axis, with `new` in a `slot` of each row and KV head."""
+    parts = buffer, joined(new)[:, None].astype(buffer.dtype), slot.reshape(-1)
     singly = functools.partial(_singly, together=1)
-    return jax.lax.platform_dependent(*parts, cuda=_scattered, rocm=_scattered, default=singly).reshape(buffer.shape)
+    return jax.lax.platform_dependent(*parts, cuda=_scattered, rocm=_scattered, default=singly)
 
 
 def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
@@ -43,6 +41,11 @@ def _singly(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: in
 def joined(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "R ..."]:
     """Returns [B, K, ...] as [B K, ...]."""
     return x.reshape(-1, *x.shape[2:])
+
+
+def apart(x: Shaped[Array, "R ..."], heads: int) -> Shaped[Array, "B K ..."]:
+    """Returns [B K, ...] as [B, K, ...]."""
+    return x.reshape(-1, heads, *x.shape[1:])
 
 
 def per_head(mask: Bool[Array, "B S"], heads: int) -> Bool[Array, "B K S"]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Group, Slots, grouped
 from icejax.cache.policy import CacheSpec, Heads, View
+from icejax.cache.slots import apart
 from icejax.errors import InputError
 from icejax.ops.attention import Attended
 from icejax.ops.observed import observed
@@ -62,7 +63,8 @@ class SnapKV(Eviction):
             for x in (heads.q, attended.lse)
         )
         asking = jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
-        weights = observed(q, lse, self.keys(tokens, view), asking=asking, positions=tokens.positions, scale=heads.scale)
+        keys = apart(self.keys(tokens, view), heads.k.shape[2])
+        weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scale=heads.scale)
         first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)

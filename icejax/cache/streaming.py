@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import CacheSpec, Heads, View
+from icejax.cache.slots import apart, by_head, joined
 from icejax.errors import InputError, quoted
 from icejax.ops.attention import Attended
 from icejax.ranges import whole
@@ -55,12 +56,13 @@ class Streaming(Eviction):
     def _newest(self, tokens: Slots) -> Float[Array, "B K S"]:
         return jnp.where(tokens.positions < self.sinks, jnp.inf, tokens.positions.astype(jnp.float32))
 
-    def keys(self, tokens: Slots, view: View) -> Float[Array, "B K S H"]:
+    def keys(self, tokens: Slots, view: View) -> Float[Array, "R S H"]:
         """Returns the keys with the sinks turned to where the newest tokens begin: only the distance to a query counts."""
         if not self.reassign or not self.sinks:
             return tokens.k
         gap = tokens.positions.max((1, 2)) + 1 - tokens.there[:, 0].sum(1)  # tokens that have left
-        sinks = tokens.k[:, :, : self.sinks].transpose(0, 2, 1, 3)  # in the first slots, which they never leave
+        # In the first slots, which they never leave.
+        sinks = apart(tokens.k[:, : self.sinks], tokens.positions.shape[1]).transpose(0, 2, 1, 3)
         turned = view.turn(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
         # Not written over the others: XLA:CPU turns them in place then, and reads halves that it has turned already.
-        return jnp.concatenate([turned.transpose(0, 2, 1, 3), tokens.k[:, :, self.sinks :]], axis=2)
+        return jnp.concatenate([joined(by_head(turned)), tokens.k[:, self.sinks :]], axis=1)

@@ -20,17 +20,15 @@ def column_sums(
     lengths: Int[Array, " B"],
     window: int | None,
     scale: float,
-    first: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T"]:
     """Returns for each key the causal attention weights it gets, in fp32, summed over the queries of a right-padded prompt.
 
-    These are the scores of H2O (arXiv 2306.14048); of the last few queries alone, those of SnapKV (arXiv 2404.14469). Keys
-    past `lengths` get 0. Nothing of size T x T is made. What stands in padding, NaN included, does not reach a sum.
+    These are the scores of H2O (arXiv 2306.14048). Keys past `lengths` get 0. Nothing of size T x T is made. What stands in
+    padding, NaN included, does not reach a sum. The sums over a few queries are `observed`'s.
 
     Args:
         lse: of the same attention, as `causal` returns it.
         window: newest keys up to itself that a query sees; None: all.
-        first: position from which queries count in each row; None: all do. Blocks before the batch's first do not run.
     """
     batch, tokens, heads, size = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
@@ -39,8 +37,7 @@ def column_sums(
     q = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 3, 1, 4)
     lse = lse.reshape(batch, tokens, kv_heads, group).transpose(0, 2, 3, 1)
     k = k.transpose(0, 2, 1, 3)
-    first = jnp.zeros_like(lengths) if first is None else first
-    begin, end = first.min() // block, (lengths.max() + block - 1) // block
+    end = (lengths.max() + block - 1) // block
 
     def key_block(j: jax.Array, found: jax.Array) -> jax.Array:
         keys = lax.dynamic_slice_in_dim(k, j * block, block, axis=2)
@@ -52,7 +49,7 @@ def column_sums(
             seen = key_position[None, :] <= position[:, None]
             if window is not None:
                 seen &= key_position[None, :] > position[:, None] - window
-            counts = (position[None, :] >= first[:, None]) & (position[None, :] < lengths[:, None])
+            counts = position[None, :] < lengths[:, None]
             rows = queries.reshape(batch, kv_heads, group * block, size)
             scores = EINSUM("bkrh,bksh->bkrs", rows, keys).reshape(*norm.shape, block) * scale
             # Padding is left out last: its log-sum-exp may be anything too.
@@ -60,7 +57,7 @@ def column_sums(
             return total + weights.sum(-2)
 
         last = end if window is None else jnp.minimum(end, ((j + 1) * block + window - 2) // block + 1)
-        total = lax.fori_loop(jnp.maximum(begin, j), last, query_block, jnp.zeros((batch, kv_heads, group, block)))
+        total = lax.fori_loop(j, last, query_block, jnp.zeros((batch, kv_heads, group, block)))
         return lax.dynamic_update_slice_in_dim(found, total, j * block, axis=3)
 
     found = lax.fori_loop(0, end, key_block, jnp.zeros(lse.shape))

@@ -33,7 +33,7 @@ def pack(
 
     Args:
         k: keys; what stands where `valid` is False is not read.
-        valid: which tokens there are; True for a prefix of every row.
+        valid: which tokens there are.
         page_size: slots of a page; divides S.
         run: neighbours in time that stay together, represented by their mean key; divides `page_size`.
         block: tokens among which nearest neighbours are sought.
