@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention import attend_with_lse, causal
+from icejax.ops.attention import attend_all, attend_with_lse, causal, causal_with_lse, merge_by_lse
 from tests import dense, tolerances
 from tests.run import jitted
 
 
-def draw(lengths, tokens, *, kv_heads, scale=1.0):
-    """Returns q f32[B, T, 4, 8], k and v f32[B, T, K, 8], NaN past each length."""
+def draw(lengths, tokens, *, kv_heads, scale=1.0, wide=8):
+    """Returns q f32[B, T, 4, 8], k f32[B, T, K, 8], v f32[B, T, K, `wide`], NaN past each length."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((len(lengths), tokens, 4, 8)).astype(np.float32) * np.float32(scale)
-    k, v = (rng.standard_normal((len(lengths), tokens, kv_heads, 8)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((len(lengths), tokens, kv_heads, size)).astype(np.float32) for size in (8, wide))
     for x in (q, k, v):
         for i, length in enumerate(lengths):
             x[i, length:] = np.nan
@@ -22,10 +22,10 @@ def draw(lengths, tokens, *, kv_heads, scale=1.0):
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 700])
-@pytest.mark.parametrize(("kv_heads", "scale"), [(1, 3), (2, 0.3), (4, 3)])
-def test_causal_equals_float64(window, kv_heads, scale):
+@pytest.mark.parametrize(("kv_heads", "scale", "wide"), [(1, 3, 6), (2, 0.3, 12), (4, 3, 8)])
+def test_causal_equals_float64(window, kv_heads, scale, wide):
     lengths, tokens = (1536, 3, 801), 1536
-    qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale)
+    qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale, wide=wide)
     found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window, scale=qkv[0].shape[-1] ** -0.5), *qkv)
     assert found.out.dtype == found.lse.dtype == jnp.float32
     for i, length in enumerate(lengths):
@@ -58,9 +58,36 @@ def test_causal_asks_cudnn_for_the_same(monkeypatch, window):
             np.testing.assert_allclose(np.asarray(ours[i, :length], np.float64), theirs, rtol=0, atol=tolerances.HALF)
 
 
-def test_attend_equals_float64_and_ignores_masked_keys():
+def test_cudnn_is_not_asked_for_values_of_another_size(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **__: pytest.fail("cuDNN has no such form"))
+    qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw((16,), 16, kv_heads=2, wide=16)]
+    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray([16], jnp.int32), window=None, scale=8**-0.5), *qkv)
+    assert found.out.dtype == jnp.bfloat16 and found.out.shape == (1, 16, 4, 16)
+
+
+@pytest.mark.parametrize("wide", [6, 8, 12])
+def test_text_behind_a_cache_equals_float64(wide):
+    """The new tokens attend to themselves, and to the keys before them within a window; the two are merged."""
+    before, tokens, window = 40, 24, 30
+    q, k, v = draw((before + tokens,), before + tokens, kv_heads=2, scale=3, wide=wide)
+
+    def behind(q, k, v):
+        new = (x[:, before:] for x in (q, k, v))
+        own = causal_with_lse(*new, lengths=jnp.asarray([tokens]), window=window, scale=8**-0.5)
+        old = (x[:, :before].swapaxes(1, 2) for x in (k, v))
+        near = jnp.arange(before, before + tokens)[None, :, None] - jnp.arange(before)[None, None] < window
+        return merge_by_lse(*own, *attend_all(q[:, before:], *old, jnp.ones((1, 2, before), bool), near, scale=8**-0.5))
+
+    expected = dense.attention(q[0], k[0], v[0], dense.causal(before + tokens, window))
+    for ours, theirs in zip(jitted(behind, q, k, v), expected, strict=True):
+        np.testing.assert_allclose(ours[0], theirs[before:], rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("wide", [6, 8, 12])
+def test_attend_equals_float64_and_ignores_masked_keys(wide):
     rng = np.random.default_rng(1)
-    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 50, 8), (3, 50, 8)))
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 50, 8), (3, 50, wide)))
     mask = rng.random((3, 50)) < 0.5
     dirty = np.where(mask[..., None], k, np.nan)
     found = np.asarray(jitted(attend_with_lse, q, dirty, v, mask, scale=q.shape[-1] ** -0.5)[0])

@@ -13,11 +13,11 @@ from tests.reference import outlier_first
 from tests.run import jitted
 
 
-def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1):
-    """Returns keys, values [1, heads, pages, 16, size] and a mask with partial and empty pages."""
+def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1, wide: int | None = None):
+    """Returns keys [1, heads, pages, 16, size], values (`wide` or as wide) and a mask with partial and empty pages."""
     centres = rng.standard_normal((1, heads, pages, 1, size))
     keys = (centres + spread * rng.standard_normal((1, heads, pages, 16, size))).astype(np.float32)
-    values = rng.standard_normal(keys.shape).astype(np.float32)
+    values = rng.standard_normal((*keys.shape[:-1], wide or size)).astype(np.float32)
     counts = rng.integers(0, 17, (1, heads, pages))
     return keys, values, np.arange(16) < counts[..., None]
 
@@ -26,7 +26,7 @@ def float64(keys, values, mask):
     """Returns count, outlier, the others' mean and variance, and the mean value of one page's [p, H] or node's [P, p, H] tokens."""
     kept, meant = keys[mask].astype(np.float64), values[mask].astype(np.float64)
     if not len(kept):
-        return 0, *np.zeros((4, keys.shape[-1]))
+        return 0, *np.zeros((3, keys.shape[-1])), np.zeros(values.shape[-1])
     pages = np.split(np.arange(len(kept)), np.cumsum(mask.reshape(-1, mask.shape[-1]).sum(-1))[:-1])
     pages = [outlier_first(kept, list(page[:, None])) for page in pages]
     tokens = outlier_first(kept, pages) if keys.ndim > 2 else pages[0]
@@ -157,9 +157,10 @@ def reference_walk(q, keys, values, mask, selected: int):
     return chosen, weights @ value / weights.sum(-1, keepdims=True), np.log(weights.sum(-1))
 
 
-def test_a_flat_walk_equals_float64():
+@pytest.mark.parametrize("wide", [12, 16, 20])
+def test_a_flat_walk_equals_float64(wide):
     rng = np.random.default_rng(6)
-    keys, values, mask = pages_of(rng, 50)
+    keys, values, mask = pages_of(rng, 50, wide=wide)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
     found = jitted(tree.walk, jnp.asarray(q), levels, scale=16**-0.5, opened=16, selected=6, tail=True)
@@ -168,6 +169,8 @@ def test_a_flat_walk_equals_float64():
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
     np.testing.assert_allclose(found.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
+    without = jax.eval_shape(lambda q: tree.walk(q, levels, scale=16**-0.5, opened=16, selected=6, tail=False), jnp.asarray(q))
+    assert without.tail_out.shape == found.tail_out.shape
 
 
 def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):

@@ -12,14 +12,14 @@ from tests.run import jitted
 SIZE, GROUP, PAGES, SLOTS = 16, 2, 5, 8
 
 
-def draw(seed: int, scale: float = 1.0):
+def draw(seed: int, scale: float = 1.0, wide: int = SIZE):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((1, GROUP, SIZE)) * scale
-    resident = [rng.standard_normal((1, 6, SIZE)) for _ in range(2)]
-    pages = [rng.standard_normal((1, PAGES, SLOTS, SIZE)) for _ in range(2)]
+    resident = [rng.standard_normal((1, 6, size)) for size in (SIZE, wide)]
+    pages = [rng.standard_normal((1, PAGES, SLOTS, size)) for size in (SIZE, wide)]
     counts = rng.integers(0, SLOTS + 1, (1, PAGES))
     slots = np.arange(SLOTS)[None, None, :] < counts[..., None]
-    rest = rng.standard_normal((1, GROUP, SIZE)), rng.standard_normal((1, GROUP))
+    rest = rng.standard_normal((1, GROUP, wide)), rng.standard_normal((1, GROUP))
     return q, resident, np.asarray([[True] * 4 + [False] * 2]), pages, slots, rest
 
 
@@ -42,7 +42,7 @@ def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
                 parts.append((np.logaddexp.reduce([x for x, *_ in others]), np.mean([v for _, v, _ in others], axis=0)))
     logits = np.stack([x for x, _ in parts])  # parts, heads
     weights = np.exp(logits - logits.max(0))
-    values = np.stack([np.broadcast_to(v, (GROUP, SIZE)) for _, v in parts])
+    values = np.stack([np.broadcast_to(v, (GROUP, v.shape[-1])) for _, v in parts])
     out = (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
     return out, np.log(weights.sum(0)) + logits.max(0), {i: worth[i] for i in kept}
 
@@ -68,9 +68,9 @@ ATTEND = jax.jit(attend_paged, static_argnames=("scale", "most", "tail"))
 
 @pytest.mark.parametrize("room", [0, 5, 12])
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_equals_float64(seed, tail, room):
-    drawn = draw(seed)
+@pytest.mark.parametrize(("seed", "wide"), [(0, SIZE), (1, 12), (2, 20)])
+def test_equals_float64(seed, wide, tail, room):
+    drawn = draw(seed, wide=wide)
     expected, lse, kept = float64(*drawn, room, tail)
     drawn[3][0][~drawn[4]], drawn[3][1][~drawn[4]] = np.nan, 1e6  # what stands in empty slots does not leak
     found, weights = run(*drawn, room, tail)
@@ -80,10 +80,10 @@ def test_equals_float64(seed, tail, room):
     np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(kept.values()), atol=1e-5)
 
 
-@pytest.mark.parametrize("heads", [GROUP, 1, 0])
-def test_whole_pages_equal_float64(heads):
+@pytest.mark.parametrize(("heads", "wide"), [(GROUP, SIZE), (1, 12), (0, 20)])
+def test_whole_pages_equal_float64(heads, wide):
     """With a bias of each query head, of all, or none; -inf hides a page."""
-    q, resident, mask, pages, slots, _ = draw(3)
+    q, resident, mask, pages, slots, _ = draw(3, wide=wide)
     rng = np.random.default_rng(0)
     bias = np.where(rng.random((1, heads, PAGES)) < 0.3, -np.inf, rng.standard_normal((1, heads, PAGES))) if heads else None
     logits = np.einsum("gh,sh->gs", q[0], np.concatenate([resident[0][0], pages[0].reshape(-1, SIZE)])) / SIZE**0.5
@@ -91,7 +91,7 @@ def test_whole_pages_equal_float64(heads):
     logits[:, 6:] += 0 if bias is None else np.repeat(bias[0], SLOTS, axis=1)
     lse = np.log(np.exp(logits).sum(1))
     weights = np.exp(logits - lse[:, None])
-    expected = weights @ np.concatenate([resident[1][0], pages[1].reshape(-1, SIZE)])
+    expected = weights @ np.concatenate([resident[1][0], pages[1].reshape(-1, wide)])
     pages[0][~slots] = np.nan
     arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages), bias))
     found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], slots), arrays[3], scale=SIZE**-0.5)

@@ -24,7 +24,7 @@ class Attended(NamedTuple):
     """What queries attended to.
 
     Attributes:
-        out: the weighted mean of the values, dtype[B, T, N, H].
+        out: the weighted mean of the values, dtype[B, T, N, Hv].
         lse: the natural log-sum-exp of the scaled scores, f32[B, T, N].
     """
 
@@ -35,7 +35,7 @@ class Attended(NamedTuple):
 def causal(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K Hv"],
     *,
     lengths: Int[Array, " B"],
     window: int | None,
@@ -44,10 +44,11 @@ def causal(
     """Returns causal attention of a right-padded prompt, in the dtype of `q`; rows past `lengths` mean nothing.
 
     A query sees the `window` newest keys up to itself, all with None. Nothing of size T x T is made. What stands in
-    padding, NaN included, does not reach a valid row. On CUDA half precision runs in cuDNN; elsewhere blocks run with
-    an online softmax (arXiv 2112.05682).
+    padding, NaN included, does not reach a valid row. On CUDA half precision runs in cuDNN if values are as wide as keys;
+    elsewhere blocks run with an online softmax (arXiv 2112.05682).
     """
-    if memory.platform() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
+    cudnn = memory.platform() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    if cudnn and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
         LOG.info("prefill attention: cudnn")
         valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
         out, lse = jax.nn.dot_product_attention(
@@ -73,12 +74,12 @@ def causal(
 def causal_with_lse(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K Hv"],
     *,
     lengths: Int[Array, " B"],
     window: int | None,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns `causal`, blockwise and all in fp32."""
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -112,7 +113,7 @@ def causal_with_lse(
             return total, weight * shrink + share.sum(-1), higher
 
         shape = (batch, kv_heads, block * group)
-        empty = jnp.zeros((*shape, size)), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
+        empty = jnp.zeros((*shape, v.shape[-1])), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
         first = 0 if window is None else jnp.maximum(0, (i * block - window + 1) // block)
         total, weight, highest = lax.fori_loop(first, i + 1, key_block, empty)
         return tuple(
@@ -121,20 +122,20 @@ def causal_with_lse(
         )
 
     blocks = (lengths.max() + block - 1) // block
-    out, lse = lax.fori_loop(0, blocks, query_block, (jnp.zeros(rows.shape), jnp.zeros(rows.shape[:3])))
+    out, lse = lax.fori_loop(0, blocks, query_block, (jnp.zeros((*rows.shape[:3], v.shape[-1])), jnp.zeros(rows.shape[:3])))
     out, lse = (x.reshape(batch, kv_heads, tokens, group, *x.shape[3:]).swapaxes(1, 2) for x in (out, lse))
-    return out.reshape(batch, tokens, heads, size), lse.reshape(batch, tokens, heads)
+    return out.reshape(batch, tokens, heads, -1), lse.reshape(batch, tokens, heads)
 
 
 def attend_all(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
     mask: Bool[Array, "B K S"],
     near: Bool[Array, "B T S"] | None = None,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the attention of many queries over the keys in `mask`, in fp32, and its log-sum-exp: -inf if there is none.
 
     Queries run in blocks. Values outside `mask` must be finite.
@@ -155,16 +156,16 @@ def attend_all(
         weights = jnp.exp(scores - base)
         total = weights.sum(-1, keepdims=True)
         out = EINSUM("btkgs,bksh->btkgh", (weights / jnp.maximum(total, 1e-30)).astype(v.dtype), v)
-        return out.reshape(batch, block, heads, size), (jnp.log(total) + base).reshape(batch, block, heads)
+        return out.reshape(batch, block, heads, -1), (jnp.log(total) + base).reshape(batch, block, heads)
 
     parts = jax.tree.map(lambda x: x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1), (q, near))
     out, lse = lax.map(some, parts)
-    return out.swapaxes(0, 1).reshape(q.shape), lse.swapaxes(0, 1).reshape(batch, tokens, heads)
+    return tuple(x.swapaxes(0, 1).reshape(batch, tokens, heads, *x.shape[4:]) for x in (out, lse))
 
 
 def attend_with_lse(
-    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S H"], mask: Bool[Array, "R S"], *, scale: float
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S Hv"], mask: Bool[Array, "R S"], *, scale: float
+) -> tuple[Float[Array, "R G Hv"], Float[Array, "R G"]]:
     """Returns the attention of one query per head over the keys in `mask`, in fp32, and its log-sum-exp; R is B K, in one axis.
 
     Assumes that every row sees a key and that the values outside `mask` are finite (keys there may be anything).
@@ -205,8 +206,8 @@ def _keys_first(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def merge_by_lse(
-    out: Float[Array, "*R H"], lse: Float[Array, "*R"], other_out: Float[Array, "*R H"], other_lse: Float[Array, "*R"]
-) -> tuple[Float[Array, "*R H"], Float[Array, "*R"]]:
+    out: Float[Array, "*R Hv"], lse: Float[Array, "*R"], other_out: Float[Array, "*R Hv"], other_lse: Float[Array, "*R"]
+) -> tuple[Float[Array, "*R Hv"], Float[Array, "*R"]]:
     """Returns the attention over two disjoint sets from that over each, and its log-sum-exp; the first is not empty."""
     share = jax.nn.sigmoid(other_lse - lse)[..., None]
     return out * (1 - share) + other_out * share, jnp.logaddexp(lse, other_lse)

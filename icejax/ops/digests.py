@@ -76,7 +76,7 @@ def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
 
 
 def digest(
-    k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], dtype: str | None = None
+    k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"], mask: Bool[Array, "B K P p"], dtype: str | None = None
 ) -> Digests:
     """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
     keys, values = (Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None) for x in (k, v))
@@ -145,7 +145,7 @@ def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K
     return found if vectors.scale is None else found * vectors.scale[:, :, None, :]
 
 
-def weighted(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G H"]:
+def weighted(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G Hv"]:
     """Returns sums of vectors."""
     weights = weights if vectors.scale is None else weights * vectors.scale[:, :, None, :]
     return EINSUM("bkgp,bkph->bkgh", weights, vectors.data.astype(jnp.float32))

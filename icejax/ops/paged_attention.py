@@ -12,8 +12,8 @@ from icejax.ops.topk import largest
 
 def attend_whole(
     q: Float[Array, "R G H"],
-    resident: tuple[Float[Array, "R S H"], Float[Array, "R S H"], Bool[Array, "R S"]],
-    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R M p"]],
+    resident: tuple[Float[Array, "R S H"], Float[Array, "R S Hv"], Bool[Array, "R S"]],
+    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p Hv"], Bool[Array, "R M p"]],
     bias: Float[Array, "R g M"] | None = None,
     *,
     scale: float,
@@ -25,10 +25,10 @@ def attend_whole(
         pages: keys, values and mask of the pages fetched; values outside the mask must be finite.
         bias: added to the scaled products of each head, or of all, with a page's keys; -inf hides the page.
     """
-    rows, _, size = q.shape
+    rows = len(q)
     keys, values, mask = resident
     own = masked_scores(q, keys, mask[:, None], scale=scale)
-    keys, values_paged = (x.reshape(rows, -1, size) for x in pages[:2])
+    keys, values_paged = (x.reshape(rows, -1, x.shape[-1]) for x in pages[:2])
     found = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scale=scale)
     if bias is not None:
         found += jnp.repeat(bias, pages[2].shape[2], axis=-1)
@@ -43,9 +43,9 @@ def attend_whole(
 
 def attend_paged(
     q: Float[Array, "R G H"],
-    resident: tuple[Float[Array, "R S H"], Float[Array, "R S H"], Bool[Array, "R S"]],
-    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p H"], Bool[Array, "R M p"]],
-    rest: tuple[Float[Array, "R G H"], Float[Array, "R G"]],
+    resident: tuple[Float[Array, "R S H"], Float[Array, "R S Hv"], Bool[Array, "R S"]],
+    pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p Hv"], Bool[Array, "R M p"]],
+    rest: tuple[Float[Array, "R G Hv"], Float[Array, "R G"]],
     *,
     scale: float,
     room: Int[Array, " R"],
@@ -85,7 +85,7 @@ def attend_paged(
         exact += jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
     weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
-    out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, size))
+    out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, values_paged.shape[-1]))
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
     exactly = Attended(out, jnp.log(weight) + highest)

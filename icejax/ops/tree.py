@@ -34,7 +34,7 @@ class Selection:
 
     page_ids: jax.Array  # i32[B, K, M]
     counts: jax.Array  # i32[B, K, M]
-    tail_out: jax.Array  # f32[B, K, G, H]
+    tail_out: jax.Array  # f32[B, K, G, Hv]
     tail_lse: jax.Array  # f32[B, K, G]
     path: tuple[jax.Array, ...]  # i32[B, K, n]
 
@@ -143,13 +143,13 @@ def walk(
     page_ids = jnp.where(counts > 0, nodes, 0)  # an empty one may lie past the last page
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
-        return Selection(page_ids, counts, jnp.zeros(q.shape), empty, tuple(found))
+        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], candidates.value.data.shape[-1])), empty, tuple(found))
     return Selection(page_ids, counts, *tail_of(rest), tuple(found))
 
 
 def tail_of(
     rest: list[tuple[Float[Array, "B K G _"], Vectors]],
-) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
+) -> tuple[Float[Array, "B K G Hv"], Float[Array, "B K G"]]:
     """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
     highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
