@@ -31,6 +31,7 @@ FAULTS = (
     ("cache/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "extend"),
     ("cache/clustered.py", "rule=self.score", "rule='mean'", "reference"),
     ("cache/retrieval.py", "jnp.where(again, 0, held)", "held", "peers"),
+    ("cache/blocks.py", "(view.lengths.pages + block - 1) // block", "view.lengths.pages // block", "extend"),
     ("cache/slots.py", "(row, slots[row], 0)", "(row, slots[0], 0)", "policies"),
     ("cache/index.py", "x, first, axis=2", "x, 0, axis=2", "peers"),
     ("cache/eviction.py", "jnp.where(here, view.lengths.seen", "jnp.where(~here, view.lengths.seen", "peers"),

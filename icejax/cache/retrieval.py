@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.blocks import attend_pages
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
 from icejax.cache.slots import by_head, joined, per_head
@@ -19,7 +20,6 @@ from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by
 from icejax.ops.paged_attention import attend_whole
 
 NO_PAGE = np.int32(-1)
-STREAMED = 128  # pages that new tokens attend to at once
 # Keys, values and which of them are tokens: of sinks and window, and of the pages found.
 Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Bool[Array, "B K S"]]
 Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p H"], Bool[Array, "B K M p"]]
@@ -206,7 +206,6 @@ class Retrieval(CachePolicy):
         return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
-        batch, _, num_heads, size = heads.k.shape
         found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
         near = zip(
             (state.window.sinks_k, state.window.window_k),
@@ -215,21 +214,9 @@ class Retrieval(CachePolicy):
             strict=True,
         )
         for keys, values, mask in near:
-            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, per_head(mask, num_heads), scale=heads.scale))
-        counts = self.index.counts(state.index)
-        block, last = min(STREAMED, counts.shape[2]), counts.shape[2] - 1
-
-        def page_block(i: jax.Array, found):
-            ids = i * block + jnp.arange(block, dtype=jnp.int32)
-            streamed = view.pool.fetch(jnp.broadcast_to(jnp.minimum(ids, last)[None, None], (batch, num_heads, block)))
-            held = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
-            mask = (jnp.arange(self.page_size)[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
-            keys, values = (x.reshape(batch, num_heads, -1, size) for x in streamed)
-            return merge_by_lse(
-                *found, *attend_all(heads.q, keys, jnp.where(mask[..., None], values, 0), mask, scale=heads.scale)
-            )
-
-        return Attended(*jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found))
+            mask = per_head(mask, heads.k.shape[2])
+            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, mask, scale=heads.scale))
+        return attend_pages(Attended(*found), heads, view, self.index.counts(state.index))
 
     def _packed(
         self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], valid: Bool[Array, "B T"], shared: Shared | None
