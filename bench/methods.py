@@ -146,7 +146,7 @@ def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=N
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
         tail_out, tail_lse = tree.tail_of(
-            [(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests, scale=q.shape[-1] ** -0.5)[1]), digests.value)]
+            [(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests, scale=q.shape[-1] ** -0.5)[1]), digests)]
         )
     return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 

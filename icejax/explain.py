@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -112,10 +113,10 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     """Returns, for every layer with pages, the positions i32[K, P, p] of their tokens."""
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
-    new = jnp.asarray([len(prompt)], jnp.int32)
+    new, spec = jnp.asarray([len(prompt)], jnp.int32), replace(plan.spec, latent=False)  # with a plane for the positions
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return _layer(layer, x, new, at.shared, policy=plan.policies[at.number], spec=plan.spec)
+        return _layer(layer, x, new, at.shared, policy=plan.policies[at.number], spec=spec)
 
     found = {}
     for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):

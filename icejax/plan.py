@@ -80,10 +80,10 @@ class Plan:
 
     @property
     def pool_shape(self) -> tuple[int, ...] | None:
-        """Shape [P, L, B, K, 2, rows, H] of the pool, None without one."""
+        """Shape [P, L, B, K, planes, rows, W] of the pool, as wide as the widest plane; None without one."""
         if self.pool is None:
             return None
-        spec, page = self.spec, (2, page_rows(self.page_size, self.pool_dtype), self.spec.head_dim)
+        spec, page = self.spec, (self.pool.planes, page_rows(self.page_size, self.pool_dtype), max(self.spec.planes))
         return (self.pool.pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, *page)
 
 
@@ -133,6 +133,7 @@ def make_plan(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        value_dim=config.head_dim,
         prompt_capacity=ladder(prompt_tokens),
         new_capacity=_even(ladder(prompt_tokens), ladder(new_tokens)),
         dtype=model.dtype,

@@ -33,7 +33,7 @@ from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
-VERSION = 5
+VERSION = 6
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes of the pool that are read, checked and written at once, each with a checksum
 MOST = 2**31  # tokens are counted in 32 bits

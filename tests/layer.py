@@ -20,7 +20,6 @@ from tests import tolerances
 from tests.reference import outlier_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
-SCALE = SIZE**-0.5
 PROMPT, NEW = 256, 512
 THETA = 10000.0
 
@@ -49,13 +48,13 @@ def programs(policy: CachePolicy) -> Programs:
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
-        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), SCALE)
+        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), q.shape[-1] ** -0.5)
         found = policy.decode(state, heads, view(lengths, pool))
         return found.attended.out[:, 0], found.state
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
-        found = policy.extend(state, Heads(q, k, v, new, SCALE), view(lengths, pool))
+        found = policy.extend(state, Heads(q, k, v, new, q.shape[-1] ** -0.5), view(lengths, pool))
         return found.attended.out, found.state, found.pages, found.used
 
     def compact(state, pages, lengths):
@@ -73,7 +72,8 @@ def programs(policy: CachePolicy) -> Programs:
 
 def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
     """Turns heads [B, T, N, H] by so many positions [B, T], as a layer with plain RoPE of base `THETA` does."""
-    angles = by[..., None].astype(jnp.float32) * THETA ** (-jnp.arange(0, SIZE, 2) / SIZE)[None, None, :]
+    size = heads.shape[-1]
+    angles = by[..., None].astype(jnp.float32) * THETA ** (-jnp.arange(0, size, 2) / size)[None, None, :]
     cos, sin = (f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(heads, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -81,22 +81,27 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
-    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scale=SCALE)
+    scale = q.shape[-1] ** -0.5
+    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scale=scale)
     view = View(Lengths.none(len(q)), turn=turned)
-    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, SCALE), attended, view)
+    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, scale), attended, view)
     return found.state, found.pages
 
 
 class Layer:
     """Drives `policy` over a prompt and then token by token."""
 
-    def __init__(self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    def __init__(
+        self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray, *, latent: bool = False
+    ) -> None:
         self.policy = policy
         self.spec = CacheSpec(
             batch_size=len(lengths),
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=SIZE,
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            head_dim=k.shape[3],
+            value_dim=v.shape[3],
+            latent=latent,
             prompt_capacity=PROMPT,
             new_capacity=NEW,
             dtype="float32",
@@ -137,16 +142,21 @@ class Layer:
         return np.asarray(out)
 
 
-def draw(lengths: Sequence[int], steps: int, *, seed: int = 0, sharp: float = 1.0):
-    """Returns prompt q, k, v [B, PROMPT, heads, H] and new ones [steps, B, heads, H]; `sharp` scales the queries."""
+def draw(
+    lengths: Sequence[int], steps: int, *, seed: int = 0, sharp: float = 1.0, kv_heads: int = KV_HEADS, sizes=(SIZE, SIZE)
+):
+    """Returns prompt q, k, v [B, PROMPT, heads, H] and new ones [steps, B, heads, H].
+
+    `sharp` scales the queries; `sizes` are the channels of keys and of values.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
-    batch = len(lengths)
-    prompt = [normal(batch, PROMPT, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    new = [normal(steps, batch, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    batch, shapes = len(lengths), ((HEADS, sizes[0]), (kv_heads, sizes[0]), (kv_heads, sizes[1]))
+    prompt = [normal(batch, PROMPT, *shape) for shape in shapes]
+    new = [normal(steps, batch, *shape) for shape in shapes]
     prompt[0], new[0] = prompt[0] * sharp, new[0] * sharp
     return prompt, new
 
@@ -167,7 +177,7 @@ def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Returns the attention [N, H] of a token's queries [N, H] to keys and values [S, K, H] in float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    out = np.zeros(q.shape)
+    out = np.zeros((len(q), v.shape[2]))
     for head in range(len(q)):
         kv = head // (len(q) // k.shape[1])
         scores = k[:, kv] @ q[head] / q.shape[1] ** 0.5

@@ -21,23 +21,21 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("backend", fetch.ORDER["cpu"])
-def test_fetch_brings_exact_bits(backend, dtype):
-    stored = bits(SHAPE, dtype)
+@pytest.mark.parametrize("planes, dtype", [(2, "float32"), (2, "bfloat16"), (2, "float16"), (1, "bfloat16")])
+@pytest.mark.parametrize("backend", [*fetch.ORDER["cpu"], "gather"])
+def test_fetch_brings_exact_bits(backend, planes, dtype):
+    stored = bits((*SHAPE[:4], planes, *SHAPE[5:]), dtype)
     pool = jax.device_put(stored, memory.on_host())
     ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
     def read(pool, ids):
-        k, v = host.PoolLayer(pool, None, 1, backend, dtype).fetch(ids)
-        return jax.lax.bitcast_convert_type(k, stored.dtype), jax.lax.bitcast_convert_type(v, stored.dtype)
+        pages = host.PoolLayer(pool, None, 1, backend, dtype).fetch(ids)
+        return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in pages]
 
-    k, v = read(pool, jnp.asarray(ids))
+    found = np.stack(read(pool, jnp.asarray(ids)), axis=3)
     for at in np.ndindex(ids.shape):
-        expected = stored[ids[at], 1, at[0], at[1]]
-        np.testing.assert_array_equal(np.asarray(k)[at], expected[0])
-        np.testing.assert_array_equal(np.asarray(v)[at], expected[1])
+        np.testing.assert_array_equal(found[at], stored[ids[at], 1, at[0], at[1]])
 
 
 def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():

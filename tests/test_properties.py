@@ -33,7 +33,7 @@ def held(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np.ndarra
     counts = np.asarray(state.index[0].count)[row, head]
     pages = [pool[page, 0, row, head, 0, : counts[page]] for page in range(len(pool))]
     masks = layer.policy.window_of.masks(state.window, layer.lengths, seen=layer.lengths.seen)
-    near = (state.window.sinks_k, state.window.window_k)
+    near = (state.window.sinks[0], state.window.newest[0])
     resident = [np.asarray(x)[row, head][np.asarray(mask)[row]] for x, mask in zip(near, masks, strict=True)]
     return pages, np.concatenate(resident)
 

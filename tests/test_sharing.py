@@ -52,7 +52,7 @@ def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
 def test_a_follower_is_packed_in_the_order_of_its_leader():
     """The follower's values are positions, and its keys noise: pages of equal positions are pages of the leader's keys."""
     policy, tokens = replace(SMALL, reuse=2), 256
-    sizes = dict(batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16)
+    sizes = dict(batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16)
     spec = CacheSpec(**sizes, prompt_capacity=tokens, new_capacity=tokens, dtype="float32")
     rng = np.random.default_rng(0)
     q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))

@@ -1,6 +1,6 @@
-"""Ways of reading pages of a table uint[R, 2, rows, H] in host memory inside a program: keys and values, apart.
+"""Ways of reading pages of a table uint[R, planes, rows, W] in host memory inside a program: a plane at a time.
 
-Apart, because to part them later would copy them.
+Keys and values come apart, because to part them later would copy them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from jax.experimental import compute_on as compute_on_module
 
 from icejax.memory import DEVICE, HOST
 
-Pages = tuple[jax.Array, jax.Array]  # uint[n, rows, H]
+Pages = tuple[jax.Array, ...]  # uint[n, rows, W] for every plane
 # Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
 STARTED = 16  # copies that XLA:TPU starts before it awaits the first
 MOST_LOADED = 4096  # elements that a GPU program holds in registers at once
 
 
-def _halves(read: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], Pages]:
-    """Returns a way of reading pages from one of reading rows of a table uint[2 R, rows, H]."""
+def _by_plane(read: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], Pages]:
+    """Returns a way of reading pages from one of reading rows of a table uint[R planes, rows, W]."""
 
-    def both(table: jax.Array, pages: jax.Array) -> Pages:
-        flat = table.reshape(-1, *table.shape[2:])
-        return read(flat, 2 * pages), read(flat, 2 * pages + 1)
+    def every(table: jax.Array, pages: jax.Array) -> Pages:
+        planes, flat = table.shape[1], table.reshape(-1, *table.shape[2:])
+        return tuple(read(flat, planes * pages + plane) for plane in range(planes))
 
-    return both
+    return every
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _gather_flat(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """On CPU a gather of [p, H] takes many times as long; on CUDA this one does not compile for pages of int8."""
+    """On CPU a gather of [p, W] takes many times as long; on CUDA this one does not compile for pages of int8."""
     return _gather(table.reshape(len(table), -1), rows).reshape(len(rows), *table.shape[1:])
 
 
@@ -54,8 +54,8 @@ def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _slices(table: jax.Array, pages: jax.Array) -> Pages:
     def one(_: None, page: jax.Array) -> tuple[None, Pages]:
-        both = jax.device_put(lax.dynamic_slice_in_dim(table, page, 1, axis=0), DEVICE)
-        return None, (both[0, 0], both[0, 1])
+        whole = jax.device_put(lax.dynamic_slice_in_dim(table, page, 1, axis=0), DEVICE)
+        return None, tuple(whole[0, plane] for plane in range(table.shape[1]))
 
     return lax.scan(one, None, pages, unroll=min(STARTED, len(pages)))[1]
 
@@ -65,11 +65,13 @@ def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None)
 
     Values are loaded after keys: on one bus both together would take as long, and the keys have work waiting for them.
     """
-    flat = table.reshape(2 * len(table), -1)
+    planes = table.shape[1]
+    flat = table.reshape(planes * len(table), -1)
     wanted = jnp.ones(pages.shape, jnp.int32) if wanted is None else wanted.astype(jnp.int32)
-    keys = _copied(flat, 2 * pages, wanted)
-    values = _copied(flat, 2 * pages + 1, wanted, keys)
-    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in (keys, values))
+    found: list[jax.Array] = []
+    for plane in range(planes):
+        found.append(_copied(flat, planes * pages + plane, wanted, *found[-1:]))
+    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in found)
 
 
 def _copied(flat: jax.Array, rows: jax.Array, wanted: jax.Array, *before: jax.Array) -> jax.Array:
@@ -116,9 +118,9 @@ def _parts(width: int) -> list:
 
 
 BACKENDS: dict[str, Callable[..., Pages]] = {
-    "gather": _halves(_gather),
-    "gather_flat": _halves(_gather_flat),
-    "host_compute": _halves(_host_compute),
+    "gather": _by_plane(_gather),
+    "gather_flat": _by_plane(_gather_flat),
+    "host_compute": _by_plane(_host_compute),
     "slices": _slices,
     "triton": _triton,
 }

@@ -19,10 +19,10 @@ def attend_pages(found: Attended, heads: Heads, view: View, counts: Int[Array, "
 
     def page_block(i: jax.Array, found: Attended) -> Attended:
         ids = i * block + jnp.arange(block, dtype=jnp.int32)
-        keys, values = view.pool.fetch(jnp.broadcast_to(jnp.minimum(ids, last)[None, None], (batch, num_heads, block)))
+        planes = view.pool.fetch(jnp.broadcast_to(jnp.minimum(ids, last)[None, None], (batch, num_heads, block)))
         held = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
-        mask = (jnp.arange(keys.shape[3])[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
-        keys, values = (x.reshape(*mask.shape, -1) for x in (keys, values))
+        mask = (jnp.arange(planes[0].shape[3])[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
+        keys, values = (x.reshape(*mask.shape, -1) for x in heads.of_planes(planes))
         values = jnp.where(mask[..., None], values, 0)
         return Attended(*merge_by_lse(*found, *attend_all(heads.q, keys, values, mask, scale=heads.scale)))
 

@@ -43,12 +43,15 @@ class DigestTree(PageIndex):
     dtype: str | None
 
     def empty(self, spec: CacheSpec, pages: int) -> tuple[Digests, ...]:
-        return tree.build(empty((spec.batch_size, spec.num_kv_heads, pages), spec.head_dim, self.dtype or spec.dtype))
+        shape, value_size = (spec.batch_size, spec.num_kv_heads, pages), None if spec.latent else spec.value_dim
+        return tree.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
 
     def counts(self, index: tuple[Digests, ...]) -> Int[Array, "B K P"]:
         return index[0].count
 
-    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Digests:
+    def describe(
+        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
+    ) -> Digests:
         return digest(k, v, mask, self.dtype)
 
     def of_prompt(self, index: tuple[Digests, ...], described: Digests) -> tuple[Digests, ...]:
@@ -202,7 +205,8 @@ class Clustered(Retrieval):
             guess=None if guess is None else guess.reshape(queries.shape),
             path=view.shared.choice if self.follows else None,
         )
-        return Found(found.page_ids, found.counts, rest=Attended(found.tail_out, found.tail_lse), choice=found.path)
+        rest = Attended(found.tail_out[..., : heads.v.shape[-1]], found.tail_lse)  # of a latent layer whole keys
+        return Found(found.page_ids, found.counts, rest=rest, choice=found.path)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:

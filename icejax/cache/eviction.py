@@ -24,13 +24,14 @@ class Slots:
     """Tokens of every KV head, of which each may keep others.
 
     Attributes:
-        k, v: keys (after RoPE) and values, rows and KV heads in one axis as in `TokenState`; 0 in an empty slot.
+        k, v: keys (after RoPE) and values, rows and KV heads in one axis as in `TokenState`, also of a latent layer; 0 in an
+            empty slot.
         positions: of the tokens; NO_TOKEN in an empty slot.
         scores: the tokens of lowest score leave first; 0 in an empty slot.
     """
 
     k: jax.Array  # dtype[B K, S, H]
-    v: jax.Array  # dtype[B K, S, H]
+    v: jax.Array  # dtype[B K, S, Hv]
     positions: jax.Array  # i32[B, K, S]
     scores: jax.Array  # f32[B, K, S]
 
@@ -100,8 +101,8 @@ class Eviction(CachePolicy):
 
     def init(self, spec: CacheSpec) -> Slots:
         shape = (spec.batch_size, spec.num_kv_heads, self.num_slots(spec))
-        nothing = jnp.zeros((shape[0] * shape[1], shape[2], spec.head_dim), spec.dtype)
-        return Slots(nothing, nothing, jnp.full(shape, NO_TOKEN, jnp.int32), jnp.zeros(shape))
+        k, v = (jnp.zeros((shape[0] * shape[1], shape[2], size), spec.dtype) for size in (spec.head_dim, spec.value_dim))
+        return Slots(k, v, jnp.full(shape, NO_TOKEN, jnp.int32), jnp.zeros(shape))
 
     def prefill(self, state: Slots, heads: Heads, attended: Attended, view: View) -> Outcome:
         size = state.positions.shape[2]
@@ -151,7 +152,7 @@ class Eviction(CachePolicy):
         with jax.named_scope("evict"):
             weights = weights.reshape(*state.positions.shape[:2], *weights.shape[1:])
             state = replace(state, scores=jnp.where(state.there, self.update(state, weights), 0))
-        return Outcome(state, Attended(out.reshape(heads.q.shape).astype(heads.q.dtype), lse))
+        return Outcome(state, Attended(out.reshape(*heads.q.shape[:3], -1).astype(heads.q.dtype), lse))
 
     def report(self, state: Slots, lengths: Lengths) -> Report:
         return Report(None, state.there.sum((1, 2)), state.positions.nbytes + state.scores.nbytes)

@@ -40,18 +40,18 @@ def fault(name: str) -> str | None:
 def tried(name: str) -> str | None:
     """Returns `fault`, found in this process."""
     pages, wanted = np.asarray([3, 0, 63, 3], np.int32), np.asarray([True, False, True, True])
-    tables = [(np.uint16, 16), (np.uint32, 16)]
+    tables = [(np.uint16, 2, 16), (np.uint32, 2, 16), (np.uint16, 1, 16)]
     if memory.platform() != "tpu":  # where pages of int8 do not compile
-        tables.append((np.uint8, 18))
-    for dtype, height in tables:
-        table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (64, 2, height, 32), dtype=dtype)
+        tables.append((np.uint8, 2, 18))
+    for dtype, planes, height in tables:
+        table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (64, planes, height, 32), dtype=dtype)
         pinned, index = jax.device_put(table, memory.on_host()), jnp.asarray(pages)
         try:
             found = [(jax.jit(BACKENDS[name])(pinned, index), table[pages])]
             if name in CHOOSING:
                 some = jax.jit(BACKENDS[name])(pinned, index, jnp.asarray(wanted))
                 found.append((some, np.where(wanted[:, None, None, None], table[pages], 0)))
-            exact = all(np.array_equal(np.stack(both, axis=1), expected) for both, expected in found)
+            exact = all(np.array_equal(np.stack(planes, axis=1), expected) for planes, expected in found)
         except Exception as error:  # a compiler that is not there, or not made for this, raises nearly anything
             return f"fails: {(str(error) or type(error).__name__).splitlines()[0]}"
         if not exact:

@@ -25,18 +25,18 @@ def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenState:
-    """Keys (after RoPE) and values of every slot; slots without a token are zero.
+    """Keys (after RoPE) and values of every slot, also of a latent layer; slots without a token are zero.
 
     Rows and KV heads in one axis: XLA:CPU would copy all slots in every step if they were joined for the attention.
     """
 
     k: jax.Array  # dtype[B K, S, H]
-    v: jax.Array  # dtype[B K, S, H]
+    v: jax.Array  # dtype[B K, S, Hv]
 
 
 def _empty(spec: CacheSpec, slots: int) -> TokenState:
-    shape = (spec.batch_size * spec.num_kv_heads, slots, spec.head_dim)
-    return TokenState(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
+    shape = (spec.batch_size * spec.num_kv_heads, slots)
+    return TokenState(*(jnp.zeros((*shape, size), spec.dtype) for size in (spec.head_dim, spec.value_dim)))
 
 
 def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.Array, window: int | None) -> Attended:
@@ -62,7 +62,8 @@ def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array
     with jax.named_scope("attend"):
         mask = per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2])
         out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, joined(mask), scale=heads.scale)
-        attended = Attended(out.astype(heads.q.dtype).reshape(heads.q.shape), lse.reshape(heads.q.shape[:3]))
+        shape = heads.q.shape[:3]
+        attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
     return Outcome(state, attended)
 
 

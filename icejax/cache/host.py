@@ -1,9 +1,9 @@
 """The host pool: pages of keys and values in host memory, written between programs and read inside them.
 
-The pool is one array `uint[P, L, B, K, 2, rows, H]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU would
-rewrite a bf16 update through an fp32 copy of the whole buffer. A program that only reads it never copies it; a program that
-writes it takes it by donation and does nothing else with it, because XLA:GPU copies a pool that one program both
-reads and writes.
+The pool is one array `uint[P, L, B, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU
+would rewrite a bf16 update through an fp32 copy of the whole buffer. Keys and values are two planes; keys that hold their
+values are one. A program that only reads the pool never copies it; a program that writes it takes it by donation and does
+nothing else with it, because XLA:GPU copies a pool that one program both reads and writes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from icejax.cache.page_format import bits_dtype, decode, encode
 from icejax.errors import InputError
 
 MISSING = 32  # pages that are fetched at once where others are at hand
-Pool = UInt[Array, "P L B K 2 rows H"]
-Fetched = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p H"]]  # keys and values
+Pool = UInt[Array, "P L B K planes rows W"]
+Fetched = tuple[Float[Array, "B K M p W"], ...]  # the planes of pages, as wide as the pool
 
 
 @jax.tree_util.register_dataclass
@@ -34,14 +34,14 @@ Fetched = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p H"]]  # keys an
 class PoolLayer:
     """One layer's view of the pool, for reading inside a program."""
 
-    pages: jax.Array  # uint[P, L, B, K, 2, rows, H], pinned_host
+    pages: jax.Array  # uint[P, L, B, K, planes, rows, W], pinned_host
     ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
     layer: int | jax.Array  # an array where one program serves all layers
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
 
     def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
-        """Returns the keys and the values of pages on the device."""
+        """Returns pages on the device, plane by plane."""
         table, rows = self._table(page_ids)
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows))
 
@@ -67,11 +67,11 @@ class PoolLayer:
 
         nothing = jax.eval_shape(self.fetch, page_ids)
 
-        def one(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def one(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             found = (x.reshape(nothing[0].shape[1:]) for x in self._read(table, rows[live[i]]))
             return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, found, strict=True))
 
-        def by_row() -> tuple[jax.Array, jax.Array]:
+        def by_row() -> tuple[jax.Array, ...]:
             zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in nothing)
             return lax.fori_loop(0, (~self.ended).sum(), one, zeros)
 
@@ -110,27 +110,27 @@ class PoolLayer:
         order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
         block = min(MISSING, missing.size)
 
-        def some(i: jax.Array, pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def some(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
             return tuple(x.at[at].set(y) for x, y in zip(pages, self._read(table, rows[at]), strict=True))
 
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
         return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), came
 
-    def _read(self, table: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values [n, p, H] of rows of the table, decoded."""
+    def _read(self, table: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the planes [n, p, W] of rows of the table, decoded."""
         return tuple(decode(x, self.dtype) for x in BACKENDS[self.backend](table, rows))
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns the pool as a table of pages, keys and values, and the row of every page."""
-        _, layers, batch, heads, _, height, size = self.pages.shape
+        """Returns the pool as a table of pages, and the row of every page."""
+        _, layers, batch, heads, *page = self.pages.shape
         owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
         rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        return self.pages.reshape(-1, 2, height, size), rows
+        return self.pages.reshape(-1, *page), rows
 
 
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> Pool:
-    """Returns an empty pool of `shape` [P, L, B, K, 2, rows, H] for keys and values of `dtype`, or pages of int8.
+    """Returns an empty pool of `shape` [P, L, B, K, planes, rows, W] for keys and values of `dtype`, or pages of int8.
 
     Args:
         limit: bytes of host memory it may take; None: what is free.
@@ -184,7 +184,7 @@ def _write_layer(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax
     return lax.fori_loop(0, len(pages), one, pool.reshape(-1, *pool.shape[2:])).reshape(pool.shape)
 
 
-def write_layer(pool: Pool, pages: Float[Array, "M B K 2 p H"], layer: int, first: Int[Array, ""] | int = 0) -> Pool:
+def write_layer(pool: Pool, pages: Float[Array, "M B K planes p W"], layer: int, first: Int[Array, ""] | int = 0) -> Pool:
     """Returns the pool with one layer's pages written from page `first`; donates `pool`."""
     # XLA:TPU writes to a part of host memory in one dimension only, so page by page.
     return _write_layer(pool, pages, np.int32(layer), jnp.int32(first), singly=memory.platform() == "tpu")
@@ -192,20 +192,22 @@ def write_layer(pool: Pool, pages: Float[Array, "M B K 2 p H"], layer: int, firs
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_pages(
-    pool: Pool, pages: Float[Array, "M L B K 2 p H"] | UInt[Array, "M L B K 2 rows H"], first: Int[Array, ""]
+    pool: Pool,
+    pages: Float[Array, "M L B K planes p W"] | UInt[Array, "M L B K planes rows W"],
+    first: Int[Array, ""],
 ) -> Pool:
     """Returns the pool with pages of all layers, or their bits, written from page `first`; donates `pool`."""
     return lax.dynamic_update_slice_in_dim(pool, jax.device_put(encode(pages, pool.dtype), memory.HOST), first, axis=0)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
-def read_pages(pool: Pool, first: Int[Array, ""], *, count: int, dtype: str) -> Float[Array, "{count} L B K 2 p H"]:
+def read_pages(pool: Pool, first: Int[Array, ""], *, count: int, dtype: str) -> Float[Array, "{count} L B K planes p W"]:
     """Returns `count` pages of all layers on the device."""
     return decode(read_bits(pool, first, count=count), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def read_bits(pool: Pool, first: Int[Array, ""], *, count: int) -> UInt[Array, "{count} L B K 2 rows H"]:
+def read_bits(pool: Pool, first: Int[Array, ""], *, count: int) -> UInt[Array, "{count} L B K planes rows W"]:
     """Returns `count` pages of all layers as they stand in the pool, on the device."""
     zero = jax.device_put(jnp.int32(0), memory.HOST)
     start = (jax.device_put(first, memory.HOST), *(zero,) * (pool.ndim - 1))

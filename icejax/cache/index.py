@@ -27,8 +27,8 @@ class PageIndex(abc.ABC):
         """Returns how many tokens every page holds."""
 
     @abc.abstractmethod
-    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Any:
-        """Returns what is kept of pages, of whose slots `mask` says which hold a token."""
+    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]) -> Any:
+        """Returns what is kept of pages, of whose slots `mask` says which hold a token; `v` is None where keys hold values."""
 
     def prepared(self, index: Any, described: Any, first: Int[Array, ""]) -> Any:
         """Returns what `put` is to write for pages that begin at page `first`."""

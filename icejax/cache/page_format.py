@@ -1,6 +1,8 @@
-"""How pages of keys and values stand in the pool: their own bits, or int8 with a scale per page and channel."""
+"""How pages stand in the pool: planes of one width, by their own bits or as int8 with a scale per page and channel."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,12 @@ def bits_dtype(dtype: str) -> np.dtype:
 def page_rows(page_size: int, dtype: str) -> int:
     """Returns the rows of a page of tokens in a pool of `dtype`."""
     return page_size + SCALE_ROWS if dtype == "int8" else page_size
+
+
+def stacked(planes: Sequence[Float[Array, "*P p _"]]) -> Float[Array, "*P planes p W"]:
+    """Returns the planes of pages, those that are narrower than another filled up with zeros."""
+    width = max(x.shape[-1] for x in planes)
+    return jnp.stack([jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in planes], axis=-3)
 
 
 def encode(pages: Float[Array, "*P p H"] | UInt[Array, "*P rows H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.cache.host import PoolLayer
+from icejax.cache.slots import by_head
 from icejax.ops.attention import Attended
 
 
@@ -21,6 +22,10 @@ class CacheSpec:
     """The shapes of one layer's cache.
 
     Attributes:
+        head_dim: channels of queries and keys.
+        value_dim: channels of values.
+        latent: whether values are the first `value_dim` channels of the keys, as in multi-head latent attention, so that
+            nothing but keys needs to be kept.
         prompt_capacity: tokens a padded prompt may have.
         new_capacity: tokens that may be generated after it.
         dtype: dtype of keys and values, by name.
@@ -30,14 +35,21 @@ class CacheSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     prompt_capacity: int
     new_capacity: int
     dtype: str
+    latent: bool = False
 
     @property
     def capacity(self) -> int:
         """Tokens of prompt and generation together."""
         return self.prompt_capacity + self.new_capacity
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Channels of every plane, which is what is kept of a token: its key, and its value unless the key holds it."""
+        return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,7 @@ class PoolSpec:
     Attributes:
         pages: pages it can need.
         page_size: slots of a page.
+        planes: vectors per slot: keys and values are 2, keys alone 1.
         dtype: of the pages, by name.
         leaving: newest tokens that stand on the device on their way to the pool.
         compact_every: decoded tokens after which their pages are packed anew; 0: never.
@@ -54,6 +67,7 @@ class PoolSpec:
 
     pages: int
     page_size: int
+    planes: int
     dtype: str
     leaving: int
     compact_every: int = 0
@@ -102,14 +116,14 @@ class Heads:
     Attributes:
         q: queries after RoPE.
         k: keys after RoPE.
-        v: values.
+        v: values, those of a latent layer too.
         new: tokens of each row; the rest is padding on the right, which may hold anything.
         scale: what products of queries and keys are multiplied by, in fp32.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
-    v: jax.Array  # dtype[B, T, K, H]
+    v: jax.Array  # dtype[B, T, K, Hv]
     new: jax.Array  # i32[B]
     scale: float
 
@@ -117,6 +131,16 @@ class Heads:
         """Returns the queries of one decoded token by the KV head they belong to."""
         batch, _, heads, size = self.k.shape
         return self.q.reshape(batch, heads, -1, size)
+
+    def planes(self, count: int) -> tuple[Float[Array, "B K T _"], ...]:
+        """Returns what a cache of so many planes keeps of the tokens."""
+        return tuple(by_head(x) for x in (self.k, self.v)[:count])
+
+    def of_planes(
+        self, planes: tuple[Float[Array, "B K *S _"], ...]
+    ) -> tuple[Float[Array, "B K *S H"], Float[Array, "B K *S Hv"]]:
+        """Returns the keys and the values in planes of any tokens, which the pool fills up to one width."""
+        return planes[0][..., : self.k.shape[-1]], planes[-1][..., : self.v.shape[-1]]
 
 
 @jax.tree_util.register_dataclass
@@ -164,7 +188,7 @@ class Outcome:
     Attributes:
         state: after the new tokens.
         attended: what their queries attended to; None after a prompt, which attends exactly.
-        pages: dtype[P', B, K, 2, p, H] for the pool; None if there are none to write.
+        pages: dtype[P', B, K, planes, p, W] for the pool; None if there are none to write.
         used: how many of them are not empty; None: all.
         shared: for the layers that follow.
     """
@@ -234,7 +258,7 @@ class CachePolicy(abc.ABC):
         Here token by token, as if it were decoded, for policies that keep nothing in the pool. The first axis of every array
         of their state are rows, or rows and KV heads.
         """
-        batch, _, num_heads, size = heads.q.shape
+        batch, tokens, num_heads, _ = heads.q.shape
 
         def one(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
             state, attended = carry
@@ -250,7 +274,9 @@ class CachePolicy(abc.ABC):
             put = (jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in zip(attended, found.attended, strict=True))
             return state, Attended(*put)
 
-        nothing = Attended(jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:3]))
+        nothing = Attended(
+            jnp.zeros((batch, tokens, num_heads, heads.v.shape[-1]), heads.q.dtype), jnp.zeros(heads.q.shape[:3])
+        )
         state, attended = jax.lax.fori_loop(0, heads.new.max(), one, (state, nothing))
         return Outcome(state, attended)
 

@@ -41,7 +41,9 @@ class BoundsIndex(PageIndex):
     def counts(self, index: Bounds) -> Int[Array, "B K P"]:
         return index.count
 
-    def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Bounds:
+    def describe(
+        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
+    ) -> Bounds:
         low, high = (f(jnp.where(mask[..., None], k, end), axis=3) for f, end in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
         filled = mask.any(-1)[..., None]
         return Bounds(jnp.where(filled, low, 0), jnp.where(filled, high, 0), mask.sum(-1, dtype=jnp.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +14,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.blocks import attend_pages
 from icejax.cache.index import PageIndex
+from icejax.cache.page_format import stacked
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
-from icejax.cache.slots import by_head, joined, per_head
-from icejax.cache.window import Window, WindowState
+from icejax.cache.slots import joined, per_head
+from icejax.cache.window import Planes, Window, WindowState
 from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.paged_attention import attend_whole
 
 NO_PAGE = np.int32(-1)
 # Keys, values and which of them are tokens: of sinks and window, and of the pages found.
-Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Bool[Array, "B K S"]]
-Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p H"], Bool[Array, "B K M p"]]
+Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"], Bool[Array, "B K S"]]
+Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p Hv"], Bool[Array, "B K M p"]]
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +37,7 @@ class PagedState:
         index: the policy's own: what it finds pages by.
         page_ids: the pages found in the newest step; NO_PAGE where there are no more, and before the first.
         weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.
-        held: their keys and values, if they stay on the device.
+        held: their planes as they came from the pool, if they stay on the device.
         fetched: how many of them came from the host, over KV heads.
     """
 
@@ -43,7 +45,7 @@ class PagedState:
     index: Any
     page_ids: jax.Array  # i32[B, K, M]
     weights: jax.Array  # f32[B, K, M, p]
-    held: tuple[jax.Array, jax.Array]  # dtype[B, K, M or 0, p, H] each
+    held: tuple[jax.Array, ...]  # dtype[B, K, M or 0, p, W] each
     fetched: jax.Array  # i32[B]
 
 
@@ -63,7 +65,7 @@ class Found:
     page_ids: jax.Array  # i32[B, K, M]
     counts: jax.Array  # i32[B, K, M]
     bias: jax.Array | None = None  # f32[B, K, G or 1, M]
-    rest: Attended | None = None  # f32[B, K, G, H], f32[B, K, G]
+    rest: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
     choice: Any = None
 
 
@@ -117,7 +119,7 @@ class Retrieval(CachePolicy):
         return None
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
-        """Returns what the queries attend to, f32[B, K, G, H] and f32[B, K, G], and what the tokens of the pages weighed.
+        """Returns what the queries attend to, f32[B, K, G, Hv] and f32[B, K, G], and what the tokens of the pages weighed.
 
         That is summed over query heads. Here all that was found is attended to. Every row has a token in sinks and window.
         """
@@ -133,6 +135,7 @@ class Retrieval(CachePolicy):
         return PoolSpec(
             pages=spec.capacity // self.page_size,
             page_size=self.page_size,
+            planes=len(spec.planes),
             dtype=self.page_dtype or spec.dtype,
             leaving=self.window_of.slots,
             compact_every=self.compact_every,
@@ -145,14 +148,14 @@ class Retrieval(CachePolicy):
         fetched *= spec.num_heads // spec.num_kv_heads if self.per_query_head else 1
         page_ids = jnp.full((*heads, fetched), NO_PAGE)
         weights = jnp.zeros((*page_ids.shape, self.page_size))
-        slots = (*heads, page_ids.shape[2] if self.resident else 0, self.page_size, spec.head_dim)
-        held = (jnp.zeros(slots, spec.dtype),) * 2
+        slots = (*heads, page_ids.shape[2] if self.resident else 0, self.page_size, max(spec.planes))
+        held = (jnp.zeros(slots, spec.dtype),) * len(spec.planes)
         none = jnp.zeros(spec.batch_size, jnp.int32)
         return PagedState(self.window_of.init(spec), index, page_ids, weights, held, none)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         lengths = replace(view.lengths, prompt=heads.new)
-        window, middle = self.window_of.after_prompt(by_head(heads.k), by_head(heads.v), lengths)
+        window, middle = self.window_of.after_prompt(heads.planes(len(state.window.sinks)), lengths)
         pages, described, shared = self._packed(*middle, view.shared)
         return Outcome(
             replace(state, window=window, index=self.index.of_prompt(state.index, described)), pages=pages, shared=shared
@@ -162,15 +165,10 @@ class Retrieval(CachePolicy):
         lengths, num_heads = view.lengths, heads.k.shape[2]
         with jax.named_scope("append"):
             window = self.window_of.append(state.window, heads, lengths)
-            sinks_mask, window_mask = self.window_of.masks(window, lengths, seen=lengths.seen + 1)
-        near = tuple(
-            jnp.concatenate([first, last], axis=2)
-            for first, last in (
-                (window.sinks_k, window.window_k),
-                (window.sinks_v, window.window_v),
-                (per_head(sinks_mask, num_heads), per_head(window_mask, num_heads)),
-            )
-        )
+            masks = tuple(per_head(x, num_heads) for x in self.window_of.masks(window, lengths, seen=lengths.seen + 1))
+        parts = (*zip(window.sinks, window.newest, strict=True), masks)
+        *planes, mask = (jnp.concatenate(pair, axis=2) for pair in parts)
+        near = (*heads.of_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
             found = self.find(heads, state.index, view)
         with jax.named_scope("fetch"):
@@ -181,7 +179,7 @@ class Retrieval(CachePolicy):
                 held, fetched = view.pool.fetch_live(found.page_ids, there)
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
-            attended, weights = self.attend(heads, near, (*held, slots_mask), found)
+            attended, weights = self.attend(heads, near, (*heads.of_planes(held), slots_mask), found)
         state = replace(
             state,
             window=window,
@@ -190,8 +188,9 @@ class Retrieval(CachePolicy):
             held=held if self.resident else state.held,
             fetched=fetched,
         )
-        out = attended.out.reshape(heads.q.shape).astype(heads.q.dtype)
-        return Outcome(state, Attended(out, attended.lse.reshape(heads.q.shape[:3])), shared=Shared(choice=found.choice))
+        shape = heads.q.shape[:3]
+        attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
+        return Outcome(state, attended, shared=Shared(choice=found.choice))
 
     def extend(self, state: PagedState, heads: Heads, view: View) -> Outcome:
         """Appends more text, which attends exactly to all before it: the pages come from the pool block by block."""
@@ -202,51 +201,48 @@ class Retrieval(CachePolicy):
             pages, described, shared = self._packed(*leaving, view.shared)
             first = view.lengths.pages
             index = self.index.with_pages(state.index, described, first)
-        used = (leaving[2].sum(1).max() + self.page_size - 1) // self.page_size
+        used = (leaving[1].sum(1).max() + self.page_size - 1) // self.page_size
         return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
         found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
-        near = zip(
-            (state.window.sinks_k, state.window.window_k),
-            (state.window.sinks_v, state.window.window_v),
-            self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen),
-            strict=True,
-        )
-        for keys, values, mask in near:
-            mask = per_head(mask, heads.k.shape[2])
-            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, mask, scale=heads.scale))
+        masks = self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen)
+        for planes, mask in zip((state.window.sinks, state.window.newest), masks, strict=True):
+            near = (*heads.of_planes(planes), per_head(mask, heads.k.shape[2]))
+            found = merge_by_lse(*found, *attend_all(heads.q, *near, scale=heads.scale))
         return attend_pages(Attended(*found), heads, view, self.index.counts(state.index))
 
     def _packed(
-        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], valid: Bool[Array, "B T"], shared: Shared | None
-    ) -> tuple[Float[Array, "P B K 2 p H"], Any, Shared | None]:
+        self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None
+    ) -> tuple[Float[Array, "P B K planes p W"], Any, Shared | None]:
         """Packs tokens, of which `valid` says which there are, into pages.
 
         Returns them, what the index keeps of them, and their order, which a follower takes from the layers before it.
         """
         order = shared.order if self.follows and shared is not None else None
-        order = self.order(k, valid) if order is None else order
+        order = self.order(planes[0], valid) if order is None else order
         shared = Shared(order=order) if self.shares else None
-        mask = jnp.broadcast_to(valid[:, None, :], k.shape[:3])
+        parts = (*planes, jnp.broadcast_to(valid[:, None, :], planes[0].shape[:3]))
         if order is None:
-            missing = -k.shape[2] % self.page_size
-            k, v, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in (k, v, mask))
+            missing = -valid.shape[1] % self.page_size
+            parts = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in parts)
         else:
-            mask = jnp.take_along_axis(mask, order, axis=2)
-            k, v = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (k, v))
-        k, v, mask = (x.reshape(*x.shape[:2], -1, self.page_size, *x.shape[3:]) for x in (k, v, mask))
-        pages = jnp.stack([k, v], axis=3).transpose(2, 0, 1, 3, 4, 5)
-        return pages, self.index.describe(k, v, mask), shared
+            parts = (jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 3)), axis=2) for x in parts)
+        *pages, mask = (x.reshape(*x.shape[:2], -1, self.page_size, *x.shape[3:]) for x in parts)
+        return stacked(pages).transpose(2, 0, 1, 3, 4, 5), self._described(pages, mask), shared
 
-    def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K 2 p H"], Any]:
+    def _described(self, pages: Sequence[Float[Array, "B K P p _"]], mask: Bool[Array, "B K P p"]) -> Any:
+        """Returns what the index keeps of pages, given plane by plane."""
+        return self.index.describe(pages[0], pages[1] if len(pages) > 1 else None, mask)
+
+    def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K planes p W"], Any]:
         """Returns the window page that is to leave, and what `flushed` needs to know: arrays.
 
         Called between steps whenever `page_size` tokens have been decoded.
         """
-        k, v, mask = self.window_of.oldest(state.window, lengths)
-        described = self.index.describe(*(x[:, :, None] for x in (k, v, mask)))
-        return jnp.stack([k, v], axis=2), self.index.prepared(state.index, described, lengths.pages)
+        page, mask = self.window_of.oldest(state.window, lengths)
+        described = self._described([x[:, :, None] for x in page], mask[:, :, None])
+        return stacked(page), self.index.prepared(state.index, described, lengths.pages)
 
     def flushed(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
         """Returns the state after that page has left it; `lengths` are those that `flush` was given.
@@ -256,17 +252,20 @@ class Retrieval(CachePolicy):
         window = self.window_of.without_oldest(state.window)
         return replace(state, window=window, index=self.index.put(state.index, prepared, lengths.pages))
 
-    def compact(self, state: PagedState, pages: Float[Array, "P B K 2 p H"], view: View) -> Outcome:
+    def compact(self, state: PagedState, pages: Float[Array, "P B K planes p W"], view: View) -> Outcome:
         """Packs the newest `pages` of the pool anew, and returns them.
 
         Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
         """
-        count, batch, heads, _, p, size = pages.shape
+        count, batch, heads, _, p, _ = pages.shape
         first, tokens = view.lengths.pages - count, count * p
         counts = jax.lax.dynamic_slice_in_dim(self.index.counts(state.index), first, count, axis=2)
         there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)  # pages may be filled in part
-        k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, size) for i in (0, 1))
-        pages, described, shared = self._packed(k, v, there, view.shared)
+        planes = tuple(
+            pages[:, :, :, i, :, : x.shape[-1]].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, -1)
+            for i, x in enumerate(state.window.sinks)
+        )
+        pages, described, shared = self._packed(planes, there, view.shared)
         index = self.index.with_pages(state.index, described, first)
         # What stays on the device of these pages is no longer what they are.
         state = replace(state, index=index, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
@@ -276,6 +275,6 @@ class Retrieval(CachePolicy):
         selected, needed = (state.weights > 0).any(-1), state.page_ids != NO_PAGE
         pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
-        slots = sum(mask.sum(1) for mask in masks) * state.window.sinks_k.shape[1]
+        slots = sum(mask.sum(1) for mask in masks) * state.window.sinks[0].shape[1]
         described = (state.index, state.window.num_sinks, state.page_ids, state.weights, state.fetched)
         return Report(pages, slots, sum(x.nbytes for x in jax.tree.leaves(described)))

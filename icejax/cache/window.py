@@ -13,35 +13,33 @@ end, and its first slots are empty.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import CacheSpec, Heads, Lengths
-from icejax.cache.slots import by_head, per_head, take
+from icejax.cache.slots import per_head, take
 
-# Keys, values and which of them are tokens, on their way to pages.
-Tokens = tuple[Float[Array, "B K T H"], Float[Array, "B K T H"], Bool[Array, "B T"]]
+Planes = tuple[Float[Array, "B K T _"], ...]  # keys and values, or keys alone of a latent layer
+Tokens = tuple[Planes, Bool[Array, "B T"]]  # on their way to pages, and which of them there are
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WindowState:
-    """Keys (after RoPE) and values of sinks and window.
+    """Keys (after RoPE) of sinks and window, and their values; of a latent layer keys alone, which hold the values.
 
     Attributes:
         num_sinks: sinks of each row; a prompt may be shorter.
-        sinks_k, sinks_v: the first tokens.
-        window_k, window_v: the newest tokens, oldest first.
+        sinks: planes of the first tokens.
+        newest: planes of the newest tokens, oldest first.
     """
 
     num_sinks: jax.Array  # i32[B]
-    sinks_k: jax.Array  # dtype[B, K, sinks, H]
-    sinks_v: jax.Array
-    window_k: jax.Array  # dtype[B, K, slots, H]
-    window_v: jax.Array
+    sinks: tuple[jax.Array, ...]  # dtype[B, K, sinks, H], and dtype[B, K, sinks, Hv]
+    newest: tuple[jax.Array, ...]  # dtype[B, K, slots, H], and dtype[B, K, slots, Hv]
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,10 @@ class Window:
         return self.slots - self.page_size
 
     def init(self, spec: CacheSpec) -> WindowState:
-        heads = (spec.batch_size, spec.num_kv_heads)
-        sinks, window = (jnp.zeros((*heads, n, spec.head_dim), spec.dtype) for n in (self.sinks, self.slots))
-        return WindowState(jnp.zeros(spec.batch_size, jnp.int32), sinks, sinks, window, window)
+        def empty(slots: int) -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros((spec.batch_size, spec.num_kv_heads, slots, size), spec.dtype) for size in spec.planes)
+
+        return WindowState(jnp.zeros(spec.batch_size, jnp.int32), empty(self.sinks), empty(self.slots))
 
     def start(self, lengths: Lengths) -> Int[Array, "B 1"]:
         """Position of the window's first slot; below the sinks' end for short prompts."""
@@ -84,30 +83,25 @@ class Window:
         recent, sinks = self.positions(lengths), state.num_sinks[:, None]
         return jnp.arange(self.sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
 
-    def after_prompt(
-        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], lengths: Lengths
-    ) -> tuple[WindowState, Tokens]:
+    def after_prompt(self, planes: Planes, lengths: Lengths) -> tuple[WindowState, Tokens]:
         """Returns sinks and window of prompts, and what lies between."""
         prompt = lengths.prompt[:, None]
         sinks, num_sinks = jnp.arange(self.sinks)[None, :], jnp.minimum(self.sinks, prompt)
-        sinks_k, sinks_v = (take(x, sinks, sinks < prompt) for x in (k, v))
+        first = tuple(take(x, sinks, sinks < prompt) for x in planes)
         recent = self.positions(lengths)
         there = (recent >= num_sinks) & (recent < prompt)
-        window_k, window_v = (take(x, recent, there) for x in (k, v))
+        newest = tuple(take(x, recent, there) for x in planes)
         # A page of the window is left free, so that pages leave it at the same step in all rows.
-        middle = jnp.arange(k.shape[2])[None, :] + self.sinks
+        middle = jnp.arange(planes[0].shape[2])[None, :] + self.sinks
         valid = middle < self.start(lengths)
-        state = WindowState(num_sinks[:, 0], sinks_k, sinks_v, window_k, window_v)
-        return state, (take(k, middle, valid), take(v, middle, valid), valid)
+        return WindowState(num_sinks[:, 0], first, newest), (tuple(take(x, middle, valid) for x in planes), valid)
 
     def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
         """Returns the window with one more token."""
         slot = self.fill + lengths.decoded % self.page_size
-        k, v = (
-            jax.lax.dynamic_update_slice_in_dim(old, by_head(new), slot, axis=2)
-            for old, new in ((state.window_k, heads.k), (state.window_v, heads.v))
-        )
-        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
+        pairs = zip(state.newest, heads.planes(len(state.newest)), strict=True)
+        newest = tuple(jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2) for old, new in pairs)
+        return replace(state, newest=newest)
 
     def extended(self, state: WindowState, heads: Heads, lengths: Lengths) -> tuple[WindowState, Tokens]:
         """Returns the window after more text, and the tokens that leave it.
@@ -117,23 +111,21 @@ class Window:
         start, sinks, seen = self.start(lengths), state.num_sinks[:, None], lengths.seen[:, None]
         after = Lengths(lengths.seen + heads.new, jnp.zeros_like(lengths.decoded), lengths.pages)
 
-        def at(positions: jax.Array, valid: jax.Array):
+        def at(positions: jax.Array, valid: jax.Array) -> Planes:
             old = positions < seen
-            return (
-                take(window, positions - start, valid & old) + take(by_head(x), positions - seen, valid & ~old)
-                for window, x in ((state.window_k, heads.k), (state.window_v, heads.v))
+            return tuple(
+                take(window, positions - start, valid & old) + take(x, positions - seen, valid & ~old)
+                for window, x in zip(state.newest, heads.planes(len(state.newest)), strict=True)
             )
 
         recent, first = self.positions(after), jnp.maximum(start, sinks)
-        window_k, window_v = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
+        newest = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
         leaving = first + jnp.arange(heads.k.shape[1])[None, :]
         valid = leaving < self.start(after)
-        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, window_k, window_v), (*at(leaving, valid), valid)
+        return replace(state, newest=newest), (at(leaving, valid), valid)
 
-    def oldest(
-        self, state: WindowState, lengths: Lengths
-    ) -> tuple[Float[Array, "B K p H"], Float[Array, "B K p H"], Bool[Array, "B K p"]]:
-        """Returns keys and values of the page that leaves a full window, and which slots hold a token.
+    def oldest(self, state: WindowState, lengths: Lengths) -> tuple[Planes, Bool[Array, "B K p"]]:
+        """Returns the page that leaves a full window, and which slots hold a token.
 
         Tokens first, empty slots last: the page of a prompt shorter than sinks and window begins with empty ones.
         """
@@ -142,11 +134,10 @@ class Window:
         position = self.positions(lengths)[:, :p] - p
         count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
         slots = jnp.arange(p)[None, :]
-        k, v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
-        return k, v, per_head(slots < count, k.shape[1])
+        planes = tuple(take(x, slots + p - count, slots < count) for x in state.newest)
+        return planes, per_head(slots < count, planes[0].shape[1])
 
     def without_oldest(self, state: WindowState) -> WindowState:
         """Returns the window after that page has left it."""
         p = self.page_size
-        k, v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
-        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
+        return replace(state, newest=tuple(jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in state.newest))

@@ -54,20 +54,21 @@ class Digests:
         outlier: of a page the key farthest from the mean of all; of a node the outlier of a page that is.
         mean: mean of the other keys; of a single one itself.
         variance: variance of every channel of the other keys.
-        value: mean value of all.
+        value: mean value of all; None where values are channels of the keys, so that their means are too.
     """
 
     count: jax.Array  # i32[B, K, P]
     outlier: Vectors
     mean: Vectors
     variance: Vectors
-    value: Vectors
+    value: Vectors | None
 
 
-def empty(shape: tuple[int, ...], size: int, dtype: str) -> Digests:
-    """Returns digests of nothing, of vectors of `size` channels."""
+def empty(shape: tuple[int, ...], size: int, value_size: int | None, dtype: str) -> Digests:
+    """Returns digests of nothing, of keys of `size` channels and values of `value_size`; None: without values."""
     nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
-    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing, nothing)
+    value = None if value_size is None else Vectors.store(jnp.zeros((*shape, value_size)), dtype)
+    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing, value)
 
 
 def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
@@ -76,10 +77,10 @@ def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
 
 
 def digest(
-    k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"], mask: Bool[Array, "B K P p"], dtype: str | None = None
+    k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"], dtype: str | None = None
 ) -> Digests:
     """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
-    keys, values = (Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None) for x in (k, v))
+    keys, values = jax.tree.map(lambda x: Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None), (k, v))
     tokens = Digests(mask.astype(jnp.int32), keys, keys, Vectors(jnp.zeros(k.shape), None), values)
     return merge(tokens, dtype or k.dtype)
 
@@ -91,13 +92,15 @@ def merge(parts: Digests, dtype: str | jnp.dtype | None = None) -> Digests:
     every outlier but the one that stays is a key like the others.
     """
     count = parts.count.astype(jnp.float32)
-    outliers, mean, variance, value = (x.read() for x in (parts.outlier, parts.mean, parts.variance, parts.value))
+    outliers, mean, variance = (x.read() for x in (parts.outlier, parts.mean, parts.variance))
     there, inner = jnp.minimum(count, 1.0), jnp.maximum(count - 1.0, 0.0)
     outlier, others = _outlying(outliers, count, _mean((inner, mean), (there, outliers)))
     centre = _mean((inner, mean), (others, outliers))
     wide, far = (jnp.square(x - centre[..., None, :]) for x in (mean, outliers))
-    merged = (outlier, centre, _mean((inner, variance + wide), (others, far)), _mean((count, value)))
-    return Digests(parts.count.sum(-1, dtype=jnp.int32), *(Vectors.store(x, dtype or parts.mean.data.dtype) for x in merged))
+    value = None if parts.value is None else _mean((count, parts.value.read()))
+    merged = (outlier, centre, _mean((inner, variance + wide), (others, far)), value)
+    stored = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), merged)
+    return Digests(parts.count.sum(-1, dtype=jnp.int32), *stored)
 
 
 def _mean(*parts: tuple[Float[Array, "B K P p"], Float[Array, "B K P p H"]]) -> Float[Array, "B K P H"]:
@@ -145,7 +148,15 @@ def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K
     return found if vectors.scale is None else found * vectors.scale[:, :, None, :]
 
 
-def weighted(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G Hv"]:
-    """Returns sums of vectors."""
+def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array, "B K G _"]:
+    """Returns sums of the mean values of pages; where digests have none, of the means of all their keys."""
+    if digests.value is not None:
+        return _sums(weights, digests.value)
+    count = digests.count[:, :, None].astype(jnp.float32)
+    each = weights / jnp.maximum(count, 1.0)
+    return _sums(each * jnp.maximum(count - 1.0, 0.0), digests.mean) + _sums(each, digests.outlier)
+
+
+def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:
     weights = weights if vectors.scale is None else weights * vectors.scale[:, :, None, :]
     return EINSUM("bkgp,bkph->bkgh", weights, vectors.data.astype(jnp.float32))

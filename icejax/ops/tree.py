@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.digests import Digests, Score, Vectors, merge, put, score, weighted
+from icejax.ops.digests import Digests, Score, merge, put, score, weighted
 from icejax.ops.topk import best, chosen
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
@@ -27,7 +27,7 @@ class Selection:
     Attributes:
         page_ids: the chosen pages, best first.
         counts: tokens of each.
-        tail_out: attention output of everything else, by its digests.
+        tail_out: attention output of everything else, by its digests; of whole keys where digests have no values.
         tail_lse: estimated log-sum-exp of everything else; -inf if there is nothing.
         path: the nodes opened at every level, highest first, and the pages chosen, as indices of what had come to light.
     """
@@ -116,7 +116,7 @@ def walk(
     """
     candidates, found = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
-    rest: list[tuple[jax.Array, Vectors]] = []
+    rest: list[tuple[jax.Array, Digests]] = []
     for below in (*levels[-2::-1], None):
         estimates, scores = score(q, candidates, rule, scale=scale)
         if path is None:
@@ -129,7 +129,7 @@ def walk(
             taken = chosen(indices, scores.shape[-1])
             counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
         found.append(indices)
-        rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates.value))
+        rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates))
         if below is None:
             break
         filled = counts > 0
@@ -143,19 +143,20 @@ def walk(
     page_ids = jnp.where(counts > 0, nodes, 0)  # an empty one may lie past the last page
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
-        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], candidates.value.data.shape[-1])), empty, tuple(found))
+        size = (candidates.value or candidates.mean).data.shape[-1]
+        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(found))
     return Selection(page_ids, counts, *tail_of(rest), tuple(found))
 
 
 def tail_of(
-    rest: list[tuple[Float[Array, "B K G _"], Vectors]],
-) -> tuple[Float[Array, "B K G Hv"], Float[Array, "B K G"]]:
+    rest: list[tuple[Float[Array, "B K G _"], Digests]],
+) -> tuple[Float[Array, "B K G _"], Float[Array, "B K G"]]:
     """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
     highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = [jnp.exp(scores - base[..., None]) for scores, _ in rest]
     total = sum(w.sum(-1) for w in weights)
-    out = sum(weighted(w, value) for w, (_, value) in zip(weights, rest, strict=True))
+    out = sum(weighted(w, digests) for w, (_, digests) in zip(weights, rest, strict=True))
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 

@@ -1,0 +1,89 @@
+"""Layers whose values have another size than their keys, and latent ones, whose values are the first channels of their keys."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from icejax import explain
+from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
+from icejax.cache.full import Ring
+from icejax.plan import make_plan
+from tests import tolerances
+from tests.layer import Layer, attention, draw
+
+LENGTHS, NEW, STEPS = (250, 9, 100), (30, 7, 50), (36, 8)  # before and behind the new tokens; a page leaves every 16th step
+TOTAL = 350
+KEYS, VALUES = 24, 16
+ALL = Clustered(budget=TOTAL, compact_every=32)
+
+
+def text(sizes: tuple[int, int], *, latent: bool = False):
+    """Returns q, k, v [B, TOTAL, heads, channels] of one KV head."""
+    (*heads, v), more = draw(LENGTHS, TOTAL - 256, kv_heads=1, sizes=sizes)
+    q, k, v = (np.concatenate([x, y.swapaxes(0, 1)], axis=1) for x, y in zip((*heads, v), more, strict=True))
+    return q, k, k[..., : sizes[1]] if latent else v
+
+
+def run(policy, q, k, v, *, latent: bool = False):
+    """Yields the layer, positions [B] and outputs [B, N, Hv] of decoded tokens, of a text taken at once, and of more decoded."""
+    layer, at = Layer(policy, LENGTHS, *(x[:, :256] for x in (q, k, v)), latent=latent), np.asarray(LENGTHS)
+
+    def steps(count: int):
+        for _ in range(count):
+            yield layer, at.copy(), layer.step(*(np.stack([x[i, p] for i, p in enumerate(at)]) for x in (q, k, v)))
+            at[:] += 1
+
+    yield from steps(STEPS[0])
+    more = [np.full((len(LENGTHS), 256, *x.shape[2:]), np.nan, np.float32) for x in (q, k, v)]
+    for x, part in zip((q, k, v), more, strict=True):
+        for i, position in enumerate(at):
+            part[i, : NEW[i]] = x[i, position : position + NEW[i]]
+    found = layer.extend(*more, NEW)
+    at += np.asarray(NEW)
+    yield layer, at - 1, np.stack([found[i, count - 1] for i, count in enumerate(NEW)])
+    yield from steps(STEPS[1])
+
+
+BOTH = dict(full=Full(), quest=Quest(budget=2 * TOTAL), clustered=ALL, pages=replace(ALL, budget=2 * TOTAL, rerank=False))
+APART = dict(ring=Ring(TOTAL), streaming=Streaming(budget=TOTAL), snapkv=SnapKV(budget=TOTAL))  # keep latent values apart
+
+
+@pytest.mark.parametrize(
+    "policy, sizes, latent",
+    [pytest.param(policy, (KEYS, VALUES), True, id=f"latent-{name}") for name, policy in BOTH.items()]
+    + [pytest.param(policy, (KEYS, VALUES), False, id=f"narrow-{name}") for name, policy in (BOTH | APART).items()]
+    + [pytest.param(ALL, (VALUES, KEYS), False, id="wide-clustered")],
+)
+def test_a_budget_for_all_tokens_equals_float64(policy, sizes, latent):
+    heads = text(sizes, latent=latent)
+    q, k, v = heads
+    for _, at, found in run(policy, *heads, latent=latent):
+        for row, position in enumerate(at):
+            expected = attention(q[row, position], *(x[row, : position + 1] for x in (k, v)))
+            np.testing.assert_allclose(
+                found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"row {row}, position {position}"
+            )
+
+
+@pytest.mark.parametrize("options", [{}, dict(resident=True)], ids=str)
+def test_a_latent_layer_finds_and_weighs_what_one_with_values_does_in_half_of_the_pool(options):
+    heads = text((KEYS, VALUES), latent=True)
+    policy = Clustered(budget=64, candidates=1, compact_every=32, **options)
+    for (one, _, found), (two, at, expected) in zip(run(policy, *heads, latent=True), run(policy, *heads), strict=True):
+        np.testing.assert_array_equal(one.state.page_ids, two.state.page_ids)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT, err_msg=f"positions {at}")
+    assert one.pool.shape[4] == 1 and 2 * one.pool.nbytes == two.pool.nbytes
+    device = [[x for x in jax.tree.leaves(layer.state) if x.shape[-1] == VALUES] for layer in (one, two)]
+    assert len(device[0]) == len(device[1]) - 3  # of sinks, window and digests
+    assert [len(layer.state.held) for layer in (one, two)] == [1, 2]
+
+
+def test_a_plan_has_one_plane_for_a_latent_layer_and_explains_it(bundled):
+    model, prompt = bundled[0], list(range(3, 200))
+    plan = make_plan(model, Clustered(budget=64, dense_layers=3), batch_size=1, prompt_tokens=len(prompt), new_tokens=9)
+    latent = replace(plan, spec=replace(plan.spec, latent=True))
+    assert plan.pool_shape[4:] == (2, 16, model.config.head_dim) and latent.pool_shape[4:] == (1, 16, model.config.head_dim)
+    expected, found = (explain._positions(model, prompt, each) for each in (plan, latent))
+    np.testing.assert_array_equal(found[3], expected[3])
