@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -73,7 +72,6 @@ class Icejax:
         """Returns sizes in bytes, over the batch."""
         plan, layers = self._plan, self._state.cache.layers
         digests = sum(report.digest_bytes for report in reports(plan, self._state.cache))
-        page = self._pool.nbytes // math.prod(self._pool.shape[:4]) if self._pool is not None else 0
         return dict(
             budget=self._policy.budget,
             ttft_s=self.ttft_s,
@@ -81,7 +79,7 @@ class Icejax:
             device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
             digest_bytes=digests,
             host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
-            moved_bytes_per_token=int(np.median(self._fetched) * page),
+            moved_bytes_per_token=int(np.median(self._fetched) * plan.fetched_bytes),
             dtype=self._model.dtype,
             version=f"jax {jax.__version__}",
         )

@@ -56,8 +56,8 @@ class Explanation:
         self.steps += 1
         for layer, total in self.weights.items():
             newest: PagedState = state.cache.layers[layer]
-            pages, weights = np.asarray(newest.page_ids)[0], np.asarray(newest.weights)[0]
-            of = self._positions[layer]  # K P p
+            pages, weights = np.asarray(newest.ids)[0], np.asarray(newest.weights)[0]
+            of = self._positions[layer].reshape(len(pages), -1, weights.shape[-1])  # K P p, or K slots 1
             for head in range(len(pages)):
                 # The others hold generated tokens, or are not known since a compaction.
                 inside = (pages[head] >= 0) & (pages[head] < of.shape[1]) & (weights[head] > 0).any(-1)

@@ -56,8 +56,8 @@ class Step:
     """What a decode step brought.
 
     Attributes:
-        tokens_and_pages: the chosen tokens or NOT_FINITE, the pages attended to exactly, those brought from the host and
-            those needed, over layers and KV heads: one array, for one transfer.
+        tokens_and_pages: the chosen tokens or NOT_FINITE, the pages (single slots where the policy finds those) attended to
+            exactly, those brought from the host and those needed, over layers and KV heads: one array, for one transfer.
         logits: of the chosen tokens.
     """
 
@@ -271,7 +271,7 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         cache = KVCache(states, dataclasses.replace(lengths, decoded=lengths.decoded + 1))
         state = _choose(logits, dataclasses.replace(state, cache=cache), plan)
         pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
-        pages = sum((plan.policies[i].report(states[i], cache.lengths).pages for i in plan.pooled), pages)
+        pages = sum((plan.policies[i].report(states[i], cache.lengths).found for i in plan.pooled), pages)
         return state, Step(jnp.concatenate([state.last_tokens[None], pages]), logits)
 
     @jax.jit

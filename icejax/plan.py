@@ -14,7 +14,7 @@ from icejax import memory
 from icejax.cache import layer_policies, shown_name
 from icejax.cache.fetch import ORDER, fetch_backend
 from icejax.cache.host import PoolLayer
-from icejax.cache.page_format import page_rows
+from icejax.cache.page_format import bits_dtype, page_rows
 from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, PoolSpec, Report
 from icejax.errors import InputError
 from icejax.models import CausalLM
@@ -53,6 +53,14 @@ class Plan:
     def page_size(self) -> int:
         """Slots of a pool page; 0 without a pool."""
         return self.pool.page_size if self.pool else 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that come from the host with a page, or with a single slot where the policy finds those; 0 without a pool."""
+        if self.pool is None:
+            return 0
+        planes, rows, width = self.pool_shape[-3:]
+        return planes * (rows if self.pool.unit == self.page_size else 1) * width * bits_dtype(self.pool_dtype).itemsize
 
     @property
     def compact_every(self) -> int:

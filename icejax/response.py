@@ -41,7 +41,8 @@ class GenerationResponse:
         device_kv_bytes, digest_bytes: keys and values, and digests, on the device.
         host_kv_bytes: the pool.
         full_kv_bytes: what the keys and values of all tokens so far take.
-        pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads.
+        pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads;
+            single tokens where the policy fetches those.
         hit_rate: share of the pages needed that were on the device already (`Clustered.resident`); None without pages.
     """
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas
 
 import icejax
 from icejax import inference
-from icejax.cache import backends, fetch, slots
+from icejax.cache import backends, fetch, host, slots
 from icejax.ops import attention, digests, topk, tree
 from icejax.plan import make_plan
 from tests import tolerances
@@ -101,6 +101,18 @@ def test_the_kernel_copies_whole_pages_and_none_that_is_not_wanted(on_gpu, dtype
     found = backends._triton(jnp.asarray(table), jnp.asarray(pages, jnp.int32), jnp.asarray(wanted))
     np.testing.assert_array_equal(np.stack(found, axis=1), np.where(wanted[:, None, None, None], table[pages], 0))
     assert sum(part.size for part in backends._parts(height * size)) == height * size
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_the_kernel_copies_single_slots_of_rows_that_go_on(on_gpu, planes):
+    pool = np.random.default_rng(0).random((5, 2, 2, 1, planes, 4, 24), np.float32)
+    ids, ended = np.asarray([[[19, 0, 7]], [[3, 3, 12]]], np.int32), jnp.asarray([False, True])
+    bits = jnp.asarray(pool.view(np.uint32))
+    layer = host.PoolLayer(bits, ended, 1, "triton", "float32", singly=True)
+    found, count = layer.fetch_live(jnp.asarray(ids), jnp.asarray(ids != 0))
+    expected = pool[ids[0, 0] // 4, 1, 0, 0, :, ids[0, 0] % 4] * (ids[0, 0] != 0)[:, None, None]
+    np.testing.assert_array_equal(np.stack(found, axis=3)[0, 0, :, :, 0], expected)
+    assert count.tolist() == [2, 0] and not np.stack(found)[:, 1].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"resident": True, "page_dtype": "int8"}], ids=str)

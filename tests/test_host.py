@@ -10,6 +10,7 @@ import pytest
 
 from icejax import memory
 from icejax.cache import fetch, host, page_format
+from icejax.cache.backends import BACKENDS
 from icejax.errors import InputError
 
 SHAPE = (6, 3, 2, 4, 2, 8, 16)  # P, L, B, K, 2, p, H
@@ -38,6 +39,32 @@ def test_fetch_brings_exact_bits(backend, planes, dtype):
         np.testing.assert_array_equal(found[at], stored[ids[at], 1, at[0], at[1]])
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("backend", [*fetch.ORDER["cpu"], "gather"])
+def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monkeypatch):
+    stored, brought = bits((*SHAPE[:4], planes, *SHAPE[5:]), "bfloat16"), []
+
+    def spied(*arrays):
+        brought.append(read(*arrays))
+        return brought[-1]
+
+    read = BACKENDS[backend]
+    monkeypatch.setitem(BACKENDS, backend, spied)
+    pool = jax.device_put(stored, memory.on_host())
+    ids = np.random.default_rng(1).integers(0, SHAPE[0] * SHAPE[5], (SHAPE[2], SHAPE[3], 9)).astype(np.int32)
+
+    @jax.jit
+    def slots(pool, ids):
+        found = host.PoolLayer(pool, None, 1, backend, "bfloat16", singly=True).fetch(ids)
+        return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in found]
+
+    found = np.stack(slots(pool, jnp.asarray(ids)), axis=3)
+    for at in np.ndindex(ids.shape):
+        page, slot = divmod(ids[at], SHAPE[5])
+        np.testing.assert_array_equal(found[at][:, 0], stored[page, 1, at[0], at[1], :, slot])
+    assert [x.size for arrays in brought for x in arrays] == [planes * ids.size * SHAPE[6]]
+
+
 def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
     pool = host.allocate(SHAPE, "float32")
     stored = bits(SHAPE, "float32")
@@ -61,14 +88,15 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 
 
 @pytest.mark.parametrize("ended", [[False, False], [False, True], [True, False], [True, True]], ids=str)
-def test_rows_that_have_ended_fetch_nothing(ended):
+@pytest.mark.parametrize("singly", [False, True])
+def test_rows_that_have_ended_fetch_nothing(ended, singly):
     pool, stored = host.allocate(SHAPE, "float32"), bits(SHAPE, "float32")
     pool = host.write_pages(pool, jax.lax.bitcast_convert_type(jnp.asarray(stored), "float32"), jnp.int32(0))
     ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
     def read(pool, ids, ended):
-        layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32")
+        layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32", singly)
         found, count = layer.fetch_live(ids, ids >= 0)
         return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
 

@@ -72,7 +72,7 @@ def test_a_latent_layer_finds_and_weighs_what_one_with_values_does_in_half_of_th
     heads = text((KEYS, VALUES), latent=True)
     policy = Clustered(budget=64, candidates=1, compact_every=32, **options)
     for (one, _, found), (two, at, expected) in zip(run(policy, *heads, latent=True), run(policy, *heads), strict=True):
-        np.testing.assert_array_equal(one.state.page_ids, two.state.page_ids)
+        np.testing.assert_array_equal(one.state.ids, two.state.ids)
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT, err_msg=f"positions {at}")
     assert one.pool.shape[4] == 1 and 2 * one.pool.nbytes == two.pool.nbytes
     device = [[x for x in jax.tree.leaves(layer.state) if x.shape[-1] == VALUES] for layer in (one, two)]

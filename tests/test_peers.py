@@ -92,7 +92,7 @@ def test_quest_chooses_pages_for_every_query_head():
         first, several = -(-(LENGTHS[row] - one.fill) // 8), 256 // 8
         numbered = {i: i if i < first else i - first + several for i in range(len(one.pages))}
         for head in range(KV_HEADS):
-            ids = np.asarray(layer.state.page_ids)[row, head]
+            ids = np.asarray(layer.state.ids)[row, head]
             group = one.selected(q)[2 * head : 2 * head + 2]
             assert set(ids[ids >= 0]) == {numbered[i] for chosen in group for i in chosen}
             assert len(set(ids[ids >= 0])) == (ids >= 0).sum()  # once each

@@ -89,7 +89,7 @@ def test_more_budget_attends_to_more_of_the_mass(seed):
         policy = Clustered(budget=budget, sinks=4, window=20, compact_every=0)
         layer = Layer(policy, (250,), *prompt)
         layer.step(*(x[0] for x in new))
-        ids, weights = np.asarray(layer.state.page_ids), np.asarray(layer.state.weights)
+        ids, weights = np.asarray(layer.state.ids), np.asarray(layer.state.weights)
         assert (weights > 0).sum((2, 3)).max() + 4 + 5 <= budget  # the window holds four tokens and the new one
         pool, mass = np.asarray(layer.pool).view(np.float32), []
         for head in range(KV_HEADS):

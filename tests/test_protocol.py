@@ -81,7 +81,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
             keys = np.asarray(state.cache.layers[layer - 1].k)
             sizes = np.square(keys).sum(-1).reshape(1, -1, keys.shape[1] // PAGE, PAGE).sum(-1)[..., :MOST]
             expected = np.sort(np.argsort(-sizes, axis=-1, kind="stable")[..., :COUNT])
-            np.testing.assert_array_equal(np.sort(np.asarray(state.cache.layers[layer].page_ids)), expected)
+            np.testing.assert_array_equal(np.sort(np.asarray(state.cache.layers[layer].ids)), expected)
 
 
 def test_a_choice_of_all_pages_is_the_full_cache(model):

@@ -43,7 +43,7 @@ def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
     decoding = inference.Decoding(model, plan)
     for _ in range(70):  # past flushes and compactions
         state, _, pool = decoding.step(state, pool)
-        ids = [np.asarray(layer.page_ids) for layer in state.cache.layers]
+        ids = [np.asarray(layer.ids) for layer in state.cache.layers]
         for follower, leader in ((1, 0), (2, 0), (4, 3)):
             np.testing.assert_array_equal(ids[follower], ids[leader])
         assert (ids[3] != ids[0]).any() or (ids[0] < 0).all()  # none are known after a compaction

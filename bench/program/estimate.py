@@ -197,8 +197,7 @@ def floor(target: Target, step: Step) -> dict[str, float]:
             device += nbytes(layer)
             continue
         device += _looked_at(policy, layer)
-        page = math.prod(step.arguments[2].shape[4:]) * step.arguments[2].dtype.itemsize
-        pages += math.prod(layer.page_ids.shape) * page
+        pages += math.prod(layer.ids.shape) * plan.fetched_bytes
     best = RATES[target.name][0]
     found = dict(device_ms=device / (SHARE * target.bandwidth) * 1e3, bus_ms=pages / best.bus / 1e3)
     return {name: round(value, 2) for name, value in found.items()} | dict(ms=round(max(found.values()), 2))
@@ -209,5 +208,5 @@ def _looked_at(policy: Retrieval, layer: PagedState) -> int:
     if not isinstance(policy, Clustered):
         return nbytes(layer.index)
     *lower, highest = layer.index
-    opened = max(policy.opened, 2 * -(-layer.page_ids.shape[-1] // FAN_OUT)) * FAN_OUT
+    opened = max(policy.opened, 2 * -(-layer.ids.shape[-1] // FAN_OUT)) * FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

@@ -32,17 +32,23 @@ Fetched = tuple[Float[Array, "B K M p W"], ...]  # the planes of pages, as wide 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PoolLayer:
-    """One layer's view of the pool, for reading inside a program."""
+    """One layer's view of the pool, for reading inside a program.
+
+    Attributes:
+        singly: whether what is read are single slots, each as a page of one whose number is page * page size + slot. Not for
+            pages of int8, where a slot is nothing without the scales of its page.
+    """
 
     pages: jax.Array  # uint[P, L, B, K, planes, rows, W], pinned_host
     ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
     layer: int | jax.Array  # an array where one program serves all layers
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
+    singly: bool = field(default=False, metadata=dict(static=True))
 
     def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns pages on the device, plane by plane."""
-        table, rows = self._table(page_ids)
+        table, rows = self._places(page_ids)
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows))
 
     def fetch_live(self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]) -> tuple[Fetched, Int[Array, " B"]]:
@@ -62,7 +68,7 @@ class PoolLayer:
     def _by_row(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for rows that have ended."""
         batch = len(page_ids)
-        table, rows = self._table(page_ids)
+        table, rows = self._places(page_ids)
         rows, live = rows.reshape(batch, -1), jnp.flatnonzero(~self.ended, size=batch, fill_value=0)
 
         nothing = jax.eval_shape(self.fetch, page_ids)
@@ -79,9 +85,8 @@ class PoolLayer:
 
     def _chosen(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for pages that are not wanted, by a backend that reads no others."""
-        table, rows = self._table(page_ids)
-        pages = BACKENDS[self.backend](table, rows, wanted.reshape(-1))
-        return tuple(decode(x, self.dtype).reshape(*page_ids.shape, -1, x.shape[-1]) for x in pages)
+        table, rows = self._places(page_ids)
+        return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows, wanted.reshape(-1)))
 
     def fetch_missing(
         self,
@@ -104,7 +109,7 @@ class PoolLayer:
         if self.backend in CHOOSING:
             pages = self._chosen(page_ids, missing)
             return tuple(jnp.where(missing[..., None, None], x, y) for x, y in zip(pages, start, strict=True)), came
-        table, rows = self._table(page_ids)
+        table, rows = self._places(page_ids)
         pages = tuple(x.reshape(-1, *x.shape[3:]) for x in start)
         # What is missing, in front; behind it page 0 over and over, which may come once more.
         order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
@@ -117,9 +122,22 @@ class PoolLayer:
         pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
         return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), came
 
-    def _read(self, table: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the planes [n, p, W] of rows of the table, decoded."""
-        return tuple(decode(x, self.dtype) for x in BACKENDS[self.backend](table, rows))
+    def _read(self, table: jax.Array, rows: jax.Array, *wanted: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the planes [n, p, W] of what stands at `_places`, decoded; zeros for what is not `wanted`."""
+        planes, height = self.pages.shape[-3:-1]
+        if self.singly:  # planes are pages of their own, one behind another
+            rows = jnp.concatenate([rows + plane * height for plane in range(planes)])
+            wanted = tuple(jnp.tile(x, planes) for x in wanted)
+        found = BACKENDS[self.backend](table, rows, *wanted)
+        return tuple(decode(x, self.dtype) for x in (jnp.split(found[0], planes) if self.singly else found))
+
+    def _places(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+        """Returns a table to read, and the row of every page; of single slots, that of the slot in the first plane."""
+        if not self.singly:
+            return self._table(page_ids)
+        planes, height, width = self.pages.shape[-3:]
+        table, rows = self._table(page_ids // height)
+        return table.reshape(-1, 1, 1, width), rows * (planes * height) + (page_ids % height).reshape(-1)
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns the pool as a table of pages, and the row of every page."""

@@ -59,6 +59,7 @@ class PoolSpec:
     Attributes:
         pages: pages it can need.
         page_size: slots of a page.
+        unit: slots that are fetched at once: those of a page, or 1.
         planes: vectors per slot: keys and values are 2, keys alone 1.
         dtype: of the pages, by name.
         leaving: newest tokens that stand on the device on their way to the pool.
@@ -67,6 +68,7 @@ class PoolSpec:
 
     pages: int
     page_size: int
+    unit: int
     planes: int
     dtype: str
     leaving: int
@@ -200,18 +202,19 @@ class Outcome:
     shared: Shared | None = None
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=["digest_bytes"], data_fields=["pages", "slots"])
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=["digest_bytes"], data_fields=["found", "slots"])
 @dataclass(frozen=True)
 class Report:
     """What a layer's state says of the newest step, and of itself.
 
     Attributes:
-        pages: pages attended to exactly, brought from the host and needed, over KV heads, i32[3, B]; None without a pool.
+        found: pages, or single slots where the policy finds those, that were attended to exactly, brought from the host and
+            needed, over KV heads, i32[3, B]; None without a pool.
         slots: tokens that stand on the device, over KV heads, i32[B].
         digest_bytes: bytes of the state that describe tokens and are no keys or values.
     """
 
-    pages: jax.Array | None
+    found: jax.Array | None
     slots: jax.Array
     digest_bytes: int
 

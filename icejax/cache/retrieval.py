@@ -18,11 +18,12 @@ from icejax.cache.page_format import stacked
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
 from icejax.cache.slots import joined, per_head
 from icejax.cache.window import Planes, Window, WindowState
+from icejax.errors import InputError
 from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.paged_attention import attend_whole
 
-NO_PAGE = np.int32(-1)
-# Keys, values and which of them are tokens: of sinks and window, and of the pages found.
+NOTHING = np.int32(-1)
+# Keys, values and which of them are tokens: of sinks and window, and of what was found, where single slots are pages of one.
 Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"], Bool[Array, "B K S"]]
 Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p Hv"], Bool[Array, "B K M p"]]
 
@@ -35,7 +36,7 @@ class PagedState:
     Attributes:
         window: sinks and window.
         index: the policy's own: what it finds pages by.
-        page_ids: the pages found in the newest step; NO_PAGE where there are no more, and before the first.
+        ids: what was found in the newest step, as `Found` has it; NOTHING where there is no more, and before the first.
         weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.
         held: their planes as they came from the pool, if they stay on the device.
         fetched: how many of them came from the host, over KV heads.
@@ -43,7 +44,7 @@ class PagedState:
 
     window: WindowState
     index: Any
-    page_ids: jax.Array  # i32[B, K, M]
+    ids: jax.Array  # i32[B, K, M]
     weights: jax.Array  # f32[B, K, M, p]
     held: tuple[jax.Array, ...]  # dtype[B, K, M or 0, p, W] each
     fetched: jax.Array  # i32[B]
@@ -52,17 +53,17 @@ class PagedState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Found:
-    """What a query is to attend to beside sinks and window.
+    """What a query is to attend to beside sinks and window: pages, or single slots of them as if each were a page of one.
 
     Attributes:
-        page_ids: pages of each KV head.
+        ids: pages of each KV head, or slots: page * page size + slot.
         counts: tokens of each; 0 where there is no page.
         bias: added to the scaled products of each query head, or of all, with its keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
         choice: what followers need to find the same.
     """
 
-    page_ids: jax.Array  # i32[B, K, M]
+    ids: jax.Array  # i32[B, K, M]
     counts: jax.Array  # i32[B, K, M]
     bias: jax.Array | None = None  # f32[B, K, G or 1, M]
     rest: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
@@ -91,6 +92,7 @@ class Retrieval(CachePolicy):
     page_dtype: str | None = None  # of the pages in the pool: int8, or None for the model's
     resident: bool = False  # whether the pages of the newest step stay on the device
     compact_every: int = 0
+    by_slot: bool = False  # whether it finds single slots of pages, and fetches no others
     per_query_head: bool = False  # whether every query head finds pages of its own
     shares: bool = False  # whether layers after it may follow
     follows: bool = False  # whether it follows a layer before it
@@ -107,11 +109,11 @@ class Retrieval(CachePolicy):
 
     @abc.abstractmethod
     def num_fetched(self, pages: int) -> int:
-        """Returns how many of `pages` pages a step finds per KV head, or per query head if each finds its own."""
+        """Returns how many of `pages` pages, or of their slots, a step finds per KV head, or per query head if each has own."""
 
     @abc.abstractmethod
     def find(self, heads: Heads, index: Any, view: View) -> Found:
-        """Returns the pages that the queries of a decoded token need, without looking at the pool."""
+        """Returns what the queries of a decoded token need, without looking at the pool."""
 
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K S"] | None:
         """Returns in which order tokens come into pages, whole pages of them; None: as they are."""
@@ -131,10 +133,19 @@ class Retrieval(CachePolicy):
         shape = pages[2].shape
         return Attended(*(x.reshape(*shape[:2], *x.shape[1:]) for x in attended)), weights.reshape(shape)
 
+    @property
+    def _unit(self) -> int:
+        """Slots of what is found at once."""
+        return 1 if self.by_slot else self.page_size
+
     def pool(self, spec: CacheSpec) -> PoolSpec:
+        if self.by_slot and self.page_dtype is not None:  # with its page's scales a token would be more bytes than in bf16
+            got = f"page_dtype={self.page_dtype}"
+            raise InputError(f"a policy that fetches single tokens keeps pages in the model's dtype, got {got}: leave it out")
         return PoolSpec(
             pages=spec.capacity // self.page_size,
             page_size=self.page_size,
+            unit=self._unit,
             planes=len(spec.planes),
             dtype=self.page_dtype or spec.dtype,
             leaving=self.window_of.slots,
@@ -146,12 +157,11 @@ class Retrieval(CachePolicy):
         index = self.index.empty(spec, self.pool(spec).pages)
         fetched = self.num_fetched(self.index.counts(index).shape[-1])
         fetched *= spec.num_heads // spec.num_kv_heads if self.per_query_head else 1
-        page_ids = jnp.full((*heads, fetched), NO_PAGE)
-        weights = jnp.zeros((*page_ids.shape, self.page_size))
-        slots = (*heads, page_ids.shape[2] if self.resident else 0, self.page_size, max(spec.planes))
+        ids, weights = jnp.full((*heads, fetched), NOTHING), jnp.zeros((*heads, fetched, self._unit))
+        slots = (*heads, fetched if self.resident else 0, self._unit, max(spec.planes))
         held = (jnp.zeros(slots, spec.dtype),) * len(spec.planes)
         none = jnp.zeros(spec.batch_size, jnp.int32)
-        return PagedState(self.window_of.init(spec), index, page_ids, weights, held, none)
+        return PagedState(self.window_of.init(spec), index, ids, weights, held, none)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         lengths = replace(view.lengths, prompt=heads.new)
@@ -172,18 +182,18 @@ class Retrieval(CachePolicy):
         with jax.named_scope("select"):
             found = self.find(heads, state.index, view)
         with jax.named_scope("fetch"):
-            there = found.counts > 0
+            there, pool = found.counts > 0, replace(view.pool, singly=self.by_slot)
             if self.resident:
-                held, fetched = view.pool.fetch_missing(found.page_ids, there, state.held, state.page_ids)
+                held, fetched = pool.fetch_missing(found.ids, there, state.held, state.ids)
             else:
-                held, fetched = view.pool.fetch_live(found.page_ids, there)
+                held, fetched = pool.fetch_live(found.ids, there)
         with jax.named_scope("attend"):
-            slots_mask = jnp.arange(self.page_size)[None, None, None, :] < found.counts[..., None]  # tokens come first
+            slots_mask = jnp.arange(self._unit)[None, None, None, :] < found.counts[..., None]  # tokens come first
             attended, weights = self.attend(heads, near, (*heads.of_planes(held), slots_mask), found)
         state = replace(
             state,
             window=window,
-            page_ids=jnp.where(there, found.page_ids, NO_PAGE),
+            ids=jnp.where(there, found.ids, NOTHING),
             weights=weights,
             held=held if self.resident else state.held,
             fetched=fetched,
@@ -268,13 +278,13 @@ class Retrieval(CachePolicy):
         pages, described, shared = self._packed(planes, there, view.shared)
         index = self.index.with_pages(state.index, described, first)
         # What stays on the device of these pages is no longer what they are.
-        state = replace(state, index=index, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
+        state = replace(state, index=index, ids=jnp.full_like(state.ids, NOTHING))
         return Outcome(state, pages=pages, shared=shared)
 
     def report(self, state: PagedState, lengths: Lengths) -> Report:
-        selected, needed = (state.weights > 0).any(-1), state.page_ids != NO_PAGE
-        pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
+        selected, needed = (state.weights > 0).any(-1), state.ids != NOTHING
+        found = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
         slots = sum(mask.sum(1) for mask in masks) * state.window.sinks[0].shape[1]
-        described = (state.index, state.window.num_sinks, state.page_ids, state.weights, state.fetched)
-        return Report(pages, slots, sum(x.nbytes for x in jax.tree.leaves(described)))
+        described = (state.index, state.window.num_sinks, state.ids, state.weights, state.fetched)
+        return Report(found, slots, sum(x.nbytes for x in jax.tree.leaves(described)))
