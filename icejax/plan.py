@@ -159,6 +159,8 @@ def make_plan(
     here = platform or memory.platform()
     if here == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
+    if here == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there
+        raise InputError(f"{shown_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pools else ""
     return Plan(policies, spec, config.eos_token_ids, backend, here)
 

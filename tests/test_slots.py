@@ -139,3 +139,12 @@ def test_single_tokens_of_int8_pages_are_refused(bundled):
     message = r"^a policy that fetches single tokens keeps pages in the model's dtype, got page_dtype=int8: leave it out$"
     with pytest.raises(icejax.InputError, match=message):
         make_plan(bundled[0], TopTokens(page_dtype="int8"), batch_size=1, prompt_tokens=99, new_tokens=6)
+
+
+def test_a_tpu_is_told_that_it_cannot_fetch_single_tokens(bundled):
+    sizes = dict(batch_size=1, prompt_tokens=99, new_tokens=6)
+    assert make_plan(bundled[0], TopTokens(), platform="gpu", **sizes).pool.unit == 1
+    with pytest.raises(
+        icejax.InputError, match=r"^toptokens fetches single tokens, which TPU cannot: use a cache that fetches pages$"
+    ):
+        make_plan(bundled[0], TopTokens(), platform="tpu", **sizes)
