@@ -14,13 +14,13 @@ from icejax.cache import CachePolicy, host
 from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CacheSpec, Heads, Lengths, View
 from icejax.ops import tree
-from icejax.ops.attention import causal
+from icejax.ops.attention import Scoring, causal
 from icejax.ops.digests import Digests
 from tests import tolerances
 from tests.reference import outlier_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
-SCALE = SIZE**-0.5
+SCORING = Scoring(SIZE**-0.5)
 PROMPT, NEW = 256, 512
 THETA = 10000.0
 
@@ -49,13 +49,13 @@ def programs(policy: CachePolicy) -> Programs:
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
-        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), SCALE)
+        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), SCORING)
         found = policy.decode(state, heads, view(lengths, pool))
         return found.attended.out[:, 0], found.state
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
-        found = policy.extend(state, Heads(q, k, v, new, SCALE), view(lengths, pool))
+        found = policy.extend(state, Heads(q, k, v, new, SCORING), view(lengths, pool))
         return found.attended.out, found.state, found.pages, found.used
 
     def compact(state, pages, lengths):
@@ -81,9 +81,9 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
-    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scale=SCALE)
+    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scoring=SCORING)
     view = View(Lengths.none(len(q)), turn=turned)
-    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, SCALE), attended, view)
+    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, SCORING), attended, view)
     return found.state, found.pages
 
 

@@ -55,7 +55,7 @@ class Found:
     Attributes:
         page_ids: pages of each KV head.
         counts: tokens of each; 0 where there is no page.
-        bias: added to the scaled products of each query head, or of all, with its keys: -inf hides the page; None: nothing.
+        bias: added to the scores that each query head, or all, give its keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
         choice: what followers need to find the same.
     """
@@ -123,7 +123,7 @@ class Retrieval(CachePolicy):
         """
         parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
         bias = None if found.bias is None else joined(found.bias)
-        attended, weights = attend_whole(*parts, bias, scale=heads.scale)
+        attended, weights = attend_whole(*parts, bias, scoring=heads.scoring)
         if found.rest is not None:
             attended = merge_by_lse(*attended, *map(joined, found.rest))
         shape = pages[2].shape
@@ -207,7 +207,7 @@ class Retrieval(CachePolicy):
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
         batch, _, num_heads, size = heads.k.shape
-        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
+        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
         near = zip(
             (state.window.sinks_k, state.window.window_k),
             (state.window.sinks_v, state.window.window_v),
@@ -215,7 +215,7 @@ class Retrieval(CachePolicy):
             strict=True,
         )
         for keys, values, mask in near:
-            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, per_head(mask, num_heads), scale=heads.scale))
+            found = merge_by_lse(*found, *attend_all(heads.q, keys, values, per_head(mask, num_heads), scoring=heads.scoring))
         counts = self.index.counts(state.index)
         block, last = min(STREAMED, counts.shape[2]), counts.shape[2] - 1
 
@@ -226,7 +226,7 @@ class Retrieval(CachePolicy):
             mask = (jnp.arange(self.page_size)[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
             keys, values = (x.reshape(batch, num_heads, -1, size) for x in streamed)
             return merge_by_lse(
-                *found, *attend_all(heads.q, keys, jnp.where(mask[..., None], values, 0), mask, scale=heads.scale)
+                *found, *attend_all(heads.q, keys, jnp.where(mask[..., None], values, 0), mask, scoring=heads.scoring)
             )
 
         return Attended(*jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found))
