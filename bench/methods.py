@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import icejax
 from bench.capture import Captured
 from icejax.ops import tree
+from icejax.ops.attention import Scoring
 from icejax.ops.digests import NARROW, Digests, digest, score
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged
@@ -110,7 +111,7 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: 
     """Returns the scores [1, K, G, P] of pages by a named rule."""
     s = q.shape[-1] ** -0.5
     if name in ("second-order", "mean"):
-        return score(q, digests, name, scale=q.shape[-1] ** -0.5)[0]
+        return score(q, digests, name, scoring=Scoring(s))[0]
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
@@ -135,10 +136,11 @@ def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
 @jax.jit(static_argnames=("fetched", "method"))
 def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
+    scoring = Scoring(q.shape[-1] ** -0.5)
     if method.walk:
         opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
-        rules = dict(tail=method.tail, rule=method.score, group=method.group)
-        return tree.walk(q, levels, scale=q.shape[-1] ** -0.5, opened=opened, selected=fetched, **rules, guess=guess, path=path)
+        rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
+        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path)
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
@@ -146,7 +148,7 @@ def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=N
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
         tail_out, tail_lse = tree.tail_of(
-            [(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests, scale=q.shape[-1] ** -0.5)[1]), digests)]
+            [(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests, scoring=scoring)[1]), digests)]
         )
     return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 
@@ -163,7 +165,7 @@ def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tai
     room = jnp.full(heads, budget - sinks - window)
     attended, weights = attend_paged(
         q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
-        scale=size**-0.5, room=room, most=budget - sinks - window, tail=tail,
+        scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window, tail=tail,
     )  # fmt: skip
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
     return attended.out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)

@@ -30,9 +30,9 @@ from icejax.plan import make_plan
 POLICIES = ("full", "clustered", "transformers")
 
 
-def _in_blocks(q, k, v, *, lengths, window, scale):
+def _in_blocks(q, k, v, *, lengths, window, scoring):
     """Attends as `causal` does where there is no cuDNN."""
-    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scale=scale)
+    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scoring=scoring)
     return Attended(out.astype(q.dtype), lse)
 
 

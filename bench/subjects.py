@@ -33,7 +33,7 @@ class DotProduct(Full):
         seen = view.lengths.seen
         k, v = (append(old, new[:, 0], seen) for old, new in ((state.k, heads.k), (state.v, heads.v)))
         keys, values = (x.reshape(len(heads.q), -1, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))
-        out = jax.nn.dot_product_attention(heads.q, keys, values, key_value_seq_lengths=seen + 1, scale=heads.scale)
+        out = jax.nn.dot_product_attention(heads.q, keys, values, key_value_seq_lengths=seen + 1, scale=heads.scoring.scale)
         return Outcome(TokenState(k, v), Attended(out, jnp.zeros(out.shape[:3])))
 
 

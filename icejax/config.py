@@ -49,11 +49,13 @@ class LayerConfig:
         window: tokens it sees, the newest included; None: all.
         scale: what products of queries and keys are multiplied by.
         rope: of its queries and keys.
+        softcap: what the scaled products then come near and never exceed, by tanh; None: no bound.
     """
 
     window: int | None
     scale: float
     rope: Rope
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

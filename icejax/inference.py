@@ -162,7 +162,7 @@ def _extend_layer(
     layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pages, shared, *, policy: CachePolicy
 ):
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    heads = Heads(*layer.enter(x, positions, lengths.seen + new), new, layer.config.scale)
+    heads = Heads(*layer.enter(x, positions, lengths.seen + new), new, layer.scoring)
     found = policy.extend(state, heads, _view(layer, lengths, pages, shared))
     return layer.leave(x, found.attended.out), (found.state, found.pages, found.used), found.shared or shared
 
@@ -181,7 +181,7 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         with jax.named_scope("pack"):
             view = _view(layer, Lengths.none(len(new)), None, shared)
-            return policy.prefill(policy.init(spec), Heads(q, k, v, new, layer.config.scale), attended, view)
+            return policy.prefill(policy.init(spec), Heads(q, k, v, new, layer.scoring), attended, view)
 
     x, found = exact(layer, x, new, keep)
     return x, (found.state, found.pages), found.shared or shared
@@ -261,7 +261,7 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
 
         def run(layer: DecoderLayer, x: jax.Array, at: Place):
             guess = None if at.before is None else lambda: layer.enter(at.before, *where)[0]
-            heads = Heads(*layer.enter(x, *where), jnp.ones_like(state.last_tokens), layer.config.scale)
+            heads = Heads(*layer.enter(x, *where), jnp.ones_like(state.last_tokens), layer.scoring)
             view = _view(layer, lengths, plan.pages(at.number, pool, state.done), at.shared, guess)
             found = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
             return layer.leave(x, found.attended.out), found.state, found.shared or at.shared

@@ -69,6 +69,6 @@ def exact(
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
     q, k, v = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
-        attended = causal(q, k, v, lengths=lengths, window=layer.config.window, scale=layer.config.scale)
+        attended = causal(q, k, v, lengths=lengths, window=layer.config.window, scoring=layer.scoring)
     kept = keep(q, k, v, attended)
     return layer.leave(x, attended.out), kept

@@ -14,7 +14,7 @@ from icejax.cache import CachePolicy, host
 from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import CacheSpec, Heads, Lengths, View
 from icejax.ops import tree
-from icejax.ops.attention import causal
+from icejax.ops.attention import Scoring, causal
 from icejax.ops.digests import Digests
 from tests import tolerances
 from tests.reference import outlier_first
@@ -48,13 +48,13 @@ def programs(policy: CachePolicy) -> Programs:
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
-        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), q.shape[-1] ** -0.5)
+        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), Scoring(q.shape[-1] ** -0.5))
         found = policy.decode(state, heads, view(lengths, pool))
         return found.attended.out[:, 0], found.state
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
-        found = policy.extend(state, Heads(q, k, v, new, q.shape[-1] ** -0.5), view(lengths, pool))
+        found = policy.extend(state, Heads(q, k, v, new, Scoring(q.shape[-1] ** -0.5)), view(lengths, pool))
         return found.attended.out, found.state, found.pages, found.used
 
     def compact(state, pages, lengths):
@@ -81,10 +81,10 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
-    scale = q.shape[-1] ** -0.5
-    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scale=scale)
+    scoring = Scoring(q.shape[-1] ** -0.5)
+    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scoring=scoring)
     view = View(Lengths.none(len(q)), turn=turned)
-    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, scale), attended, view)
+    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, scoring), attended, view)
     return found.state, found.pages
 
 

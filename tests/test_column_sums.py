@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icejax.ops import column_sums as module
-from icejax.ops.attention import EINSUM, causal
+from icejax.ops.attention import EINSUM, Scoring, causal
 from icejax.ops.column_sums import column_sums
+from icejax.ops.observed import observed
 from tests import dense, tolerances
 from tests.run import jitted
 
@@ -21,35 +22,51 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 16)
 
 
-def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, seed=0):
+def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, softcap=None, seed=0):
     """Returns q [B, T, N, H], k [B, T, K, H] and the log-sum-exp [B, T, N], f32 and NaN in padding, and the weights [N, T, T] of every row."""
     rng = np.random.default_rng(seed)
     shapes = (heads, SIZE), (kv_heads, SIZE), (heads,)
     q, k, lse = (rng.standard_normal((len(lengths), tokens, *shape)).astype(np.float32) for shape in shapes)
     q, weights = q * np.float32(scale), []
     for i, length in enumerate(lengths):
-        found, lse[i, :length] = dense.weights(q[i, :length], k[i, :length], dense.causal(length, window))
+        found, lse[i, :length] = dense.weights(q[i, :length], k[i, :length], dense.causal(length, window), softcap)
         weights.append(found)
         for x in (q, k, lse):
             x[i, length:] = np.nan
     return q, k, lse, weights
 
 
-def found(q, k, lse, lengths, window=None):
-    options = dict(lengths=jnp.asarray(lengths, jnp.int32), window=window, scale=q.shape[-1] ** -0.5)
+def found(q, k, lse, lengths, window=None, softcap=None):
+    options = dict(lengths=jnp.asarray(lengths, jnp.int32), window=window, scoring=Scoring(q.shape[-1] ** -0.5, softcap))
     return np.asarray(jitted(lambda *arrays: column_sums(*arrays, **options), q, k, lse))
 
 
 @pytest.mark.parametrize("window", [None, 1, 16, 50])
-@pytest.mark.parametrize(("kv_heads", "scale"), [(1, 3), (2, 0.3), (4, 1)])
-def test_sums_equal_float64(kv_heads, scale, window):
+@pytest.mark.parametrize(("kv_heads", "scale", "softcap"), [(1, 3, None), (2, 0.3, None), (4, 1, None), (2, 3, 2.0)])
+def test_sums_equal_float64(kv_heads, scale, softcap, window):
     lengths, tokens = (96, 3, 61), 112
-    *arrays, weights = draw(lengths, tokens, kv_heads=kv_heads, window=window, scale=scale)
-    sums = found(*arrays, lengths, window)
+    *arrays, weights = draw(lengths, tokens, kv_heads=kv_heads, window=window, scale=scale, softcap=softcap)
+    sums = found(*arrays, lengths, window, softcap)
     for i, length in enumerate(lengths):
         expected = weights[i].sum(1)
         np.testing.assert_allclose(sums[i, :, :length], expected, rtol=tolerances.EXACT, atol=tolerances.EXACT)
         np.testing.assert_array_equal(sums[i, :, length:], 0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sums_over_the_last_queries_equal_float64(softcap):
+    length, last = 90, 20
+    q, k, lse, (weights,) = draw((length,), length, scale=3, softcap=softcap)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (1, 2, length))
+    asking, scoring = positions[:, 0, -last:], Scoring(SIZE**-0.5, softcap)
+    sums = jitted(
+        lambda q, lse, k: observed(q, lse, k, asking=asking, positions=positions, scoring=scoring),
+        q[:, -last:],
+        lse[:, -last:],
+        k.swapaxes(1, 2),
+    )
+    expected = weights[:, -last:].sum(1).reshape(sums.shape)
+    np.testing.assert_allclose(sums, expected, rtol=tolerances.EXACT, atol=tolerances.EXACT)
 
 
 @settings(max_examples=20, deadline=None)
@@ -61,7 +78,8 @@ def test_sums_equal_float64(kv_heads, scale, window):
 def test_every_query_gives_one(lengths, window, seed):
     """With the log-sum-exp of `causal`."""
     q, k, *_ = draw(lengths, 48, seed=seed)
-    own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window, scale=q.shape[-1] ** -0.5).lse, q, k)
+    scoring = Scoring(SIZE**-0.5)
+    own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window, scoring=scoring).lse, q, k)
     sums = found(q, k, own, lengths, window).sum(-1)
     expected = np.broadcast_to(np.asarray(lengths)[:, None], sums.shape)
     np.testing.assert_allclose(sums, expected, rtol=tolerances.EXACT)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from icejax.ops import tree
-from icejax.ops.attention import attend_with_lse, merge_by_lse
+from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, Digests, digest, merge, score
 from tests import tolerances
+from tests.dense import capped
 from tests.reference import outlier_first
 from tests.run import jitted
 
@@ -104,11 +105,13 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
         check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
 
 
-def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
+    scoring = Scoring(64**-0.5, softcap)
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scale=64**-0.5))
+    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -117,11 +120,12 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp():
                 continue
             scaled = q[0, 0, head].astype(np.float64) / 8
             _, outlier, mean, variance, _ = float64(keys[0, 0, page], values[0, 0, page], mask[0, 0, page])
-            first, second = np.log(len(kept)) + scaled @ mean, 0.5 * (scaled**2 @ variance)
-            expected = max(first + min(second, TAIL_CLAMP), scaled @ outlier)
-            assert chosen_by[0, 0, head, page] == pytest.approx(max(first + second, scaled @ outlier), abs=1e-4)
-            assert found[0, 0, head, page] == pytest.approx(expected, abs=1e-4)
-            assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(kept @ scaled).sum()), abs=0.5)
+            first, alone = np.log(len(kept)) + capped(scaled @ mean, softcap), capped(scaled @ outlier, softcap)
+            slope = (capped(scaled @ mean + 1e-5, softcap) - capped(scaled @ mean - 1e-5, softcap)) / 2e-5
+            second = 0.5 * slope**2 * (scaled**2 @ variance)
+            assert chosen_by[0, 0, head, page] == pytest.approx(max(first + second, alone), abs=1e-4)
+            assert found[0, 0, head, page] == pytest.approx(max(first + min(second, TAIL_CLAMP), alone), abs=1e-4)
+            assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(capped(kept @ scaled, softcap)).sum()), abs=0.5)
 
 
 def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
@@ -135,7 +139,7 @@ def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
     q = jnp.asarray((7 * direction).astype(np.float32))[None, None, None]
     levels = jitted(tree_of, keys, values, np.ones(keys.shape[:4], bool))
     assert len(levels) == 2
-    found = jitted(tree.walk, q, levels, scale=64**-0.5, opened=1, selected=1, tail=True)
+    found = jitted(tree.walk, q, levels, scoring=Scoring(64**-0.5), opened=1, selected=1, tail=True)
     assert int(found.page_ids[0, 0, 0]) == 77
 
 
@@ -163,13 +167,15 @@ def test_a_flat_walk_equals_float64(wide):
     keys, values, mask = pages_of(rng, 50, wide=wide)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, scale=16**-0.5, opened=16, selected=6, tail=True)
+    found = jitted(tree.walk, jnp.asarray(q), levels, scoring=Scoring(16**-0.5), opened=16, selected=6, tail=True)
     chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
     kept = np.asarray(found.counts)[0, 0] > 0
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
     np.testing.assert_allclose(found.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
-    without = jax.eval_shape(lambda q: tree.walk(q, levels, scale=16**-0.5, opened=16, selected=6, tail=False), jnp.asarray(q))
+    without = jax.eval_shape(
+        lambda q: tree.walk(q, levels, scoring=Scoring(16**-0.5), opened=16, selected=6, tail=False), jnp.asarray(q)
+    )
     assert without.tail_out.shape == found.tail_out.shape
 
 
@@ -180,8 +186,8 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     levels = jitted(tree_of, keys, values, mask)
     assert len(levels) == 2
     options = dict(selected=12, tail=True)
-    flat = jitted(tree.walk, q, levels[:1], scale=16**-0.5, opened=1, **options)
-    whole = jitted(tree.walk, q, levels, scale=16**-0.5, opened=57, **options)
+    flat = jitted(tree.walk, q, levels[:1], scoring=Scoring(16**-0.5), opened=1, **options)
+    whole = jitted(tree.walk, q, levels, scoring=Scoring(16**-0.5), opened=57, **options)
     np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
     np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
@@ -192,7 +198,9 @@ def test_every_token_counts_once_however_few_nodes_are_open(small_top):
     keys, values, mask = pages_of(np.random.default_rng(7), 900)
     levels = jitted(tree_of, keys, values, mask)
     for opened in (1, 8, 57):
-        found = jitted(tree.walk, jnp.zeros((1, 1, 1, 16)), levels, scale=16**-0.5, opened=opened, selected=5, tail=True)
+        found = jitted(
+            tree.walk, jnp.zeros((1, 1, 1, 16)), levels, scoring=Scoring(16**-0.5), opened=opened, selected=5, tail=True
+        )
         seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
         assert seen == pytest.approx(mask.sum(), rel=1e-5)
 
@@ -204,10 +212,10 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     mask = np.ones((1, 1, 40, 16), bool)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, scale=16**-0.5, opened=16, selected=3, tail=True)
+    found = jitted(tree.walk, jnp.asarray(q), levels, scoring=Scoring(16**-0.5), opened=16, selected=3, tail=True)
     chosen = np.asarray(found.page_ids)[0, 0]
     flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
-    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scale=16**-0.5)
+    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scoring=Scoring(16**-0.5))
     out, _ = jitted(merge_by_lse, *exact, found.tail_out[0], found.tail_lse[0])
     scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
     weights = np.exp(scores)
@@ -223,7 +231,7 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     mask[:, :, 100:500] = False
     q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
     levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
-    found = jitted(tree.walk, q, levels, scale=16**-0.5, opened=16, selected=4, tail=True)
+    found = jitted(tree.walk, q, levels, scoring=Scoring(16**-0.5), opened=16, selected=4, tail=True)
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
     assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
 
@@ -244,8 +252,8 @@ def test_narrow_digests_are_within_a_step_and_merge(dtype, step):
             assert np.asarray(getattr(found, name).data).dtype == dtype
 
 
-@pytest.mark.parametrize("group", ["sum", "max", "interleave"])
-def test_group_rules_choose_as_written(group):
+@pytest.mark.parametrize(("group", "softcap"), [("sum", None), ("max", 2.0), ("interleave", None)])
+def test_group_rules_choose_as_written(group, softcap):
     keys, values, mask = pages_of(np.random.default_rng(11), 60)
     q = np.random.default_rng(12).standard_normal((1, 1, 3, 16)).astype(np.float32) * 3
     digests = jitted(digest, keys, values, mask)
@@ -253,17 +261,18 @@ def test_group_rules_choose_as_written(group):
         tree.walk,
         jnp.asarray(q),
         jitted(tree.build, digests),
-        scale=16**-0.5,
+        scoring=Scoring(16**-0.5, softcap),
         opened=1,
         selected=7,
         tail=False,
         rule="mean",
         group=group,
     )
-    scores = np.asarray(jitted(score, q, digests, rule="mean", scale=16**-0.5)[0])[0, 0].astype(np.float64)
+    scores = np.asarray(jitted(score, q, digests, rule="mean", scoring=Scoring(16**-0.5, softcap))[0])[0, 0].astype(np.float64)
     for page in np.flatnonzero(mask[0, 0].any(-1)):
         kept = keys[0, 0, page][mask[0, 0, page]]
-        np.testing.assert_allclose(scores[:, page], q[0, 0] / 4 @ kept.mean(0) + np.log(len(kept)), atol=1e-4)
+        expected = capped(q[0, 0] / 4 @ kept.mean(0), softcap) + np.log(len(kept))
+        np.testing.assert_allclose(scores[:, page], expected, atol=1e-4)
     if group == "interleave":
         orders, expected = np.argsort(-scores, axis=-1), []
         for page in orders.T.ravel():  # every head's first, then every head's second, ...
@@ -278,7 +287,9 @@ def test_group_rules_choose_as_written(group):
 def test_an_empty_tree_has_no_tail(small_top):
     ones = np.ones((1, 1, 600, 16, 8), np.float32)
     levels = jitted(tree_of, ones, ones, np.zeros((1, 1, 600, 16), bool))
-    found = jitted(tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, scale=8**-0.5, opened=16, selected=4, tail=True)
+    found = jitted(
+        tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, scoring=Scoring(8**-0.5), opened=16, selected=4, tail=True
+    )
     assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
     assert (np.asarray(found.tail_out) == 0).all()
     assert np.asarray(found.page_ids).max() < 600

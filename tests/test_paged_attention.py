@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from icejax.ops.attention import Scoring
 from icejax.ops.paged_attention import attend_paged, attend_whole
 from tests import tolerances
+from tests.dense import capped
 from tests.run import jitted
 
 SIZE, GROUP, PAGES, SLOTS = 16, 2, 5, 8
@@ -23,9 +25,9 @@ def draw(seed: int, scale: float = 1.0, wide: int = SIZE):
     return q, resident, np.asarray([[True] * 4 + [False] * 2]), pages, slots, rest
 
 
-def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
+def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool, softcap: float | None = None):
     """The same by lists, (logit, value) of all that counts: output, log-sum-exp, and what the tokens kept are worth."""
-    logit = lambda k: q[0] @ k / SIZE**0.5  # noqa: E731
+    logit = lambda k: capped(q[0] @ k / SIZE**0.5, softcap)  # noqa: E731
     own = [(logit(k), v) for k, v, m in zip(resident[0][0], resident[1][0], mask[0], strict=True) if m]
     tokens = [(logit(pages[0][0, m, s]), pages[1][0, m, s], m) for m in range(PAGES) for s in range(SLOTS) if slots[0, m, s]]
     everything = np.stack([x for x, *_ in own + tokens] + ([rest[1][0]] if tail else []))
@@ -47,7 +49,7 @@ def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool):
     return out, np.log(weights.sum(0)) + logits.max(0), {i: worth[i] for i in kept}
 
 
-def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, dtype="float32"):
+def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, softcap: float | None = None, dtype="float32"):
     cast = lambda x: jnp.asarray(x, dtype)  # noqa: E731
     pages = (*map(cast, pages), slots)
     rest = tuple(x.astype(np.float32) for x in rest)
@@ -56,37 +58,38 @@ def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, dtype="flo
         (*map(cast, resident), mask),
         pages,
         rest,
-        scale=SIZE**-0.5,
+        scoring=Scoring(SIZE**-0.5, softcap),
         room=np.asarray([room], np.int32),
         most=12,
         tail=tail,
     )
 
 
-ATTEND = jax.jit(attend_paged, static_argnames=("scale", "most", "tail"))
+ATTEND = jax.jit(attend_paged, static_argnames=("scoring", "most", "tail"))
 
 
 @pytest.mark.parametrize("room", [0, 5, 12])
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize(("seed", "wide"), [(0, SIZE), (1, 12), (2, 20)])
-def test_equals_float64(seed, wide, tail, room):
+@pytest.mark.parametrize(("seed", "wide", "softcap"), [(0, SIZE, None), (1, 12, None), (2, 20, None), (3, SIZE, 1.0)])
+def test_equals_float64(seed, wide, softcap, tail, room):
     drawn = draw(seed, wide=wide)
-    expected, lse, kept = float64(*drawn, room, tail)
+    expected, lse, kept = float64(*drawn, room, tail, softcap)
     drawn[3][0][~drawn[4]], drawn[3][1][~drawn[4]] = np.nan, 1e6  # what stands in empty slots does not leak
-    found, weights = run(*drawn, room, tail)
+    found, weights = run(*drawn, room, tail, softcap)
     np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
     assert (np.asarray(weights) > 0).sum() == min(room, drawn[4].sum())
     np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(kept.values()), atol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "wide"), [(GROUP, SIZE), (1, 12), (0, 20)])
-def test_whole_pages_equal_float64(heads, wide):
-    """With a bias of each query head, of all, or none; -inf hides a page."""
+@pytest.mark.parametrize(("heads", "wide", "softcap"), [(GROUP, SIZE, None), (1, 12, None), (0, 20, None), (1, SIZE, 1.0)])
+def test_whole_pages_equal_float64(heads, wide, softcap):
+    """With a bias of each query head, of all, or none, which no cap changes; -inf hides a page."""
     q, resident, mask, pages, slots, _ = draw(3, wide=wide)
     rng = np.random.default_rng(0)
     bias = np.where(rng.random((1, heads, PAGES)) < 0.3, -np.inf, rng.standard_normal((1, heads, PAGES))) if heads else None
     logits = np.einsum("gh,sh->gs", q[0], np.concatenate([resident[0][0], pages[0].reshape(-1, SIZE)])) / SIZE**0.5
+    logits = capped(logits, softcap)
     logits = np.where(np.concatenate([mask[0], slots.reshape(-1)]), logits, -np.inf)
     logits[:, 6:] += 0 if bias is None else np.repeat(bias[0], SLOTS, axis=1)
     lse = np.log(np.exp(logits).sum(1))
@@ -94,7 +97,8 @@ def test_whole_pages_equal_float64(heads, wide):
     expected = weights @ np.concatenate([resident[1][0], pages[1].reshape(-1, wide)])
     pages[0][~slots] = np.nan
     arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages), bias))
-    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], slots), arrays[3], scale=SIZE**-0.5)
+    scoring = Scoring(SIZE**-0.5, softcap)
+    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], slots), arrays[3], scoring=scoring)
     np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(weighed[0], weights[:, 6:].sum(0).reshape(PAGES, SLOTS), rtol=0, atol=tolerances.EXACT)
@@ -105,7 +109,7 @@ def test_whole_pages_equal_float64(heads, wide):
 def test_half_precision_is_finite_and_near(dtype, scale):
     drawn = draw(5, scale)
     expected, *_ = float64(*drawn, 12, True)
-    found, _ = run(*drawn, 12, True, dtype)
+    found, _ = run(*drawn, 12, True, dtype=dtype)
     assert np.isfinite(np.asarray(found.out)).all()
     if scale == 1.0:
         np.testing.assert_allclose(found.out[0], expected, atol=0.03)

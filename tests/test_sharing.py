@@ -12,7 +12,7 @@ from icejax.cache import Clustered, Full
 from icejax.cache.policy import CacheSpec, Heads, Lengths, View
 from icejax.models.decoder import DecoderLayer
 from icejax.ops import tree
-from icejax.ops.attention import Attended
+from icejax.ops.attention import Attended, Scoring
 from icejax.ops.digests import digest
 from icejax.walk import Place, walk
 from tests import families, tolerances
@@ -64,7 +64,7 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
     def prefill(k, policy, shared=None):
         attended = Attended(q, q[..., 0])
         found = policy.prefill(
-            policy.init(spec), Heads(q, k, where, lengths.prompt, 0.25), attended, View(Lengths.none(1), shared=shared)
+            policy.init(spec), Heads(q, k, where, lengths.prompt, Scoring(0.25)), attended, View(Lengths.none(1), shared=shared)
         )
         return found.state, found.pages, found.shared
 
@@ -92,7 +92,7 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
     )
     levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, np.ones((1, 1, 128, 4), bool))
     assert len(levels) == 2
-    options = dict(scale=8**-0.5, opened=4, selected=6, tail=True)
+    options = dict(scoring=Scoring(8**-0.5), opened=4, selected=6, tail=True)
     own, other = jitted(tree.walk, q, levels, **options), jitted(tree.walk, guess, levels, **options)
     found = jitted(lambda q, levels, guess: tree.walk(q, levels, guess=guess, **options), q, levels, guess)
     followed = jitted(lambda q, levels, path: tree.walk(q, levels, path=path, **options), q, levels, other.path)

@@ -24,6 +24,6 @@ def attend_pages(found: Attended, heads: Heads, view: View, counts: Int[Array, "
         mask = (jnp.arange(planes[0].shape[3])[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
         keys, values = (x.reshape(*mask.shape, -1) for x in heads.of_planes(planes))
         values = jnp.where(mask[..., None], values, 0)
-        return Attended(*merge_by_lse(*found, *attend_all(heads.q, keys, values, mask, scale=heads.scale)))
+        return Attended(*merge_by_lse(*found, *attend_all(heads.q, keys, values, mask, scoring=heads.scoring)))
 
     return jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found)

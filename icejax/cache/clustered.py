@@ -195,7 +195,7 @@ class Clustered(Retrieval):
         found = tree.walk(
             queries,
             index,
-            scale=heads.scale,
+            scoring=heads.scoring,
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
             opened=max(self.opened, 2 * -(-fetched // tree.FAN_OUT)),
             selected=fetched,
@@ -216,7 +216,7 @@ class Clustered(Retrieval):
             tuple(map(joined, near)),
             tuple(map(joined, pages)),
             tuple(map(joined, found.rest)),
-            scale=heads.scale,
+            scoring=heads.scoring,
             room=joined(self.budget - near[2].sum(-1)),
             most=self._most_paged,
             tail=self.tail,

@@ -110,9 +110,9 @@ class Eviction(CachePolicy):
 
     def extend(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("attend"):
-            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
+            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
             keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(state, view), state.v))
-            before = attend_all(heads.q, keys, values, state.there, scale=heads.scale)
+            before = attend_all(heads.q, keys, values, state.there, scoring=heads.scoring)
             attended = Attended(*merge_by_lse(*own, *before))
         with jax.named_scope("evict"):
             # Decoded tokens stand in any slot. Empty ones come first, so that the text follows on the newest token.
@@ -142,7 +142,7 @@ class Eviction(CachePolicy):
             )
         with jax.named_scope("attend"):
             mask = joined(state.there)[:, None]
-            scores = masked_scores(joined(heads.by_group()), self.keys(state, view), mask, scale=heads.scale)
+            scores = masked_scores(joined(heads.by_group()), self.keys(state, view), mask, scoring=heads.scoring)
             highest = scores.max(-1, keepdims=True)
             weights = jnp.exp(scores - highest)
             total = weights.sum(-1, keepdims=True)

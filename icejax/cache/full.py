@@ -51,8 +51,8 @@ def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.
         distance = asking[:, :, None] - position[:, None, :] < window
     with jax.named_scope("attend"):
         # The new tokens always see one key, so they come first.
-        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window, scale=heads.scale)
-        return Attended(*merge_by_lse(*own, *attend_all(heads.q, keys, values, mask, near=distance, scale=heads.scale)))
+        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window, scoring=heads.scoring)
+        return Attended(*merge_by_lse(*own, *attend_all(heads.q, keys, values, mask, near=distance, scoring=heads.scoring)))
 
 
 def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
@@ -61,7 +61,7 @@ def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array
         state = TokenState(append(state.k, heads.k[:, 0], slot), append(state.v, heads.v[:, 0], slot))
     with jax.named_scope("attend"):
         mask = per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2])
-        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, joined(mask), scale=heads.scale)
+        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, joined(mask), scoring=heads.scoring)
         shape = heads.q.shape[:3]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
     return Outcome(state, attended)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.host import PoolLayer
 from icejax.cache.slots import by_head
-from icejax.ops.attention import Attended
+from icejax.ops.attention import Attended, Scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class KVCache:
     lengths: Lengths
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=["scale"], data_fields=["q", "k", "v", "new"])
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=["scoring"], data_fields=["q", "k", "v", "new"])
 @dataclass(frozen=True)
 class Heads:
     """What new tokens bring to a layer's attention: a prompt, more text behind it, or one decoded token.
@@ -120,14 +120,14 @@ class Heads:
         k: keys after RoPE.
         v: values, those of a latent layer too.
         new: tokens of each row; the rest is padding on the right, which may hold anything.
-        scale: what products of queries and keys are multiplied by, in fp32.
+        scoring: how products of queries and keys become scores.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
     v: jax.Array  # dtype[B, T, K, Hv]
     new: jax.Array  # i32[B]
-    scale: float
+    scoring: Scoring
 
     def by_group(self) -> Float[Array, "B K G H"]:
         """Returns the queries of one decoded token by the KV head they belong to."""
@@ -267,7 +267,8 @@ class CachePolicy(abc.ABC):
             state, attended = carry
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
             lengths = Lengths(view.lengths.seen + i, jnp.int32(0), view.lengths.pages)
-            found = self.decode(state, Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scale), replace(view, lengths=lengths))
+            token = Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scoring)
+            found = self.decode(state, token, replace(view, lengths=lengths))
             there = i < heads.new
 
             def put_in(old: jax.Array, x: jax.Array) -> jax.Array:

@@ -93,6 +93,7 @@ class Quest(Retrieval):
     def find(self, heads: Heads, index: Bounds, view: View) -> Found:
         q = heads.by_group().astype(jnp.float32)
         low, high = (x.astype(jnp.float32) for x in (index.low, index.high))
+        # Neither scaled nor capped: both keep the order, and a cap would make far bounds equal.
         bound = products(jnp.minimum(q, 0), low) + products(jnp.maximum(q, 0), high)
         bound = jnp.where(index.count[:, :, None] > 0, bound, -jnp.inf)
         counts = jnp.broadcast_to(index.count[:, :, None], bound.shape)

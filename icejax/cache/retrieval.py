@@ -58,7 +58,7 @@ class Found:
     Attributes:
         ids: pages of each KV head, or slots: page * page size + slot.
         counts: tokens of each; 0 where there is no page.
-        bias: added to the scaled products of each query head, or of all, with its keys: -inf hides the page; None: nothing.
+        bias: added to the scores that each query head, or all, give its keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
         choice: what followers need to find the same.
     """
@@ -127,7 +127,7 @@ class Retrieval(CachePolicy):
         """
         parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
         bias = None if found.bias is None else joined(found.bias)
-        attended, weights = attend_whole(*parts, bias, scale=heads.scale)
+        attended, weights = attend_whole(*parts, bias, scoring=heads.scoring)
         if found.rest is not None:
             attended = merge_by_lse(*attended, *map(joined, found.rest))
         shape = pages[2].shape
@@ -215,11 +215,11 @@ class Retrieval(CachePolicy):
         return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
-        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scale=heads.scale)
+        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
         masks = self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen)
         for planes, mask in zip((state.window.sinks, state.window.newest), masks, strict=True):
             near = (*heads.of_planes(planes), per_head(mask, heads.k.shape[2]))
-            found = merge_by_lse(*found, *attend_all(heads.q, *near, scale=heads.scale))
+            found = merge_by_lse(*found, *attend_all(heads.q, *near, scoring=heads.scoring))
         return attend_pages(Attended(*found), heads, view, self.index.counts(state.index))
 
     def _packed(

@@ -64,7 +64,7 @@ class SnapKV(Eviction):
         )
         asking = jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
         keys = apart(self.keys(tokens, view), heads.k.shape[2])
-        weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scale=heads.scale)
+        weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scoring=heads.scoring)
         first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)

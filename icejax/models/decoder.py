@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import LayerConfig, ModelConfig
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention import EINSUM, Scoring
 from icejax.ops.rope import cos_sin, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
@@ -100,6 +100,11 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    @property
+    def scoring(self) -> Scoring:
+        """How products of its queries and keys become scores."""
+        return Scoring(self.config.scale, self.config.softcap)
 
     def enter(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -20,12 +21,37 @@ BLOCK = 512  # queries and keys per block; measured fastest of 128-1024 on two C
 EINSUM = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How products of queries and keys become the scores that softmax takes, in fp32.
+
+    Attributes:
+        scale: what they are multiplied by.
+        softcap: what scores then come near and never exceed, by tanh (Gemma 2, arXiv 2408.00118); None: no bound.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+    def __call__(self, products: Float[Array, "*R"]) -> Float[Array, "*R"]:
+        """Returns the scores."""
+        return self.capped(products * self.scale)
+
+    def capped(self, scaled: Float[Array, "*R"]) -> Float[Array, "*R"]:
+        """Returns the scores of products that are scaled already."""
+        return scaled if self.softcap is None else self.softcap * jnp.tanh(scaled / self.softcap)
+
+    def slope(self, scores: Float[Array, "*R"]) -> Float[Array, "*R"] | float:
+        """Returns by how much a score grows with its scaled product."""
+        return 1.0 if self.softcap is None else 1.0 - jnp.square(scores / self.softcap)
+
+
 class Attended(NamedTuple):
     """What queries attended to.
 
     Attributes:
         out: the weighted mean of the values, dtype[B, T, N, Hv].
-        lse: the natural log-sum-exp of the scaled scores, f32[B, T, N].
+        lse: the natural log-sum-exp of the scores, f32[B, T, N].
     """
 
     out: jax.Array
@@ -39,16 +65,17 @@ def causal(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
-    scale: float,
+    scoring: Scoring,
 ) -> Attended:
     """Returns causal attention of a right-padded prompt, in the dtype of `q`; rows past `lengths` mean nothing.
 
     A query sees the `window` newest keys up to itself, all with None. Nothing of size T x T is made. What stands in
-    padding, NaN included, does not reach a valid row. On CUDA half precision runs in cuDNN if values are as wide as keys;
-    elsewhere blocks run with an online softmax (arXiv 2112.05682).
+    padding, NaN included, does not reach a valid row. On CUDA half precision runs in cuDNN, if values are as wide as keys
+    and scores have no cap; else blocks run with an online softmax (arXiv 2112.05682).
     """
-    cudnn = memory.platform() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
-    if cudnn and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
+    size, half = q.shape[-1], q.dtype in (jnp.bfloat16, jnp.float16)
+    plain = v.shape[-1] == size and scoring.softcap is None
+    if memory.platform() == "gpu" and half and plain and size % 8 == 0 and size <= 128:
         LOG.info("prefill attention: cudnn")
         valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
         out, lse = jax.nn.dot_product_attention(
@@ -56,7 +83,7 @@ def causal(
             jnp.where(valid, k, 0),
             jnp.where(valid, v, 0),
             is_causal=True,
-            scale=scale,
+            scale=scoring.scale,
             local_window_size=None if window is None else (window - 1, 0),
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
@@ -67,7 +94,7 @@ def causal(
         # that is undone at once, and the barrier keeps the two together.
         return Attended(out, lax.optimization_barrier(lse.astype(jnp.float32)))
     LOG.info("prefill attention: blockwise")
-    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scale=scale)
+    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scoring=scoring)
     return Attended(out.astype(q.dtype), lse)
 
 
@@ -78,7 +105,7 @@ def causal_with_lse(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns `causal`, blockwise and all in fp32."""
     batch, tokens, heads, size = q.shape
@@ -103,7 +130,7 @@ def causal_with_lse(
             seen = key_position[None, :] <= position[:, None]
             if window is not None:
                 seen &= key_position[None, :] > position[:, None] - window
-            scores = jnp.where(seen, EINSUM("bkrh,bksh->bkrs", queries, keys) * scale, -jnp.inf)
+            scores = jnp.where(seen, scoring(EINSUM("bkrh,bksh->bkrs", queries, keys)), -jnp.inf)
             higher = jnp.maximum(highest, scores.max(-1))
             # A row may see nothing of a block that lies outside its window: -inf minus -inf is kept out.
             base = jnp.where(jnp.isneginf(higher), 0.0, higher)
@@ -134,7 +161,7 @@ def attend_all(
     mask: Bool[Array, "B K S"],
     near: Bool[Array, "B T S"] | None = None,
     *,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the attention of many queries over the keys in `mask`, in fp32, and its log-sum-exp: -inf if there is none.
 
@@ -150,7 +177,7 @@ def attend_all(
         queries, close = part  # B T' N H, B T' S
         queries = queries.reshape(batch, block, k.shape[1], -1, size)
         seen = mask[:, None, :, None] if close is None else (mask[:, None] & close[:, :, None])[:, :, :, None]
-        scores = jnp.where(seen, EINSUM("btkgh,bksh->btkgs", queries, k) * scale, -jnp.inf)
+        scores = jnp.where(seen, scoring(EINSUM("btkgh,bksh->btkgs", queries, k)), -jnp.inf)
         highest = scores.max(-1, keepdims=True, initial=-jnp.inf)  # there may be no slot at all
         base = jnp.where(jnp.isneginf(highest), 0.0, highest)
         weights = jnp.exp(scores - base)
@@ -164,13 +191,13 @@ def attend_all(
 
 
 def attend_with_lse(
-    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S Hv"], mask: Bool[Array, "R S"], *, scale: float
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S Hv"], mask: Bool[Array, "R S"], *, scoring: Scoring
 ) -> tuple[Float[Array, "R G Hv"], Float[Array, "R G"]]:
     """Returns the attention of one query per head over the keys in `mask`, in fp32, and its log-sum-exp; R is B K, in one axis.
 
     Assumes that every row sees a key and that the values outside `mask` are finite (keys there may be anything).
     """
-    scores = masked_scores(q, k, mask[:, None], scale=scale)
+    scores = masked_scores(q, k, mask[:, None], scoring=scoring)
     highest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     total = weights.sum(-1, keepdims=True)
@@ -179,20 +206,20 @@ def attend_with_lse(
 
 
 def masked_scores(
-    q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"], *, scale: float
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"], *, scoring: Scoring
 ) -> Float[Array, "R G S"]:
-    """Returns the scaled products of queries and keys in fp32, -inf outside `mask`, which is of all heads or of each."""
-    keys_first, queries_first = (functools.partial(form, scale=scale) for form in (_scores_keys_first, _scores_queries_first))
-    return lax.platform_dependent(q, k, mask, cpu=keys_first, default=queries_first)
+    """Returns the scores of keys in fp32, -inf outside `mask`, which is of all heads or of each."""
+    on_cpu, elsewhere = (functools.partial(form, scoring=scoring) for form in (_scores_keys_first, _scores_queries_first))
+    return lax.platform_dependent(q, k, mask, cpu=on_cpu, default=elsewhere)
 
 
-def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
-    return jnp.where(mask, products(q, k) * scale, -jnp.inf)
+def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scoring: Scoring) -> jax.Array:
+    return jnp.where(mask, scoring(products(q, k)), -jnp.inf)
 
 
-def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
+def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scoring: Scoring) -> jax.Array:
     """Masked before they are turned: XLA:CPU would take a tenth longer for the whole attention."""
-    return jnp.where(mask.swapaxes(1, 2), EINSUM("rsh,rgh->rsg", k, q) * scale, -jnp.inf).swapaxes(1, 2)
+    return jnp.where(mask.swapaxes(1, 2), scoring(EINSUM("rsh,rgh->rsg", k, q)), -jnp.inf).swapaxes(1, 2)
 
 
 def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Array, "*R G S"]:

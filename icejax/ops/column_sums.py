@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import BLOCK, EINSUM
+from icejax.ops.attention import BLOCK, EINSUM, Scoring
 
 
 def column_sums(
@@ -19,7 +19,7 @@ def column_sums(
     *,
     lengths: Int[Array, " B"],
     window: int | None,
-    scale: float,
+    scoring: Scoring,
 ) -> Float[Array, "B N T"]:
     """Returns for each key the causal attention weights it gets, in fp32, summed over the queries of a right-padded prompt.
 
@@ -51,7 +51,7 @@ def column_sums(
                 seen &= key_position[None, :] > position[:, None] - window
             counts = position[None, :] < lengths[:, None]
             rows = queries.reshape(batch, kv_heads, group * block, size)
-            scores = EINSUM("bkrh,bksh->bkrs", rows, keys).reshape(*norm.shape, block) * scale
+            scores = scoring(EINSUM("bkrh,bksh->bkrs", rows, keys)).reshape(*norm.shape, block)
             # Padding is left out last: its log-sum-exp may be anything too.
             weights = jnp.where((seen[None] & counts[:, :, None])[:, None, None], jnp.exp(scores - norm[..., None]), 0)
             return total + weights.sum(-2)

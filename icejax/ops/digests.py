@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM, products
+from icejax.ops.attention import EINSUM, Scoring, products
 from icejax.ops.quantize import dequantize, quantize
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
@@ -122,23 +122,25 @@ def _outlying(
 
 
 def score(
-    q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scale: float
+    q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scoring: Scoring
 ) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
     """Returns the estimated log-sum-exp of every page for every query head, in fp32; -inf if empty.
 
     With s for the scale: log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, as if all keys were like those that do not
     stand out, but not less than s q.outlier, which one key has alone. By the rule `mean` log(count) + s q.(mean of all).
+    Of a soft cap the products are capped, and the term of the variance is multiplied by the square of the cap's slope there.
     Twice: to choose pages by, as it is, because keys that stand out make their page wide; and to weigh pages by, the term
     of the variance at most 3 nats.
     """
-    scaled = q.astype(jnp.float32) * scale
+    scaled = q.astype(jnp.float32) * scoring.scale
     count = digests.count[:, :, None, :].astype(jnp.float32)
     first, outlier = _products(scaled, digests.mean), _products(scaled, digests.outlier)
     if rule == "mean":
         first += (outlier - first) / jnp.maximum(count, 1.0)
-        return (first + jnp.log(count),) * 2
+        return (scoring.capped(first) + jnp.log(count),) * 2
+    first, outlier = scoring.capped(first), scoring.capped(outlier)
+    second = 0.5 * scoring.slope(first) ** 2 * _products(jnp.square(scaled), digests.variance)
     first += jnp.log(count)
-    second = 0.5 * _products(jnp.square(scaled), digests.variance)
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
     return jnp.maximum(first + second, outlier), jnp.maximum(first + jnp.minimum(second, TAIL_CLAMP), outlier)
 

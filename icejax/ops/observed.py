@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import BLOCK, EINSUM
+from icejax.ops.attention import BLOCK, EINSUM, Scoring
 
 
 def observed(
@@ -17,14 +17,14 @@ def observed(
     *,
     asking: Int[Array, "B W"],
     positions: Int[Array, "B K S"],
-    scale: float,
+    scoring: Scoring,
 ) -> Float[Array, "B K G S"]:
     """Returns the attention weights that keys get in fp32, summed over queries, each of which sees the keys up to itself.
 
     In blocks of keys.
 
     Args:
-        lse: log-sum-exp of each query's scaled scores.
+        lse: log-sum-exp of each query's scores.
         asking: positions of the queries; -1 for one that is not there.
         positions: of the keys; -1 for an empty slot.
     """
@@ -36,7 +36,7 @@ def observed(
     def some(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         keys, where = block
         seen = (where[:, :, None, None, :] >= 0) & (where[:, :, None, None, :] <= asking[:, None, None, :, None])
-        scores = EINSUM("bwkgh,bksh->bkgws", q, keys) * scale
+        scores = scoring(EINSUM("bwkgh,bksh->bkgws", q, keys))
         return jnp.where(seen, jnp.exp(scores - lse), 0.0).sum(3)
 
     block = min(BLOCK, slots)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM, Attended, masked_scores, merge_by_lse
+from icejax.ops.attention import EINSUM, Attended, Scoring, masked_scores, merge_by_lse
 from icejax.ops.topk import largest
 
 
@@ -16,20 +16,20 @@ def attend_whole(
     pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p Hv"], Bool[Array, "R M p"]],
     bias: Float[Array, "R g M"] | None = None,
     *,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Attended, Float[Array, "R M p"]]:
     """Returns the attention to all resident tokens and to pages, in fp32, and what the page tokens weigh, summed over heads.
 
     Args:
         resident: keys, values and mask of what stays on the device; every row sees one of them.
         pages: keys, values and mask of the pages fetched; values outside the mask must be finite.
-        bias: added to the scaled products of each head, or of all, with a page's keys; -inf hides the page.
+        bias: added to the scores that each head, or all, give a page's keys; -inf hides the page.
     """
     rows = len(q)
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask[:, None], scale=scale)
+    own = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged = (x.reshape(rows, -1, x.shape[-1]) for x in pages[:2])
-    found = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scale=scale)
+    found = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scoring=scoring)
     if bias is not None:
         found += jnp.repeat(bias, pages[2].shape[2], axis=-1)
     highest = jnp.maximum(own.max(-1), found.max(-1))
@@ -47,7 +47,7 @@ def attend_paged(
     pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p Hv"], Bool[Array, "R M p"]],
     rest: tuple[Float[Array, "R G Hv"], Float[Array, "R G"]],
     *,
-    scale: float,
+    scoring: Scoring,
     room: Int[Array, " R"],
     most: int,
     tail: bool,
@@ -65,12 +65,12 @@ def attend_paged(
     """
     rows, group, size = q.shape
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask[:, None], scale=scale)
+    own = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged, slots = pages
     keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
-    found = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None], scale=scale)
+    found = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None], scoring=scoring)
     highest = jnp.maximum(own.max(-1), found.max(-1))
     own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
     total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)

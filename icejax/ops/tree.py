@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from icejax.ops.attention import Scoring
 from icejax.ops.digests import Digests, Score, merge, put, score, weighted
 from icejax.ops.topk import best, chosen
 
@@ -90,7 +91,7 @@ def walk(
     q: Float[Array, "B K G H"],
     levels: tuple[Digests, ...],
     *,
-    scale: float,
+    scoring: Scoring,
     opened: int,
     selected: int,
     tail: bool,
@@ -118,9 +119,9 @@ def walk(
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
     rest: list[tuple[jax.Array, Digests]] = []
     for below in (*levels[-2::-1], None):
-        estimates, scores = score(q, candidates, rule, scale=scale)
+        estimates, scores = score(q, candidates, rule, scoring=scoring)
         if path is None:
-            estimates = estimates if guess is None else score(guess, candidates, rule, scale=scale)[0]
+            estimates = estimates if guess is None else score(guess, candidates, rule, scoring=scoring)[0]
             wanted = min(selected if below is None else opened, estimates.shape[-1])
             worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
             indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
