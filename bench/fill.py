@@ -12,7 +12,9 @@ import numpy as np
 from icejax import memory
 from icejax.cache import host
 from icejax.cache.full import TokenState
-from icejax.inference import DecodeState, prefill
+from icejax.cache.policy import Lengths
+from icejax.decoding import DecodeState
+from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.ops import tree
 from icejax.ops.digests import digest, put
@@ -60,7 +62,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
                 leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
         for i in plan.pooled:
             layers[i] = dataclasses.replace(layers[i], window=state.cache.layers[i].window, index=_build(leaves[i]))
-    lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
+    lengths = Lengths.of(jnp.full(rows, context, jnp.int32), pages)
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
     # Ready, or the first step would be timed with the filling.
     return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), memory.device())), big

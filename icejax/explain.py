@@ -14,8 +14,8 @@ import numpy as np
 
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, View
 from icejax.cache.retrieval import PagedState
+from icejax.decoding import DecodeState
 from icejax.errors import InputError
-from icejax.inference import DecodeState
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import Attended

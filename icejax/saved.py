@@ -33,7 +33,7 @@ from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
-VERSION = 5
+VERSION = 6
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes of the pool that are read, checked and written at once, each with a checksum
 MOST = 2**31  # tokens are counted in 32 bits
@@ -263,9 +263,11 @@ def _checksum(fields: dict[str, Any]) -> int:
 
 def _empty(plan: Plan) -> KVCache:
     """Returns shapes and dtypes of the device part of the cache."""
-    none = jax.ShapeDtypeStruct((), jnp.int32)
-    lengths = Lengths(jax.ShapeDtypeStruct((plan.spec.batch_size,), jnp.int32), none, none)
-    return KVCache(jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies)), lengths)
+
+    def empty() -> KVCache:
+        return KVCache(tuple(policy.init(plan.spec) for policy in plan.policies), Lengths.none(plan.spec.batch_size))
+
+    return jax.eval_shape(empty)
 
 
 def _leaves(tree: Any, *, of_size: bool = True) -> list[tuple[str, Any]]:

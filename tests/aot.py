@@ -22,7 +22,7 @@ import icejax
 from bench.program import hlo
 from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, nbytes, without_devices
 from bench.program.targets import TARGETS, Target
-from icejax import compiler, inference
+from icejax import compiler, decoding, inference
 from icejax.cache import host
 from icejax.plan import make_plan
 
@@ -39,7 +39,7 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     plan = make_plan(model, policy, platform=target.platform, **sizes)
     plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
     state, pool = abstract_state(plan), abstract_pool(plan)
-    step, flush, flushed, compact = inference._programs(graph, tree, plan)
+    step, flush, flushed, compact = decoding._programs(graph, tree, plan)
     page = (*plan.pool_shape[2:5], plan.page_size, plan.pool_shape[-1])
     layer, flat = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, *page), (64, 2, *page)))
     number = jax.ShapeDtypeStruct((), "int32")
@@ -52,8 +52,8 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     first, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.index for x in state.cache.layers], pool), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
-        "prefill": (prefill, (first, x, lengths.prompt, None)),
-        "extend": (extend, (first, more, lengths, lengths.prompt, state.cache.layers[0], view, None)),
+        "prefill": (prefill, (first, x, lengths.seen, None)),
+        "extend": (extend, (first, more, lengths, lengths.seen, state.cache.layers[0], view, None)),
         "write": (write, (pool, layer, number, number)),
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +81,9 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
-    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scale=SCALE)
+    attended = causal(q, k, v, lengths=lengths.seen, window=None, scale=SCALE)
     view = View(Lengths.none(len(q)), turn=turned)
-    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, SCALE), attended, view)
+    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, SCALE), attended, view)
     return found.state, found.pages
 
 
@@ -101,26 +101,26 @@ class Layer:
             new_capacity=NEW,
             dtype="float32",
         )
-        self.lengths = Lengths(jnp.asarray(lengths, jnp.int32), jnp.int32(0), jnp.int32(0))
+        self.lengths = Lengths.of(jnp.asarray(lengths, jnp.int32))
         self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec)
         self.pool = None
         if pages is not None:
             shape = (policy.pool(self.spec).pages, 1, *pages.shape[1:])
             self.pool = host.write_layer(host.allocate(shape, "float32"), pages, 0)
-            self.lengths = Lengths(self.lengths.prompt, self.lengths.decoded, jnp.int32(pages.shape[0]))
+            self.lengths = replace(self.lengths, pages=jnp.int32(pages.shape[0]))
         self.programs = programs(policy)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
         out, self.state = self.programs.decode(self.state, q, k, v, self.lengths, self.pool)
-        decoded = self.lengths.decoded + 1
-        self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages)
-        if self.pool is not None and int(decoded) % self.policy.page_size == 0:
+        self.lengths = replace(self.lengths, clock=self.lengths.clock + 1)
+        clock = int(self.lengths.clock)
+        if self.pool is not None and clock % self.policy.page_size == 0:
             page, news = self.programs.flush(self.state, self.lengths)
             self.state = self.programs.flushed(self.state, news, self.lengths)
             self.pool = host.write_pages(self.pool, page[None, None], self.lengths.pages)
-            self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages + 1)
-        if self.pool is not None and self.policy.compact_every and int(decoded) % self.policy.compact_every == 0:
+            self.lengths = replace(self.lengths, pages=self.lengths.pages + 1)
+        if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             pages = host.read_pages(self.pool, self.lengths.pages - count, count=count, dtype="float32")
             self.state, pages = self.programs.compact(self.state, pages[:, 0], self.lengths)
@@ -133,7 +133,7 @@ class Layer:
         out, self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self.pool)
         if pages is not None:
             self.pool = host.write_layer(self.pool, pages, 0, first=self.lengths.pages)
-        self.lengths = Lengths(self.lengths.seen + count, jnp.int32(0), self.lengths.pages + (used or 0))
+        self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.pages + (used or 0))
         return np.asarray(out)
 
 

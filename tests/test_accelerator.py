@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas
 
 import icejax
-from icejax import inference
+from icejax import decoding
 from icejax.cache import backends, fetch, slots
 from icejax.ops import attention, digests, topk, tree
 from icejax.plan import make_plan
@@ -28,7 +28,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     monkeypatch.setattr(fetch, "ORDER", {"cpu": ("triton",)})
     monkeypatch.setattr(fetch, "APART", ())
-    caches = (inference._programs, fetch.fetch_backend)
+    caches = (decoding._programs, fetch.fetch_backend)
     for cache in caches:
         cache.cache_clear()
     jax.clear_caches()

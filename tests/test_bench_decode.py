@@ -41,8 +41,8 @@ def test_a_filled_clustered_cache_is_whole(model):
     plan = make_plan(model, policy, batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, policy, context=CONTEXT)
     pool, lengths = np.asarray(pool).view(np.float32), state.cache.lengths
-    held = int(lengths.prompt[0])
-    assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.prompt) == held).all()
+    held = int(lengths.seen[0])
+    assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.seen) == held).all()
     beside = policy.window_of.sinks + policy.window_of.fill
     for layer, kept in enumerate(state.cache.layers):
         counts = np.asarray(kept.index[0].count)
@@ -57,7 +57,7 @@ def test_a_filled_full_cache_repeats_real_keys(model):
     plan = make_plan(model, Full(), batch_size=1, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, Full(), context=CONTEXT)
     keys = np.asarray(state.cache.layers[1].k)
-    assert pool is None and int(state.cache.lengths.prompt[0]) == CONTEXT
+    assert pool is None and int(state.cache.lengths.seen[0]) == CONTEXT
     assert (keys[:, :CONTEXT] != 0).any(-1).all() and not keys[:, CONTEXT:].any()
     assert 0 < np.abs(keys[:, :1500] - keys[:, BASE:CONTEXT]).max() < 1.0
 
@@ -80,7 +80,7 @@ def test_python_is_what_a_step_takes_beside_the_programs():
     def event(name: str, ts: float, dur: float) -> dict:
         return dict(ph="X", name=name, ts=ts, dur=dur)
 
-    steps = [event("$inference.py:212 step", at, 1000.0) for at in (0.0, 2000.0)]
+    steps = [event("$decoding.py:212 step", at, 1000.0) for at in (0.0, 2000.0)]
     twice = [event("PjitFunction(step)", at + skew, 800.0 - skew) for at in (100.0, 2100.0) for skew in (0.0, 5.0)]
     flush = [event("PjitFunction(flush)", 2950.0, 20.0), event("PjitFunction(other)", 3500.0, 400.0)]
     assert python_ms([*flush, *twice, *steps, dict(ph="M", name="thread")]) == pytest.approx((0.2 + 0.18) / 2)

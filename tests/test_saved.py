@@ -240,7 +240,7 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     fields["arrays"]["token_ids"] = [count, saved.zlib.crc32(content[:count])]
     seal(copy, fields)
     assert "it has tokens that the model does not know" in refused(copy, bundled)
-    lengths = dataclasses.replace(session._run.state.cache.lengths, prompt=jax.numpy.full(1, 5000, jax.numpy.int32))
+    lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
     cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
     about = saved.About(**{field.name: fields[field.name] for field in dataclasses.fields(saved.About)})
     saved.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)

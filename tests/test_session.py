@@ -7,7 +7,7 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax import compiler, inference
+from icejax import compiler, decoding
 from icejax.cache import Clustered, Full
 from icejax.folder import Claim, claim
 from icejax.generation import still
@@ -162,7 +162,7 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     """To the bit, so both decode programs are compiled as for users: conftest's cheaper way rounds each in its own order."""
     monkeypatch.setitem(compiler.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
-    inference._programs.cache_clear()
+    decoding._programs.cache_clear()
     text, questions = document()
     plain, held = (
         Session(*bundled, cache=Clustered(budget=64, resident=resident), context_length=3000) for resident in (False, True)

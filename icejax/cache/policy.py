@@ -64,25 +64,36 @@ class PoolSpec:
 class Lengths:
     """How far a cache has come; kept once for all layers.
 
+    The clock is one for all rows, so that the pages of all become full at the same step. A row may join at any step: one of
+    100 tokens that joins when the clock stands at 40 has its origin at 60.
+
     Attributes:
-        prompt: tokens of each row's prompt.
-        decoded: tokens decoded since the prompt, the same for all rows.
-        pages: pages of the pool in use, the same for all rows, heads and layers.
+        origin: tokens of each row so far, less the clock; below 0 for a short text that joined late.
+        joined: tokens that each row had when it joined, all of which stood where a prompt leaves them.
+        clock: steps of the batch.
+        pages: the page of the pool that the newest tokens will fill, the same for all rows, heads and layers.
     """
 
-    prompt: jax.Array  # i32[B]
-    decoded: jax.Array  # i32[]
+    origin: jax.Array  # i32[B]
+    joined: jax.Array  # i32[B]
+    clock: jax.Array  # i32[]
     pages: jax.Array  # i32[]
+
+    @classmethod
+    def of(cls, tokens: Int[Array, " B"], pages: Int[Array, ""] | int = 0) -> Lengths:
+        """Returns those behind texts, of which no token has been decoded."""
+        # Buffers of their own, as a step takes the state: one may not be given away twice.
+        return cls(tokens, jnp.copy(tokens), jnp.int32(0), jnp.asarray(pages, jnp.int32))
 
     @classmethod
     def none(cls, batch: int) -> Lengths:
         """Returns those of an empty cache."""
-        return cls(jnp.zeros(batch, jnp.int32), jnp.int32(0), jnp.int32(0))
+        return cls.of(jnp.zeros(batch, jnp.int32))
 
     @property
     def seen(self) -> Int[Array, " B"]:
         """Tokens of each row so far: the position of the token that comes next."""
-        return self.prompt + self.decoded
+        return self.origin + self.clock
 
 
 @jax.tree_util.register_dataclass
@@ -239,7 +250,7 @@ class CachePolicy(abc.ABC):
         def one(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
             state, attended = carry
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
-            lengths = Lengths(view.lengths.seen + i, jnp.int32(0), view.lengths.pages)
+            lengths = Lengths.of(view.lengths.seen + i, view.lengths.pages)
             found = self.decode(state, Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scale), replace(view, lengths=lengths))
             there = i < heads.new
 

@@ -151,7 +151,7 @@ class Retrieval(CachePolicy):
         return PagedState(self.window_of.init(spec), index, page_ids, weights, held, none)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        lengths = replace(view.lengths, prompt=heads.new)
+        lengths = Lengths.of(heads.new)
         window, middle = self.window_of.after_prompt(by_head(heads.k), by_head(heads.v), lengths)
         pages, described, shared = self._packed(*middle, view.shared)
         return Outcome(

@@ -70,25 +70,29 @@ class Window:
 
     def start(self, lengths: Lengths) -> Int[Array, "B 1"]:
         """Position of the window's first slot; below the sinks' end for short prompts."""
-        left = lengths.decoded // self.page_size * self.page_size
-        return lengths.prompt[:, None] - self.fill + left
+        return (lengths.seen - lengths.clock % self.page_size)[:, None] - self.fill
 
     def positions(self, lengths: Lengths) -> Int[Array, "B {self.slots}"]:
         """Position of every slot of the window."""
         return self.start(lengths) + jnp.arange(self.slots)[None, :]
 
+    def first(self, state: WindowState, lengths: Lengths) -> Int[Array, "B 1"]:
+        """Position of the first token that was ever in the window: those before are sinks, or in pages since the row joined."""
+        return jnp.maximum(state.num_sinks, lengths.joined - self.fill)[:, None]
+
     def masks(
         self, state: WindowState, lengths: Lengths, *, seen: Int[Array, " B"]
     ) -> tuple[Bool[Array, "B {self.sinks}"], Bool[Array, "B {self.slots}"]]:
         """Returns which slots of the sinks and of the window hold a token when `seen` tokens have come."""
-        recent, sinks = self.positions(lengths), state.num_sinks[:, None]
-        return jnp.arange(self.sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
+        recent = self.positions(lengths)
+        sinks = jnp.arange(self.sinks)[None, :] < state.num_sinks[:, None]
+        return sinks, (recent >= self.first(state, lengths)) & (recent < seen[:, None])
 
     def after_prompt(
         self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], lengths: Lengths
     ) -> tuple[WindowState, Tokens]:
         """Returns sinks and window of prompts, and what lies between."""
-        prompt = lengths.prompt[:, None]
+        prompt = lengths.seen[:, None]
         sinks, num_sinks = jnp.arange(self.sinks)[None, :], jnp.minimum(self.sinks, prompt)
         sinks_k, sinks_v = (take(x, sinks, sinks < prompt) for x in (k, v))
         recent = self.positions(lengths)
@@ -102,7 +106,7 @@ class Window:
 
     def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
         """Returns the window with one more token."""
-        slot = self.fill + lengths.decoded % self.page_size
+        slot = self.fill + lengths.clock % self.page_size
         k, v = (
             jax.lax.dynamic_update_slice_in_dim(old, by_head(new), slot, axis=2)
             for old, new in ((state.window_k, heads.k), (state.window_v, heads.v))
@@ -115,7 +119,7 @@ class Window:
         The window and the new tokens stand behind one another, by position: the newest stay.
         """
         start, sinks, seen = self.start(lengths), state.num_sinks[:, None], lengths.seen[:, None]
-        after = Lengths(lengths.seen + heads.new, jnp.zeros_like(lengths.decoded), lengths.pages)
+        after = Lengths.of(lengths.seen + heads.new)
 
         def at(positions: jax.Array, valid: jax.Array):
             old = positions < seen
@@ -124,8 +128,8 @@ class Window:
                 for window, x in ((state.window_k, heads.k), (state.window_v, heads.v))
             )
 
-        recent, first = self.positions(after), jnp.maximum(start, sinks)
-        window_k, window_v = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
+        recent, first = self.positions(after), jnp.maximum(start, self.first(state, lengths))
+        window_k, window_v = at(recent, (recent >= sinks) & (recent < after.seen[:, None]))
         leaving = first + jnp.arange(heads.k.shape[1])[None, :]
         valid = leaving < self.start(after)
         return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, window_k, window_v), (*at(leaving, valid), valid)
@@ -140,7 +144,7 @@ class Window:
         # The first slot holds the position just before those that will start the next window.
         p = self.page_size
         position = self.positions(lengths)[:, :p] - p
-        count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
+        count = jnp.minimum(p, p + position[:, :1] - self.first(state, lengths))  # the rest were never in the window
         slots = jnp.arange(p)[None, :]
         k, v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
         return k, v, per_head(slots < count, k.shape[1])
