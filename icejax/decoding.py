@@ -104,13 +104,11 @@ class Decoding:
         self.clock += 1
         if self._plan.page_size and self.clock % self._plan.page_size == 0:
             pages, news, at = flush(state.cache)
-            state, pool = dataclasses.replace(state, cache=flushed(state.cache, news)), host.write_pages(pool, pages, at)
+            pool = host.write_pages(pool, pages, state.cache.table, at)
+            state = dataclasses.replace(state, cache=flushed(state.cache, news))
         if self._plan.compact_every and self.clock % self._plan.compact_every == 0:
-            count = self._plan.compact_every // self._plan.page_size
-            first = state.cache.lengths.pages - count
-            pages = host.read_pages(pool, first, count=count, dtype=self._plan.spec.dtype)
-            cache, pages, at = compact(state.cache, pages)
-            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, at)
+            cache, pages, at = compact(state.cache, pool)
+            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, cache.table, at)
         return state, brought, pool
 
 
@@ -125,13 +123,13 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         def run(layer: DecoderLayer, x: jax.Array, at: Place):
             guess = None if at.before is None else lambda: layer.enter(at.before, *where)[0]
             heads = Heads(*layer.enter(x, *where), jnp.ones_like(state.last_tokens), layer.config.scale)
-            view = view_of(layer, lengths, plan.pages(at.number, pool, state.done), at.shared, guess)
+            view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
             found = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
             return layer.leave(x, found.attended.out), found.state, found.shared or at.shared
 
         outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
         logits = model.logits(outputs[-1])[:, 0]
-        cache = KVCache(states, dataclasses.replace(lengths, clock=lengths.clock + 1))
+        cache = KVCache(states, dataclasses.replace(lengths, clock=lengths.clock + 1), state.cache.table)
         state = chosen(logits, dataclasses.replace(state, cache=cache), plan)
         pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
         pages = sum((plan.policies[i].report(states[i], cache.lengths).pages for i in plan.pooled), pages)
@@ -147,15 +145,18 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         states = list(cache.layers)
         for i, layer_news in zip(plan.pooled, news, strict=True):
             states[i] = plan.policies[i].flushed(states[i], layer_news, cache.lengths)
-        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1))
+        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1), cache.table)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def compact(cache: KVCache, pages: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
-        for layer, i in enumerate(plan.pooled):
-            found = plan.policies[i].compact(states[i], pages[:, layer], View(cache.lengths, shared=shared))
+        count = plan.compact_every // plan.page_size
+        first = cache.lengths.pages - count
+        for i in plan.pooled:
+            newest = plan.pages(i, pool, cache.table).run(first, count)
+            found = plan.policies[i].compact(states[i], newest, View(cache.lengths, shared=shared))
             states[i], shared = found.state, found.shared or shared
             packed.append(found.pages)
-        return KVCache(tuple(states), cache.lengths), jnp.stack(packed, axis=1), cache.lengths.pages - pages.shape[0]
+        return KVCache(tuple(states), cache.lengths, cache.table), jnp.stack(packed, axis=1), first
 
     return step, flush, flushed, compact

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 
 from icejax import memory
 from icejax.cache import host
+from icejax.cache.extents import table_for
 from icejax.cache.policy import CachePolicy, CacheSpec, Heads, KVCache, Lengths, Outcome
 from icejax.decoding import DecodeState, Step, chosen, view_of
 from icejax.models.decoder import CausalLM, DecoderLayer
@@ -51,9 +53,10 @@ def prefill(
     Raises:
         InputError: the host has not enough memory for the pool; raised before anything runs.
     """
-    pool = None
-    if plan.pool_shape is not None:
-        pool = host.allocate(plan.pool_shape, plan.pool_dtype, limit=host_memory_limit)
+    pool = table = None
+    if plan.pooled:
+        count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
+        pool, table = host.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit), jnp.asarray(table)
     tokens = np.zeros((len(prompts), plan.spec.prompt_capacity), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -66,13 +69,13 @@ def prefill(
     for i, (x, (state, pages)) in enumerate(walk(model, _embed(model, jnp.asarray(tokens)), run)):
         states.append(state)
         if pages is not None:
-            pool = host.write_layer(pool, pages, plan.pooled.index(i))
-            written = pages.shape[0]
+            written, together = len(pages), math.gcd(len(pages), host.EXTENT)
+            pool = host.write_pages(pool, pages[:, None], table, 0, plan.pooled.index(i), together=together)
         x.block_until_ready()  # or the pages of many layers would wait for the host on the device
         if progress is not None:
             progress(i + 1)
     logits = _last_logits(model, x, prompt_lengths)
-    cache = KVCache(tuple(states), Lengths.of(prompt_lengths, written))
+    cache = KVCache(tuple(states), Lengths.of(prompt_lengths, written), table)
     none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
     state = DecodeState(cache, none, none > 0, keys, jnp.copy(none), *row_options(sampling, prompts, model.config.vocab_size))
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
@@ -91,27 +94,27 @@ def extend(
     """
     padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
-    lengths, new = state.cache.lengths, jnp.asarray([len(tokens)], jnp.int32)
+    lengths, table, new = state.cache.lengths, state.cache.table, jnp.asarray([len(tokens)], jnp.int32)
     # What a layer gives is bound to the device, as the pool is: so must the first input be, or a layer is compiled twice.
     first = jax.device_put(_embed(model, jnp.asarray(padded)), memory.device())
     states, used = [], jnp.int32(0)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        i, pages = at.number, plan.pages(at.number, pool)  # of the pool with the pages of the layers before
+        i, pages = at.number, plan.pages(at.number, pool, table)  # of the pool with the pages of the layers before
         return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, at.shared, policy=plan.policies[i])
 
     for i, (x, (layer_state, pages, filled)) in enumerate(walk(model, first, run)):
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
-            pool, used = host.write_layer(pool, pages, plan.pooled.index(i), first=lengths.pages), filled
+            pool, used = host.write_pages(pool, pages[:, None], table, lengths.pages, plan.pooled.index(i)), filled
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)
     logits = _last_logits(model, x, new)
     lengths = Lengths.of(lengths.seen + new, lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
-    cache, key = KVCache(tuple(states), lengths), folded(state.key, lengths.seen)
+    cache, key = KVCache(tuple(states), lengths, table), folded(state.key, lengths.seen)
     none = jnp.zeros_like(state.drawn)
     state = dataclasses.replace(state, cache=cache, done=none > 0, key=key, drawn=none, seen=seen)
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())

@@ -12,8 +12,9 @@ import numpy as np
 
 from icejax import memory
 from icejax.cache import layer_policies, shown_name
+from icejax.cache.extents import extents_for, row_extents
 from icejax.cache.fetch import ORDER, fetch_backend
-from icejax.cache.host import PoolLayer
+from icejax.cache.host import EXTENT, PoolLayer
 from icejax.cache.page_format import page_rows
 from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, PoolSpec, Report
 from icejax.errors import InputError
@@ -59,11 +60,13 @@ class Plan:
         """Decoded tokens after which their pages are packed anew; 0: never."""
         return self.pool.compact_every if self.pool else 0
 
-    def pages(self, layer: int, pool: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:
+    def pages(
+        self, layer: int, pool: jax.Array | None, table: jax.Array | None, ended: jax.Array | None = None
+    ) -> PoolLayer | None:
         """Returns what `layer` reads of the pool, where rows that have `ended` need nothing; None for one without pages."""
         if layer not in self.pooled:
             return None
-        return PoolLayer(pool, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
+        return PoolLayer(pool, table, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
 
     def padded(self, tokens: int) -> int:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
@@ -78,13 +81,16 @@ class Plan:
         """Dtype of the pages in the pool, by name; that of keys and values without a pool."""
         return self.pool.dtype if self.pool else self.spec.dtype
 
-    @property
-    def pool_shape(self) -> tuple[int, ...] | None:
-        """Shape [P, L, B, K, 2, rows, H] of the pool, None without one."""
-        if self.pool is None:
-            return None
-        spec, page = self.spec, (2, page_rows(self.page_size, self.pool_dtype), self.spec.head_dim)
-        return (self.pool.pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, *page)
+    def extents(self, tokens: int) -> np.ndarray:
+        """Returns which extents a row needs whose prompt has so many tokens, bool[X], and as many new ones as there may be."""
+        prompt, most = self.spec.prompt_capacity // self.page_size, self.pool.pages
+        # Few sizes, as of the prompts: the programs are compiled for the size of the pool.
+        return row_extents(ladder(tokens) // self.page_size, range(prompt, most), most=extents_for(most))
+
+    def pool_shape(self, extents: int) -> tuple[int, ...]:
+        """Returns the shape [E, L, 64, K, 2, rows, H] of a pool of so many extents."""
+        page = (2, page_rows(self.page_size, self.pool_dtype), self.spec.head_dim)
+        return (extents, len(self.pooled), EXTENT, self.spec.num_kv_heads, *page)
 
 
 def reports(plan: Plan, cache: KVCache) -> list[Report]:

@@ -219,7 +219,7 @@ class Session:
         coming = len(held) - (self._seen if held else 0) + len(new)
         plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new)), 0)
         if plan.pooled:
-            pages = min(plan.pool_shape[0], pages + (plan.padded(coming) + limit) // plan.page_size)
+            pages = min(plan.pool.pages, pages + (plan.padded(coming) + limit) // plan.page_size)
         return saved.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
 
     def save(self, path: str | Path | Claim) -> None:

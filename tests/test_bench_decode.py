@@ -18,7 +18,7 @@ from icejax.cache import Clustered, Full
 from icejax.errors import InputError
 from icejax.plan import make_plan
 from tests import families
-from tests.layer import assert_digests
+from tests.layer import assert_digests, stored
 
 CONTEXT = BASE + 1500
 
@@ -40,16 +40,16 @@ def test_a_filled_clustered_cache_is_whole(model):
     policy = Clustered(budget=64)
     plan = make_plan(model, policy, batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, policy, context=CONTEXT)
-    pool, lengths = np.asarray(pool).view(np.float32), state.cache.lengths
+    found, lengths = stored(pool, state.cache.table), state.cache.lengths
     held = int(lengths.seen[0])
     assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.seen) == held).all()
     beside = policy.window_of.sinks + policy.window_of.fill
     for layer, kept in enumerate(state.cache.layers):
         counts = np.asarray(kept.index[0].count)
         assert (counts.sum(-1) + beside == held).all()
-        pages = [pool[i, layer, 1, 0, 0, :n] for i, n in enumerate(counts[1, 0][: len(pool)])]
+        pages = [found[1, i, layer, 0, 0, :n] for i, n in enumerate(counts[1, 0])]
         assert_digests(kept.index, 1, 0, pages)
-    first, again = (pool[i, 0, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
+    first, again = (found[0, i, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
     assert 0 < np.abs(first - again).max() < 1.0  # a copy with noise
 
 

@@ -14,7 +14,7 @@ from icejax.generation import still
 from icejax.saved import ABOUT, ARRAYS
 from icejax.session import Session
 from tests import families
-from tests.layer import assert_digests
+from tests.layer import assert_digests, stored
 
 
 def document(seed: int = 3) -> tuple[str, tuple[task.Question, ...]]:
@@ -151,12 +151,12 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
     session = Session.load(tmp_path / "kept", *bundled)
     session.ask("once more", max_new_tokens=40)
     run = session._run
-    pool = np.asarray(run.pool).view(np.float32)
+    pages = stored(run.pool, run.state.cache.table)[0]
     for layer, state in enumerate(run.state.cache.layers):
         counts = np.asarray(state.index[0].count)[0]
         assert counts.sum() > 2 * 1800  # two heads
         for head, held in enumerate(counts):
-            assert_digests(state.index, 0, head, [pool[i, layer, 0, head, 0, :n] for i, n in enumerate(held[: len(pool)])])
+            assert_digests(state.index, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(held)])
 
 
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):

@@ -24,6 +24,7 @@ from bench import shapes
 from bench.program.targets import Target
 from icejax import decoding, memory
 from icejax.cache.backends import BACKENDS
+from icejax.cache.extents import extents_for
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.decoding import DecodeState
@@ -88,7 +89,8 @@ def abstract_state(plan: Plan) -> DecodeState:
     def empty() -> DecodeState:
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(policy.init(plan.spec) for policy in plan.policies)
-        cache = KVCache(layers, Lengths.none(batch))
+        table = jnp.zeros((batch, extents_for(plan.pool.pages)), jnp.int32) if plan.pooled else None
+        cache = KVCache(layers, Lengths.none(batch), table)
         return DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]), none)
 
     return jax.eval_shape(empty)
@@ -96,12 +98,13 @@ def abstract_state(plan: Plan) -> DecodeState:
 
 def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
     """Returns the pool's shape in host memory; None without one."""
-    if plan.pool_shape is None:
+    if not plan.pooled:
         return None
     # Of the shardings only a named one brings its memory into a trace.
     mesh = jax.sharding.Mesh(np.asarray([memory.device("cpu")]), ("device",))
     pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=memory.PINNED)
-    return jax.ShapeDtypeStruct(plan.pool_shape, bits_dtype(plan.pool_dtype), sharding=pinned)
+    shape = plan.pool_shape(plan.spec.batch_size * extents_for(plan.pool.pages))
+    return jax.ShapeDtypeStruct(shape, bits_dtype(plan.pool_dtype), sharding=pinned)
 
 
 def decode_step(

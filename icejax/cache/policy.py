@@ -99,10 +99,17 @@ class Lengths:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The device part of a cache: one state per layer, each of the shape its policy made it."""
+    """The device part of a cache.
+
+    Attributes:
+        layers: a state of each, of the shape its policy made it.
+        lengths: how far it has come.
+        table: the extents of the pool that every row has; None without a pool.
+    """
 
     layers: tuple[Any, ...]
     lengths: Lengths
+    table: jax.Array | None = None  # i32[B, X]
 
 
 @functools.partial(jax.tree_util.register_dataclass, meta_fields=["scale"], data_fields=["q", "k", "v", "new"])
