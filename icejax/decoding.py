@@ -31,7 +31,8 @@ class DecodeState:
         last_tokens: the newest token of every row, not yet in the cache.
         done: rows that have ended; they go on with their last token, which is not to be read.
         key: every row's own random key.
-        drawn: tokens that each row has chosen with it, so that its draws do not depend on when it joined a batch.
+        began: tokens of each row before the first that was chosen with it: draws are told apart by how many tokens are behind
+            it, and do not depend on when the row joined a batch.
         sampling: how each row chooses its tokens; None where all take the most likely one as it is.
         seen: which tokens the text holds; None unless a row has a repetition penalty.
     """
@@ -40,7 +41,7 @@ class DecodeState:
     last_tokens: jax.Array  # i32[B]
     done: jax.Array  # bool[B]
     key: jax.Array  # key[B]
-    drawn: jax.Array  # i32[B]
+    began: jax.Array  # i32[B]
     sampling: Samplings | None = None
     seen: jax.Array | None = None  # bool[B, V]
 
@@ -62,7 +63,7 @@ class Step:
 
 def chosen(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
-    keys = folded(state.key, state.drawn)
+    keys = folded(state.key, state.cache.lengths.seen - state.began)
     tokens = choose(logits, state.sampling, keys=keys, seen=state.seen)
     # As an index it would be that of the last token; the caller is to stop before anything comes of it.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
@@ -71,7 +72,7 @@ def chosen(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     seen = state.seen
     if seen is not None:
         seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
-    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, drawn=state.drawn + 1, seen=seen)
+    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, seen=seen)
 
 
 def view_of(layer: DecoderLayer, lengths: Lengths, pages: host.PoolLayer | None, shared: Shared | None, guess=None) -> View:

@@ -77,7 +77,7 @@ def prefill(
     logits = _last_logits(model, x, prompt_lengths)
     cache = KVCache(tuple(states), Lengths.of(prompt_lengths, written), table)
     none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
-    state = DecodeState(cache, none, none > 0, keys, jnp.copy(none), *row_options(sampling, prompts, model.config.vocab_size))
+    state = DecodeState(cache, none, none > 0, keys, jnp.copy(prompt_lengths), *row_options(sampling, prompts, model.config.vocab_size))
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
@@ -115,8 +115,8 @@ def extend(
     lengths = Lengths.of(lengths.seen + new, lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
     cache, key = KVCache(tuple(states), lengths, table), folded(state.key, lengths.seen)
-    none = jnp.zeros_like(state.drawn)
-    state = dataclasses.replace(state, cache=cache, done=none > 0, key=key, drawn=none, seen=seen)
+    began = jnp.copy(lengths.seen)
+    state = dataclasses.replace(state, cache=cache, done=began < 0, key=key, began=began, seen=seen)
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
 

@@ -52,8 +52,8 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     first, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.index for x in state.cache.layers], pool), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
-        "prefill": (prefill, (first, x, lengths.seen, None)),
-        "extend": (extend, (first, more, lengths, lengths.seen, state.cache.layers[0], view, None)),
+        "prefill": (prefill, (first, x, lengths.origin, None)),
+        "extend": (extend, (first, more, lengths, lengths.origin, state.cache.layers[0], view, None)),
         "write": (write, (pool, layer, table, number, number)),
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
