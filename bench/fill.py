@@ -11,8 +11,11 @@ import numpy as np
 
 from icejax import memory
 from icejax.cache import host
+from icejax.cache.extents import table_for
 from icejax.cache.full import TokenState
-from icejax.inference import DecodeState, prefill
+from icejax.cache.policy import Lengths
+from icejax.decoding import DecodeState
+from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.ops import tree
 from icejax.ops.digests import digest, put
@@ -36,17 +39,18 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     prompts = np.random.default_rng(seed).integers(0, model.config.vocab_size, (rows, base)).tolist()
     short = make_plan(model, policy, batch_size=rows, prompt_tokens=base, new_tokens=16)
     state, _, pool = prefill(model, prompts, short)
-    big = host.allocate(plan.pool_shape, plan.pool_dtype) if plan.pooled else None
     layers = list(state.cache.layers)
     for i, kept in enumerate(plan.policies):
         if isinstance(layers[i], TokenState) and layers[i].k.shape[1] >= base:  # a ring stays as it is
             slots = jax.eval_shape(lambda kept=kept: kept.init(plan.spec)).k.shape[1]
             sizes = dict(base=base, context=context, slots=slots)
             layers[i] = TokenState(*(_tiled(x, **sizes) for x in (layers[i].k, layers[i].v)))
-    pages = 0
+    pages, big, table = 0, None, None
     if plan.pooled:
         per_copy, pages = (base - beside) // policy.page_size, (context - beside) // policy.page_size
-        real = host.read_pages(pool, jnp.int32(0), count=per_copy, dtype=plan.spec.dtype)
+        real = _read(pool, state.cache.table, count=per_copy, plan=short)
+        count, table = table_for(np.stack([plan.extents(context)] * rows))
+        big, table = host.allocate(plan.pool_shape(count), plan.pool_dtype), jnp.asarray(table)
         noise = jax.random.normal(jax.random.key(seed), real.shape, real.dtype)
         # An empty state holds one buffer many times over, which could not be given away.
         empty = policy.init(plan.spec)
@@ -55,13 +59,13 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
             copy = _noisy(real, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
-            big = host.write_pages(big, copy, jnp.int32(first))
+            big = host.write_pages(big, copy, table, jnp.int32(first))
             for at, i in enumerate(plan.pooled):
                 leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
         for i in plan.pooled:
             layers[i] = dataclasses.replace(layers[i], window=state.cache.layers[i].window, index=_build(leaves[i]))
-    lengths = dataclasses.replace(state.cache.lengths, prompt=jnp.full(rows, context, jnp.int32), pages=jnp.int32(pages))
-    cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths)
+    lengths = Lengths.of(jnp.full(rows, context, jnp.int32), pages)
+    cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths, table=table)
     # Ready, or the first step would be timed with the filling.
     return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), memory.device())), big
 
@@ -76,6 +80,12 @@ def _tiled(x: jax.Array, *, base: int, context: int, slots: int) -> jax.Array:
     whole, moved = (jnp.tile(part, (1, -(-context // part.shape[1]), 1))[:, :context] for part in (real, noise))
     whole += jnp.where(jnp.arange(context)[None, :, None] < base, jnp.zeros((), x.dtype), moved)
     return jnp.pad(whole, ((0, 0), (0, slots - context), (0, 0)))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "plan"))
+def _read(pool: jax.Array, table: jax.Array, *, count: int, plan: Plan) -> jax.Array:
+    """Returns the first pages of all layers dtype[P', L, B, K, 2, p, H]."""
+    return jnp.stack([plan.pages(i, pool, table).run(jnp.int32(0), count) for i in plan.pooled], axis=1)
 
 
 @jax.jit

@@ -17,7 +17,8 @@ from icejax.cache import Full
 from icejax.cache.full import TokenState
 from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.slots import append
-from icejax.inference import Decoding, prefill
+from icejax.decoding import Decoding
+from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.ops.attention import Attended
 from icejax.plan import make_plan, reports

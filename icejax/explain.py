@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, View
+from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, View
 from icejax.cache.retrieval import PagedState
+from icejax.cache.spec import CacheSpec
+from icejax.decoding import DecodeState
 from icejax.errors import InputError
-from icejax.inference import DecodeState
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import Attended

@@ -14,7 +14,8 @@ from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.compiling import Mark
-from icejax.inference import DecodeState, Decoding, prefill
+from icejax.decoding import DecodeState, Decoding
+from icejax.inference import prefill
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import make_plan

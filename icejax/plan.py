@@ -12,10 +12,12 @@ import numpy as np
 
 from icejax import memory
 from icejax.cache import layer_policies, shown_name
+from icejax.cache.extents import extents_for, row_extents
 from icejax.cache.fetch import ORDER, fetch_backend
-from icejax.cache.host import PoolLayer
+from icejax.cache.host import EXTENT, PoolLayer
 from icejax.cache.page_format import bits_dtype, page_rows
-from icejax.cache.policy import CachePolicy, CacheSpec, KVCache, PoolSpec, Report
+from icejax.cache.policy import CachePolicy, KVCache, Report
+from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.ops.rope import check_turn
@@ -59,7 +61,7 @@ class Plan:
         """Bytes that come from the host with a page, or with a single slot where the policy finds those; 0 without a pool."""
         if self.pool is None:
             return 0
-        planes, rows, width = self.pool_shape[-3:]
+        planes, rows, width = self.pool_shape(0)[-3:]
         return planes * (rows if self.pool.unit == self.page_size else 1) * width * bits_dtype(self.pool_dtype).itemsize
 
     @property
@@ -67,11 +69,13 @@ class Plan:
         """Decoded tokens after which their pages are packed anew; 0: never."""
         return self.pool.compact_every if self.pool else 0
 
-    def pages(self, layer: int, pool: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:
+    def pages(
+        self, layer: int, pool: jax.Array | None, table: jax.Array | None, ended: jax.Array | None = None
+    ) -> PoolLayer | None:
         """Returns what `layer` reads of the pool, where rows that have `ended` need nothing; None for one without pages."""
         if layer not in self.pooled:
             return None
-        return PoolLayer(pool, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
+        return PoolLayer(pool, table, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
 
     def padded(self, tokens: int) -> int:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
@@ -86,13 +90,16 @@ class Plan:
         """Dtype of the pages in the pool, by name; that of keys and values without a pool."""
         return self.pool.dtype if self.pool else self.spec.dtype
 
-    @property
-    def pool_shape(self) -> tuple[int, ...] | None:
-        """Shape [P, L, B, K, planes, rows, W] of the pool, as wide as the widest plane; None without one."""
-        if self.pool is None:
-            return None
-        spec, page = self.spec, (self.pool.planes, page_rows(self.page_size, self.pool_dtype), max(self.spec.planes))
-        return (self.pool.pages, len(self.pooled), spec.batch_size, spec.num_kv_heads, *page)
+    def extents(self, tokens: int) -> np.ndarray:
+        """Returns which extents a row needs whose prompt has so many tokens, bool[X], and as many new ones as there may be."""
+        prompt, most = self.spec.prompt_capacity // self.page_size, self.pool.pages
+        # Few sizes, as of the prompts: the programs are compiled for the size of the pool.
+        return row_extents(ladder(tokens) // self.page_size, range(prompt, most), most=extents_for(most))
+
+    def pool_shape(self, extents: int) -> tuple[int, ...]:
+        """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of so many extents, as wide as the widest plane."""
+        page = (self.pool.planes, page_rows(self.page_size, self.pool_dtype), max(self.spec.planes))
+        return (extents, len(self.pooled), EXTENT, self.spec.num_kv_heads, *page)
 
 
 def reports(plan: Plan, cache: KVCache) -> list[Report]:

@@ -193,6 +193,6 @@ def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:
     return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
 
 
-def folded(keys: Key[Array, " B"], number: Int[Array, ""]) -> Key[Array, " B"]:
-    """Returns the keys of the same rows for another number."""
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+def folded(keys: Key[Array, " B"], numbers: Int[Array, " B"]) -> Key[Array, " B"]:
+    """Returns the keys of the same rows for another number of each."""
+    return jax.vmap(jax.random.fold_in)(keys, numbers)

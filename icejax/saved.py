@@ -15,7 +15,7 @@ import os
 import typing
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from icejax import memory
 from icejax.cache import host
+from icejax.cache.extents import extents_for, table_for
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError
@@ -35,7 +36,7 @@ from icejax.plan import Plan
 
 VERSION = 6
 ABOUT, ARRAYS = "session.json", "arrays"
-BLOCK = 2**25  # bytes of the pool that are read, checked and written at once, each with a checksum
+BLOCK = 2**25  # bytes that are verified at once
 MOST = 2**31  # tokens are counted in 32 bits
 
 
@@ -77,13 +78,11 @@ def write(
 def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pages: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a session in the order in which they are stored."""
     yield "token_ids", np.asarray(token_ids, np.int32)
-    for name, leaf in _leaves(cache):
+    for name, leaf in _leaves(replace(cache, table=None)):
         yield name, np.asarray(leaf)
     if pool is not None:
-        for name, first, count in _blocks(pool.shape, pool.dtype, pages):
-            start = min(first, len(pool) - _pages_of_block(pool.shape, pool.dtype))  # one size of block, one program
-            block = host.read_bits(pool, jnp.int32(start), count=_pages_of_block(pool.shape, pool.dtype))
-            yield name, np.asarray(block)[first - start : first - start + count]
+        for (name, count), extent in zip(_extents(pages), np.asarray(cache.table)[0], strict=False):
+            yield name, np.asarray(host.read_extent(pool, jnp.int32(extent)))[:, :count]
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,14 @@ class Saved:
             InputError: the file is damaged or missing, or there is not enough host memory.
         """
         about, empty = self.about, _empty(plan)
-        if about.pages > (plan.pool_shape[0] if plan.pool_shape is not None else 0):
+        if about.pages > (plan.pool.pages if plan.pooled else 0):
             damaged(self.path, f"it has {about.pages} pages and there is no room for them")
         expected = size(plan, tokens=about.tokens, pages=about.pages)
         with self.open() as file:
             if self._size != expected:
                 damaged(self.path, f"{ARRAYS} has {self._size} bytes, expected {expected}")
-            blocks = list(_blocks(plan.pool_shape, bits_dtype(plan.pool_dtype), about.pages)) if plan.pooled else []
-            if list(self.arrays) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, *_ in blocks)]:
+            extents = list(_extents(about.pages))
+            if list(self.arrays) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, _ in extents)]:
                 damaged(self.path, "its arrays are others than those of this cache")
 
             def take(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -138,16 +137,20 @@ class Saved:
             if token_ids.min() < 0 or token_ids.max() >= vocab_size:
                 damaged(self.path, "it has tokens that the model does not know")
             leaves = {name: take(name, leaf.shape, leaf.dtype) for name, leaf in _leaves(empty)}
-            pool = None
-            if plan.pool_shape is not None:
-                pool = host.allocate(plan.pool_shape, plan.pool_dtype, limit=host_memory_limit)
-                for name, first, count in blocks:
-                    block = take(name, (count, *plan.pool_shape[1:]), pool.dtype)
-                    pool = host.write_pages(pool, block, jnp.int32(first))
+            pool = table = None
+            if plan.pooled:
+                count, table = table_for(plan.extents(about.first)[None])
+                shape = plan.pool_shape(count)
+                pool = host.allocate(shape, plan.pool_dtype, limit=host_memory_limit)
+                for (name, count), extent in zip(extents, table[0], strict=False):
+                    bits = np.zeros(shape[1:], pool.dtype)
+                    bits[:, :count] = take(name, (shape[1], count, *shape[3:]), pool.dtype)
+                    pool = host.write_extent(pool, bits, jnp.int32(extent))
         every = [leaves.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in _leaves(empty, of_size=False)]
         # On CPU an array over numpy's memory could not be written in place.
         every = [jax.device_put(x, memory.device(), may_alias=False) for x in every]
         cache = jax.tree.unflatten(jax.tree.structure(empty), every)
+        cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
         if int(cache.lengths.pages) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
             damaged(self.path, "its cache holds other tokens than it says")
         return token_ids.tolist(), cache, pool
@@ -215,7 +218,8 @@ def look(path: Path) -> Saved:
 
 def size(plan: Plan, *, tokens: int, pages: int) -> int:
     """Returns the bytes of the arrays of a session of `plan`."""
-    page = 0 if plan.pool_shape is None else _page_bytes(plan.pool_shape, bits_dtype(plan.pool_dtype))
+    shape = plan.pool_shape(1) if plan.pooled else (0, 0, host.EXTENT)
+    page = math.prod(shape[1:]) // host.EXTENT * bits_dtype(plan.pool_dtype).itemsize
     return 4 * tokens + sum(leaf.size * leaf.dtype.itemsize for _, leaf in _leaves(_empty(plan))) + pages * page
 
 
@@ -263,9 +267,11 @@ def _checksum(fields: dict[str, Any]) -> int:
 
 def _empty(plan: Plan) -> KVCache:
     """Returns shapes and dtypes of the device part of the cache."""
-    none = jax.ShapeDtypeStruct((), jnp.int32)
-    lengths = Lengths(jax.ShapeDtypeStruct((plan.spec.batch_size,), jnp.int32), none, none)
-    return KVCache(jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies)), lengths)
+
+    def empty() -> KVCache:
+        return KVCache(tuple(policy.init(plan.spec) for policy in plan.policies), Lengths.none(plan.spec.batch_size))
+
+    return jax.eval_shape(empty)
 
 
 def _leaves(tree: Any, *, of_size: bool = True) -> list[tuple[str, Any]]:
@@ -274,16 +280,7 @@ def _leaves(tree: Any, *, of_size: bool = True) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path).strip("."), leaf) for path, leaf in named if leaf.size or not of_size]
 
 
-def _page_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return math.prod(shape[1:]) * dtype.itemsize
-
-
-def _pages_of_block(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return min(shape[0], max(1, BLOCK // _page_bytes(shape, dtype)))
-
-
-def _blocks(shape: tuple[int, ...], dtype: np.dtype, pages: int) -> Iterator[tuple[str, int, int]]:
-    """Yields name, first page and pages of the pieces in which a pool of `shape` is saved."""
-    step = _pages_of_block(shape, dtype)
-    for first in range(0, pages, step):
-        yield f"pool.{first // step}", first, min(step, pages - first)
+def _extents(pages: int) -> Iterator[tuple[str, int]]:
+    """Yields name and pages of the extents that a row's first `pages` are saved in."""
+    for i in range(extents_for(pages)):
+        yield f"pool.{i}", min(host.EXTENT, pages - i * host.EXTENT)

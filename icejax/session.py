@@ -17,11 +17,12 @@ from icejax.cache import Clustered, name_of
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
+from icejax.decoding import DecodeState, Decoding, Step
 from icejax.errors import InputError
 from icejax.folder import Claim, claim
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
-from icejax.inference import DecodeState, Decoding, Step, extend, prefill
+from icejax.inference import extend, prefill
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
@@ -218,7 +219,7 @@ class Session:
         coming = len(held) - (self._seen if held else 0) + len(new)
         plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new)), 0)
         if plan.pooled:
-            pages = min(plan.pool_shape[0], pages + (plan.padded(coming) + limit) // plan.page_size)
+            pages = min(plan.pool.pages, pages + (plan.padded(coming) + limit) // plan.page_size)
         return saved.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
 
     def save(self, path: str | Path | Claim) -> None:
@@ -280,6 +281,6 @@ class Session:
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
         none = jnp.zeros(1, jnp.int32)
-        state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]))
+        state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
         session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 4), jnp.zeros((1, 1))), pool)
         return session

@@ -15,10 +15,10 @@ from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
+from icejax.decoding import NOT_FINITE, DecodeState, Decoding, Step
 from icejax.detokenize import Detokenizer, stop_strings
 from icejax.diagnose import not_finite
 from icejax.errors import InputError
-from icejax.inference import NOT_FINITE, DecodeState, Decoding, Step
 from icejax.logprobs import token_logprobs
 from icejax.models import CausalLM
 from icejax.plan import Plan, reports

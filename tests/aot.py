@@ -1,7 +1,7 @@
 """Compiles a program for a device that is not there: ``python -m tests.aot h100 step gather 1 int8`` prints what was made.
 
 Its arguments: the target, the program (`step`, `flush`, `flushed`, `compact`; of a layer `prefill`, `extend` and `write`;
-`write-pages` and `read-pages`, 64 of all layers), and as far as they are wanted the fetch backend, the batch size, and
+`write-pages`, 64 of all layers; `write-extent` and `read-extent`), and as far as they are wanted the fetch backend, the batch size, and
 `int8` for pages of int8.
 
 Needs the compilers: ``pip install -e '.[aot]'``.
@@ -22,7 +22,7 @@ import icejax
 from bench.program import hlo
 from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, nbytes, without_devices
 from bench.program.targets import TARGETS, Target
-from icejax import compiler, inference
+from icejax import compiler, decoding, inference
 from icejax.cache import host
 from icejax.plan import make_plan
 
@@ -39,27 +39,28 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     plan = make_plan(model, policy, platform=target.platform, **sizes)
     plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
     state, pool = abstract_state(plan), abstract_pool(plan)
-    step, flush, flushed, compact = inference._programs(graph, tree, plan)
-    page = (*plan.pool_shape[2:5], plan.page_size, plan.pool_shape[-1])
-    layer, flat = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, *page), (64, 2, *page)))
-    number = jax.ShapeDtypeStruct((), "int32")
-    write = jax.jit(functools.partial(host._write_layer, singly=target.platform == "tpu"), donate_argnums=0)
-    read = jax.jit(functools.partial(host.read_pages, count=64, dtype="bfloat16"))
-    policy, view = plan.policies[0], host.PoolLayer(pool, None, np.int32(0), plan.fetch_backend, "bfloat16")
+    step, flush, flushed, compact = decoding._programs(graph, tree, plan)
+    page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
+    layer, some = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
+    number, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
+    write = jax.jit(functools.partial(host.write_pages, together=host.EXTENT), donate_argnums=0)
+    extent = jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype)
+    policy, view = plan.policies[0], host.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
     prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec))
     extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
     x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
     first, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.index for x in state.cache.layers], pool), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
-        "prefill": (prefill, (first, x, lengths.prompt, None)),
-        "extend": (extend, (first, more, lengths, lengths.prompt, state.cache.layers[0], view, None)),
-        "write": (write, (pool, layer, number, number)),
+        "prefill": (prefill, (first, x, lengths.origin, None)),
+        "extend": (extend, (first, more, lengths, lengths.origin, state.cache.layers[0], view, None)),
+        "write": (write, (pool, layer, table, number, number)),
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
-        "compact": (compact, (state.cache, flat)),
-        "write-pages": (host.write_pages, (pool, flat, number)),
-        "read-pages": (read, (pool, number)),
+        "compact": (compact, (state.cache, pool)),
+        "write-pages": (host.write_pages, (pool, some, table, number)),
+        "write-extent": (host.write_extent, (pool, extent, number)),
+        "read-extent": (host.read_extent, (pool, number)),
     }
 
 

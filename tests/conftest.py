@@ -33,7 +33,7 @@ from tests import shapes
 shapes.install()  # before anything of icejax is imported
 
 import icejax
-from icejax import inference
+from icejax import decoding
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -62,7 +62,7 @@ def programs_are_few():
 
 
 def drop_programs() -> None:
-    inference._programs.cache_clear()
+    decoding._programs.cache_clear()
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache import CachePolicy, host
+from icejax.cache.extents import extents_for
 from icejax.cache.fetch import fetch_backend
-from icejax.cache.policy import CacheSpec, Heads, Lengths, View
+from icejax.cache.policy import Heads, Lengths, View
+from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, causal
 from icejax.ops.digests import Digests
@@ -42,7 +44,8 @@ def programs(policy: CachePolicy) -> Programs:
     traces, backend = [0], fetch_backend()
 
     def view(lengths, pool) -> View:
-        pages = host.PoolLayer(pool, None, 0, backend, "float32") if pool is not None else None
+        """`pool` is the pool and the table of extents, or None."""
+        pages = host.PoolLayer(*pool, None, 0, backend, "float32") if pool is not None else None
         return View(lengths, pages, turn=turned)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -57,7 +60,9 @@ def programs(policy: CachePolicy) -> Programs:
         found = policy.extend(state, Heads(q, k, v, new, Scoring(q.shape[-1] ** -0.5)), view(lengths, pool))
         return found.attended.out, found.state, found.pages, found.used
 
-    def compact(state, pages, lengths):
+    def compact(state, pool, lengths):
+        count = policy.compact_every // policy.page_size
+        pages = view(lengths, pool).pool.run(lengths.pages - count, count)
         found = policy.compact(state, pages, View(lengths))
         return found.state, found.pages
 
@@ -82,9 +87,9 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
     scoring = Scoring(q.shape[-1] ** -0.5)
-    attended = causal(q, k, v, lengths=lengths.prompt, window=None, scoring=scoring)
+    attended = causal(q, k, v, lengths=lengths.seen, window=None, scoring=scoring)
     view = View(Lengths.none(len(q)), turn=turned)
-    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.prompt, scoring), attended, view)
+    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, scoring), attended, view)
     return found.state, found.pages
 
 
@@ -106,40 +111,53 @@ class Layer:
             new_capacity=NEW,
             dtype="float32",
         )
-        self.lengths = Lengths(jnp.asarray(lengths, jnp.int32), jnp.int32(0), jnp.int32(0))
+        self.lengths = Lengths.of(jnp.asarray(lengths, jnp.int32))
         self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec)
         self.pool = None
         if pages is not None:
-            shape = (policy.pool(self.spec).pages, 1, *pages.shape[1:])
-            self.pool = host.write_layer(host.allocate(shape, "float32"), pages, 0)
-            self.lengths = Lengths(self.lengths.prompt, self.lengths.decoded, jnp.int32(pages.shape[0]))
+            extents = extents_for(policy.pool(self.spec).pages)
+            # In another order than the rows have them.
+            table = np.arange(extents * len(lengths), dtype=np.int32).reshape(extents, -1).T[::-1].copy()
+            shape = (table.size, 1, host.EXTENT, *pages.shape[2:])
+            self.table = jnp.asarray(table)
+            self.pool = host.write_pages(host.allocate(shape, "float32"), pages[:, None], self.table, 0)
+            self.lengths = replace(self.lengths, pages=jnp.int32(pages.shape[0]))
         self.programs = programs(policy)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
-        out, self.state = self.programs.decode(self.state, q, k, v, self.lengths, self.pool)
-        decoded = self.lengths.decoded + 1
-        self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages)
-        if self.pool is not None and int(decoded) % self.policy.page_size == 0:
+        out, self.state = self.programs.decode(self.state, q, k, v, self.lengths, self._pool)
+        self.lengths = replace(self.lengths, clock=self.lengths.clock + 1)
+        clock = int(self.lengths.clock)
+        if self.pool is not None and clock % self.policy.page_size == 0:
             page, news = self.programs.flush(self.state, self.lengths)
             self.state = self.programs.flushed(self.state, news, self.lengths)
-            self.pool = host.write_pages(self.pool, page[None, None], self.lengths.pages)
-            self.lengths = Lengths(self.lengths.prompt, decoded, self.lengths.pages + 1)
-        if self.pool is not None and self.policy.compact_every and int(decoded) % self.policy.compact_every == 0:
+            self.pool = host.write_pages(self.pool, page[None, None], self.table, self.lengths.pages)
+            self.lengths = replace(self.lengths, pages=self.lengths.pages + 1)
+        if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
-            pages = host.read_pages(self.pool, self.lengths.pages - count, count=count, dtype="float32")
-            self.state, pages = self.programs.compact(self.state, pages[:, 0], self.lengths)
-            self.pool = host.write_pages(self.pool, pages[:, None], self.lengths.pages - count)
+            self.state, pages = self.programs.compact(self.state, self._pool, self.lengths)
+            self.pool = host.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages - count)
         return np.asarray(out)
+
+    @property
+    def _pool(self) -> tuple[jax.Array, jax.Array] | None:
+        return None if self.pool is None else (self.pool, self.table)
 
     def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Sequence[int]) -> np.ndarray:
         """Puts `new` tokens per row, right-padded, behind all there are; returns the attention output [B, T, N, H]."""
         count = jnp.asarray(new, jnp.int32)
-        out, self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self.pool)
+        out, self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
         if pages is not None:
-            self.pool = host.write_layer(self.pool, pages, 0, first=self.lengths.pages)
-        self.lengths = Lengths(self.lengths.seen + count, jnp.int32(0), self.lengths.pages + (used or 0))
+            self.pool = host.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages)
+        self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.pages + (used or 0))
         return np.asarray(out)
+
+
+def stored(pool: jax.Array, table: jax.Array) -> np.ndarray:
+    """Returns the pages of a pool of fp32 by row, f32[B, P, L, K, planes, p, W]."""
+    pages = np.asarray(pool).view(np.float32)[np.asarray(table)].swapaxes(2, 3)  # B, X, 64, L, ...
+    return pages.reshape(len(pages), -1, *pages.shape[3:])
 
 
 def draw(

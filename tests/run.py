@@ -12,7 +12,8 @@ import numpy as np
 
 from icejax import inference
 from icejax.cache import CachePolicy
-from icejax.inference import Decoding, prefill
+from icejax.decoding import Decoding
+from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import Plan, make_plan

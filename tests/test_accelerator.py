@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas
 
 import icejax
-from icejax import inference
+from icejax import decoding
 from icejax.cache import backends, fetch, host, slots
 from icejax.ops import attention, digests, topk, tree
 from icejax.plan import make_plan
@@ -28,7 +28,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     monkeypatch.setattr(fetch, "ORDER", {"cpu": ("triton",)})
     monkeypatch.setattr(fetch, "APART", ())
-    caches = (inference._programs, fetch.fetch_backend)
+    caches = (decoding._programs, fetch.fetch_backend)
     for cache in caches:
         cache.cache_clear()
     jax.clear_caches()
@@ -105,12 +105,12 @@ def test_the_kernel_copies_whole_pages_and_none_that_is_not_wanted(on_gpu, dtype
 
 @pytest.mark.parametrize("planes", [1, 2])
 def test_the_kernel_copies_single_slots_of_rows_that_go_on(on_gpu, planes):
-    pool = np.random.default_rng(0).random((5, 2, 2, 1, planes, 4, 24), np.float32)
+    pool = np.random.default_rng(0).random((3, 2, host.EXTENT, 1, planes, 4, 24), np.float32)
     ids, ended = np.asarray([[[19, 0, 7]], [[3, 3, 12]]], np.int32), jnp.asarray([False, True])
-    bits = jnp.asarray(pool.view(np.uint32))
-    layer = host.PoolLayer(bits, ended, 1, "triton", "float32", singly=True)
+    table = jnp.asarray([[2], [0]], jnp.int32)
+    layer = host.PoolLayer(jnp.asarray(pool.view(np.uint32)), table, ended, 1, "triton", "float32", singly=True)
     found, count = layer.fetch_live(jnp.asarray(ids), jnp.asarray(ids != 0))
-    expected = pool[ids[0, 0] // 4, 1, 0, 0, :, ids[0, 0] % 4] * (ids[0, 0] != 0)[:, None, None]
+    expected = pool[2, 1, ids[0, 0] // 4, 0, :, ids[0, 0] % 4] * (ids[0, 0] != 0)[:, None, None]
     np.testing.assert_array_equal(np.stack(found, axis=3)[0, 0, :, :, 0], expected)
     assert count.tolist() == [2, 0] and not np.stack(found)[:, 1].any()
 

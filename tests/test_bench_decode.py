@@ -18,7 +18,7 @@ from icejax.cache import Clustered, Full
 from icejax.errors import InputError
 from icejax.plan import make_plan
 from tests import families
-from tests.layer import assert_digests
+from tests.layer import assert_digests, stored
 
 CONTEXT = BASE + 1500
 
@@ -40,16 +40,16 @@ def test_a_filled_clustered_cache_is_whole(model):
     policy = Clustered(budget=64)
     plan = make_plan(model, policy, batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, policy, context=CONTEXT)
-    pool, lengths = np.asarray(pool).view(np.float32), state.cache.lengths
-    held = int(lengths.prompt[0])
-    assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.prompt) == held).all()
+    found, lengths = stored(pool, state.cache.table), state.cache.lengths
+    held = int(lengths.seen[0])
+    assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.seen) == held).all()
     beside = policy.window_of.sinks + policy.window_of.fill
     for layer, kept in enumerate(state.cache.layers):
         counts = np.asarray(kept.index[0].count)
         assert (counts.sum(-1) + beside == held).all()
-        pages = [pool[i, layer, 1, 0, 0, :n] for i, n in enumerate(counts[1, 0][: len(pool)])]
+        pages = [found[1, i, layer, 0, 0, :n] for i, n in enumerate(counts[1, 0])]
         assert_digests(kept.index, 1, 0, pages)
-    first, again = (pool[i, 0, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
+    first, again = (found[0, i, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
     assert 0 < np.abs(first - again).max() < 1.0  # a copy with noise
 
 
@@ -57,7 +57,7 @@ def test_a_filled_full_cache_repeats_real_keys(model):
     plan = make_plan(model, Full(), batch_size=1, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, Full(), context=CONTEXT)
     keys = np.asarray(state.cache.layers[1].k)
-    assert pool is None and int(state.cache.lengths.prompt[0]) == CONTEXT
+    assert pool is None and int(state.cache.lengths.seen[0]) == CONTEXT
     assert (keys[:, :CONTEXT] != 0).any(-1).all() and not keys[:, CONTEXT:].any()
     assert 0 < np.abs(keys[:, :1500] - keys[:, BASE:CONTEXT]).max() < 1.0
 
@@ -80,7 +80,7 @@ def test_python_is_what_a_step_takes_beside_the_programs():
     def event(name: str, ts: float, dur: float) -> dict:
         return dict(ph="X", name=name, ts=ts, dur=dur)
 
-    steps = [event("$inference.py:212 step", at, 1000.0) for at in (0.0, 2000.0)]
+    steps = [event("$decoding.py:212 step", at, 1000.0) for at in (0.0, 2000.0)]
     twice = [event("PjitFunction(step)", at + skew, 800.0 - skew) for at in (100.0, 2100.0) for skew in (0.0, 5.0)]
     flush = [event("PjitFunction(flush)", 2950.0, 20.0), event("PjitFunction(other)", 3500.0, 400.0)]
     assert python_ms([*flush, *twice, *steps, dict(ph="M", name="thread")]) == pytest.approx((0.2 + 0.18) / 2)

@@ -71,7 +71,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
     fetched = kv_heads * 4 * 14  # in a step of a layer: an id, and a weight per slot
     assert found["digest_bytes"] == layers * (kv_heads * pages * (4 * size * item + 4) + fetched * (1 + 16) * 4 + 8)
-    assert found["host_kv_bytes"] == layers * kv_heads * pages * 16 * 2 * size * item
+    assert found["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
     assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps
     assert 0 < found["pages_selected"] <= found["pages_fetched"]

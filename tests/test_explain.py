@@ -13,6 +13,7 @@ from icejax.cache import Clustered, Full
 from icejax.explain import Explanation
 from icejax.inference import prefill
 from icejax.plan import make_plan
+from tests.layer import stored
 
 
 def text_and_fact() -> tuple[str, range, task.Question]:
@@ -29,7 +30,7 @@ def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=10)
     found = explain._positions(model, prompt, plan)
     state, _, pool = prefill(model, [prompt], plan)
-    keys = np.asarray(pool).view(np.float32)[:, :, 0, :, 0]  # P L K p H
+    keys = stored(pool, state.cache.table)[0, :, :, :, 0]  # P L K p H
     wanted = set(range(policy.window_of.sinks, len(prompt) - policy.window_of.fill))
     for layer, positions in found.items():
         counts = np.asarray(state.cache.layers[layer].index[0].count)[0]

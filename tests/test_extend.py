@@ -1,11 +1,14 @@
 """New tokens behind a cache: they see all before them exactly, and the cache is then what a longer prompt had made it."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from icejax import inference
 from icejax.cache import Clustered, Full
+from icejax.decoding import Decoding
 from tests import families, tolerances
 from tests.run import all_logits, greedy, plan_for
 
@@ -31,7 +34,7 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
     model = families.load(families.build(families.row(family)), tmp_path)
     tokens = families.tokens(sum(parts) + 20 * len(parts))
     plan = plan_for(model, policy, [tokens], 1500)
-    decoding = inference.Decoding(model, plan)
+    decoding = Decoding(model, plan)
     expected = all_logits(model, tokens, Full())
     state, pool, at = None, None, 0
     for number, part in enumerate(parts):
@@ -42,10 +45,10 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
             state, step, pool = inference.extend(model, tokens[at : at + part], plan, state, pool)
         at += part
         np.testing.assert_allclose(step.logits[0], expected[at - 1], rtol=0, atol=tolerances.LOGITS)
-        decoding.decoded = 0
+        decoding.clock = 0
         for token in tokens[at : at + 7 * number + 3]:
             forced = jnp.asarray([token], jnp.int32)
-            state = inference.dataclasses.replace(state, last_tokens=forced)
+            state = dataclasses.replace(state, last_tokens=forced)
             state, _, pool = decoding.step(state, pool)
             at += 1
         assert int(state.cache.lengths.seen[0]) == at
@@ -58,7 +61,7 @@ def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     plan = plan_for(model, exact, [tokens], 1000)
     state, step, pool = inference.prefill(model, [tokens[:300]], plan)
     state, step, pool = inference.extend(model, tokens[300:], plan, state, pool)
-    decoding, found = inference.Decoding(model, plan), [int(step.tokens_and_pages[0, 0])]
+    decoding, found = Decoding(model, plan), [int(step.tokens_and_pages[0, 0])]
     for _ in range(40):
         state, step, pool = decoding.step(state, pool)
         found.append(int(step.tokens_and_pages[0, 0]))

@@ -13,7 +13,9 @@ from icejax.cache import fetch, host, page_format
 from icejax.cache.backends import BACKENDS
 from icejax.errors import InputError
 
-SHAPE = (6, 3, 2, 4, 2, 8, 16)  # P, L, B, K, 2, p, H
+SHAPE = (6, 3, host.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
+TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # of two rows of 128 pages
+ROWS, PAGES = 2, 128
 
 
 def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -27,16 +29,17 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 def test_fetch_brings_exact_bits(backend, planes, dtype):
     stored = bits((*SHAPE[:4], planes, *SHAPE[5:]), dtype)
     pool = jax.device_put(stored, memory.on_host())
-    ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
+    ids = np.random.default_rng(1).integers(0, PAGES, (ROWS, SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
     def read(pool, ids):
-        pages = host.PoolLayer(pool, None, 1, backend, dtype).fetch(ids)
+        pages = host.PoolLayer(pool, TABLE, None, 1, backend, dtype).fetch(ids)
         return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in pages]
 
     found = np.stack(read(pool, jnp.asarray(ids)), axis=3)
     for at in np.ndindex(ids.shape):
-        np.testing.assert_array_equal(found[at], stored[ids[at], 1, at[0], at[1]])
+        page = TABLE[at[0], ids[at] // host.EXTENT], 1, ids[at] % host.EXTENT, at[1]
+        np.testing.assert_array_equal(found[at], stored[page])
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -51,32 +54,32 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
     read = BACKENDS[backend]
     monkeypatch.setitem(BACKENDS, backend, spied)
     pool = jax.device_put(stored, memory.on_host())
-    ids = np.random.default_rng(1).integers(0, SHAPE[0] * SHAPE[5], (SHAPE[2], SHAPE[3], 9)).astype(np.int32)
+    ids = np.random.default_rng(1).integers(0, PAGES * SHAPE[5], (ROWS, SHAPE[3], 9)).astype(np.int32)
 
     @jax.jit
     def slots(pool, ids):
-        found = host.PoolLayer(pool, None, 1, backend, "bfloat16", singly=True).fetch(ids)
+        found = host.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly=True).fetch(ids)
         return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in found]
 
     found = np.stack(slots(pool, jnp.asarray(ids)), axis=3)
     for at in np.ndindex(ids.shape):
         page, slot = divmod(ids[at], SHAPE[5])
-        np.testing.assert_array_equal(found[at][:, 0], stored[page, 1, at[0], at[1], :, slot])
+        np.testing.assert_array_equal(
+            found[at][:, 0], stored[TABLE[at[0], page // host.EXTENT], 1, page % host.EXTENT, at[1], :, slot]
+        )
     assert [x.size for arrays in brought for x in arrays] == [planes * ids.size * SHAPE[6]]
 
 
 def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
-    pool = host.allocate(SHAPE, "float32")
-    stored = bits(SHAPE, "float32")
-    pool = host.write_pages(pool, jax.lax.bitcast_convert_type(jnp.asarray(stored), "float32"), jnp.int32(0))
+    pool = jax.device_put(bits(SHAPE, "float32"), memory.on_host())
     rng = np.random.default_rng(1)
-    batch, heads = SHAPE[2], SHAPE[3]
-    before, after = (rng.integers(0, SHAPE[0], (batch, heads, 7)).astype(np.int32) for _ in range(2))
+    batch, heads = ROWS, SHAPE[3]
+    before, after = (rng.integers(60, 68, (batch, heads, 7)).astype(np.int32) for _ in range(2))  # in two extents
     ended = np.arange(batch) == batch - 1
 
     @jax.jit
     def read(pool, before, after, ended):
-        layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32")
+        layer = host.PoolLayer(pool, TABLE, ended, 1, fetch.ORDER["cpu"][0], "float32")
         found, missing = layer.fetch_missing(after, after >= 0, layer.fetch(before), before)
         return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
 
@@ -90,13 +93,12 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 @pytest.mark.parametrize("ended", [[False, False], [False, True], [True, False], [True, True]], ids=str)
 @pytest.mark.parametrize("singly", [False, True])
 def test_rows_that_have_ended_fetch_nothing(ended, singly):
-    pool, stored = host.allocate(SHAPE, "float32"), bits(SHAPE, "float32")
-    pool = host.write_pages(pool, jax.lax.bitcast_convert_type(jnp.asarray(stored), "float32"), jnp.int32(0))
-    ids = np.random.default_rng(1).integers(0, SHAPE[0], (SHAPE[2], SHAPE[3], 5)).astype(np.int32)
+    pool = jax.device_put(bits(SHAPE, "float32"), memory.on_host())
+    ids = np.random.default_rng(1).integers(0, PAGES, (ROWS, SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
     def read(pool, ids, ended):
-        layer = host.PoolLayer(pool, ended, 1, fetch.ORDER["cpu"][0], "float32", singly)
+        layer = host.PoolLayer(pool, TABLE, ended, 1, fetch.ORDER["cpu"][0], "float32", singly)
         found, count = layer.fetch_live(ids, ids >= 0)
         return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
 
@@ -107,23 +109,27 @@ def test_rows_that_have_ended_fetch_nothing(ended, singly):
     np.testing.assert_array_equal(count, np.where(live, 5 * SHAPE[3], 0))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_writes_land_in_place_and_nowhere_else(dtype, platform, monkeypatch):
+def test_writes_land_in_place_and_nowhere_else(dtype):
     pool = host.allocate(SHAPE, dtype)
     assert pool.sharding.memory_kind == "pinned_host"
     where = pool.unsafe_buffer_pointer()
-    layer, page = bits((4, *SHAPE[2:]), dtype), bits(SHAPE[1:], dtype)
-    expected = np.zeros(SHAPE, layer.dtype)
-    expected[:4, 2], expected[5] = layer, page
+    layer, some = bits((96, 1, ROWS, *SHAPE[3:]), dtype), bits((3, SHAPE[1], ROWS, *SHAPE[3:]), dtype)
+    extent, expected = bits(SHAPE[1:], dtype), np.zeros(SHAPE, layer.dtype)
+    for row, page in np.ndindex(ROWS, 96):
+        expected[TABLE[row, page // host.EXTENT], 2, page % host.EXTENT] = layer[page, 0, row]
+    for row, page in np.ndindex(ROWS, 3):  # over the end of an extent
+        expected[TABLE[row, (62 + page) // host.EXTENT], :, (62 + page) % host.EXTENT] = some[page, :, row]
+    expected[3] = extent
     as_values = lambda x: jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(dtype))  # noqa: E731
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    pool = host.write_layer(pool, as_values(layer), 2)
-    pool = host.write_pages(pool, as_values(page)[None], jnp.int32(5))
+    pool = host.write_pages(pool, as_values(layer), TABLE, 0, 2, together=32)
+    pool = host.write_pages(pool, as_values(some), TABLE, jnp.int32(62))
+    pool = host.write_extent(pool, extent, jnp.int32(3))
     assert pool.unsafe_buffer_pointer() == where
     np.testing.assert_array_equal(np.asarray(pool), expected)
-    newest = jax.lax.bitcast_convert_type(host.read_pages(pool, jnp.int32(4), count=2, dtype=dtype), pool.dtype)
-    np.testing.assert_array_equal(np.asarray(newest), expected[4:6])
+    np.testing.assert_array_equal(np.asarray(host.read_extent(pool, jnp.int32(3))), extent)
+    found = jax.jit(lambda pool: host.PoolLayer(pool, TABLE, None, 1, fetch.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3))(pool)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(as_values(some[:, 1]), np.float32))
 
 
 def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog):

@@ -15,7 +15,7 @@ LAYERS = (
     ("folder",),
     ("ops",),
     ("models", "cache"),
-    ("checkpoint", "sampling", "plan", "walk", "inference", "detokenize", "request", "response", "tokenizer"),
+    ("checkpoint", "sampling", "plan", "walk", "decoding", "inference", "detokenize", "request", "response", "tokenizer"),
     ("prompts", "conversation", "diagnose", "compiling", "logprobs"),
     ("streaming",),
     ("generation", "explain", "identity", "saved"),

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import icejax
-from icejax import inference
+from icejax import decoding, inference
 from icejax.cache import Clustered, Full
 from icejax.cache.policy import KVCache, Lengths
+from icejax.decoding import Decoding
 from icejax.plan import ladder, make_plan
 from icejax.sampling import Sampling
 from tests import families
@@ -30,12 +31,12 @@ def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens)
 def test_equal_plans_share_their_programs(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(50)
-    inference._programs.cache_clear()
+    decoding._programs.cache_clear()
     for policy in (Clustered(budget=64), Clustered(budget=64), Full()):
         greedy(model, policy, [prompt], 20)
-    assert inference._programs.cache_info().misses == 2
+    assert decoding._programs.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
-    step, flush, flushed, compact = inference.Decoding(model, plan)._programs
+    step, flush, flushed, compact = Decoding(model, plan)._programs
     assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
 
 
@@ -43,7 +44,7 @@ def test_growth_compiles_each_program_once(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
     greedy(model, policy, [prompt], 200)
-    programs = inference.Decoding(model, plan_for(model, policy, [prompt], 200))._programs
+    programs = Decoding(model, plan_for(model, policy, [prompt], 200))._programs
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
@@ -71,8 +72,8 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     plan = make_plan(model, Clustered(), batch_size=1, prompt_tokens=65536, new_tokens=64)
     state = jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies))
     assert [len(layer.index) for layer in state] == [2] * len(state)
-    cache = KVCache(state, Lengths(jax.ShapeDtypeStruct((1,), np.int32), *(jax.ShapeDtypeStruct((), np.int32),) * 2))
-    _, flush, flushed, _ = inference.Decoding(model, plan)._programs
+    cache = KVCache(state, jax.eval_shape(lambda: Lengths.none(1)))
+    _, flush, flushed, _ = Decoding(model, plan)._programs
     memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
     size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index[0].mean.data.size
@@ -114,7 +115,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     sampling = Sampling(repetition_penalty=1e6)
     plan = make_plan(model, Full(), batch_size=1, prompt_tokens=30, new_tokens=30)
     state, step, pool = inference.prefill(model, [prompt], plan, sampling=[sampling])
-    chosen, decoding = [int(state.last_tokens[0])], inference.Decoding(model, plan)
+    chosen, decoding = [int(state.last_tokens[0])], Decoding(model, plan)
     for _ in range(29):
         state, step, pool = decoding.step(state, pool)
         chosen.append(int(step.tokens_and_pages[0, 0]))
@@ -147,7 +148,7 @@ def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
 
     plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
     state, _, pool = inference.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
-    decoding, fetched = inference.Decoding(model, plan), []
+    decoding, fetched = Decoding(model, plan), []
     for _ in range(47):
         state, step, pool = decoding.step(state, pool)
         fetched.append(np.asarray(step.tokens_and_pages[2]))

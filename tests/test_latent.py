@@ -84,6 +84,6 @@ def test_a_plan_has_one_plane_for_a_latent_layer_and_explains_it(bundled):
     model, prompt = bundled[0], list(range(3, 200))
     plan = make_plan(model, Clustered(budget=64, dense_layers=3), batch_size=1, prompt_tokens=len(prompt), new_tokens=9)
     latent = replace(plan, spec=replace(plan.spec, latent=True))
-    assert plan.pool_shape[4:] == (2, 16, model.config.head_dim) and latent.pool_shape[4:] == (1, 16, model.config.head_dim)
+    assert [each.pool_shape(3)[4:] for each in (plan, latent)] == [(n, 16, model.config.head_dim) for n in (2, 1)]
     expected, found = (explain._positions(model, prompt, each) for each in (plan, latent))
     np.testing.assert_array_equal(found[3], expected[3])

@@ -10,6 +10,7 @@ from icejax.cache import Clustered, fetch, host, page_format
 from tests.test_session import document
 
 SHAPE = (5, 2, 1, 3, 2, 16, 24)  # P, L, B, K, 2, p, H
+TABLE = jnp.zeros((1, 1), jnp.int32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -19,12 +20,13 @@ def test_int8_pages_are_within_half_a_step(dtype):
     values = rng.standard_normal(SHAPE) * 10.0 ** rng.integers(-3, 3, (1, 1, 1, 1, 1, 1, 24))
     values[2] = 0
     pages = jnp.asarray(values, dtype)
-    pool = host.allocate((*SHAPE[:5], page_format.page_rows(16, "int8"), 24), "int8")
+    pool = host.allocate((1, 2, host.EXTENT, 3, 2, page_format.page_rows(16, "int8"), 24), "int8")
     assert pool.dtype == np.uint8
-    pool = host.write_pages(pool, pages, jnp.int32(0))
+    pool = host.write_pages(pool, pages, TABLE, 0)
     assert pool.shape[-2:] == (18, 24)
     ids = jnp.asarray(rng.integers(0, 5, (1, 3, 4)), jnp.int32)
-    found = jax.jit(lambda pool: jnp.stack(host.PoolLayer(pool, None, 1, fetch.ORDER["cpu"][0], dtype).fetch(ids)))(pool)
+    layer = host.PoolLayer(pool, TABLE, None, 1, fetch.ORDER["cpu"][0], dtype)
+    found = jax.jit(lambda layer: jnp.stack(layer.fetch(ids)))(layer)
     expected = np.asarray(pages, np.float64)
     for at in np.ndindex(ids.shape):
         page = expected[ids[at], 1, at[0], at[1]]
@@ -33,7 +35,7 @@ def test_int8_pages_are_within_half_a_step(dtype):
         cut = np.maximum(np.abs(page) - step * 127 * (1 - 2.0**-8), 0)
         atol = step * 0.5 * (1 + 2.0**-8) + cut + np.abs(page) * float(jnp.finfo(dtype).eps)
         assert (np.abs(np.asarray(found, np.float64)[(slice(None), *at)] - page) <= atol).all()
-    again = host.read_pages(pool, jnp.int32(2), count=1, dtype=dtype)
+    again = jax.jit(lambda layer: layer.run(jnp.int32(2), 1))(layer)
     np.testing.assert_array_equal(np.asarray(again, np.float32), 0)
 
 

@@ -265,7 +265,7 @@ def test_the_floor_counts_what_a_step_must_read():
     step = compile.decode_step(model, policy, target, batch=1, context=tokens, new_tokens=64, backend=None)
     # Per layer: q and o of 512 x 4096, k and v of 512 x 1024, three of 512 x 512, two norms; then the output's table, tied.
     weights = 2 * (2 * 512 * 4096 + 2 * 512 * 1024 + 3 * 512 * 512 + 2 * 512) + 256 * 512 + 512
-    slots, pages = step.plan.spec.capacity, step.plan.pool_shape[0]
+    slots, pages = step.plan.spec.capacity, step.plan.pool.pages
     nodes = 4 * 128 * 2 + 4  # a digest's vectors and its count
     digests = 8 * nodes * (-(-pages // 16) + 56 * 16)
     read = 2 * weights + 2 * 8 * 128 * 2 * slots + digests

@@ -1,15 +1,16 @@
 """What holds of the clustered cache whatever happens to it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icejax.cache import Clustered
+from icejax.cache import Clustered, host
 from icejax.ops import tree
 from tests import tolerances
-from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw
+from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw, stored
 
 FEW = settings(max_examples=6, deadline=None)
 POLICY = Clustered(budget=64, compact_every=32)
@@ -29,9 +30,9 @@ def grown(policy: Clustered, prompt_lengths: list[int], steps: int, seed: int):
 
 def held(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the keys of every page and those of sinks and window, read as a decode step reads them."""
-    state, pool = layer.state, np.asarray(layer.pool).view(np.float32)
+    state, pages = layer.state, stored(layer.pool, layer.table)[row, :, 0, head, 0]
     counts = np.asarray(state.index[0].count)[row, head]
-    pages = [pool[page, 0, row, head, 0, : counts[page]] for page in range(len(pool))]
+    pages = [page[:count] for page, count in zip(pages, counts, strict=False)]
     masks = layer.policy.window_of.masks(state.window, layer.lengths, seen=layer.lengths.seen)
     near = (state.window.sinks[0], state.window.newest[0])
     resident = [np.asarray(x)[row, head][np.asarray(mask)[row]] for x, mask in zip(near, masks, strict=True)]
@@ -68,11 +69,10 @@ def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
 def test_the_order_of_pages_changes_nothing(seed):
     prompt, new = draw((200, 250), 1, seed=seed)
     layer, shuffled = (Layer(POLICY, (200, 250), *prompt) for _ in range(2))
-    used = layer.pool.shape[0]
-    order = np.random.default_rng(seed).permutation(used)
-    shuffled.pool = jax.device_put(np.asarray(shuffled.pool)[order], shuffled.pool.sharding)
-    padded = np.concatenate([order, np.arange(used, shuffled.state.index[0].count.shape[2])])
-    levels = (jax.tree.map(lambda x: x[:, :, padded], shuffled.state.index[0]), *shuffled.state.index[1:])
+    order = np.random.default_rng(seed).permutation(shuffled.state.index[0].count.shape[2])
+    pages = np.moveaxis(stored(layer.pool, layer.table)[:, order], 0, 2)
+    shuffled.pool = host.write_pages(shuffled.pool, jnp.asarray(pages), layer.table, 0)
+    levels = (jax.tree.map(lambda x: x[:, :, order], shuffled.state.index[0]), *shuffled.state.index[1:])
     shuffled.state = type(shuffled.state)(**{**vars(shuffled.state), "index": levels})
     expected, found = (each.step(*(x[0] for x in new)) for each in (layer, shuffled))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
@@ -91,11 +91,11 @@ def test_more_budget_attends_to_more_of_the_mass(seed):
         layer.step(*(x[0] for x in new))
         ids, weights = np.asarray(layer.state.ids), np.asarray(layer.state.weights)
         assert (weights > 0).sum((2, 3)).max() + 4 + 5 <= budget  # the window holds four tokens and the new one
-        pool, mass = np.asarray(layer.pool).view(np.float32), []
+        pages, mass = stored(layer.pool, layer.table)[0, :, 0], []
         for head in range(KV_HEADS):
             keys = np.concatenate([prompt[1][0, :250, head], new[1][0, 0, head][None]]).astype(np.float64)
             q = new[0][0, 0, 2 * head].astype(np.float64) / SIZE**0.5
-            found = pool[ids[0, head], 0, 0, head, 0][weights[0, head] > 0]
+            found = pages[ids[0, head], head, 0][weights[0, head] > 0]
             mass.append(np.exp(found @ q).sum() / np.exp(keys @ q).sum())
         masses.append(mass)
     assert (np.diff(masses, axis=0) >= -1e-9).all()

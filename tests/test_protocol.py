@@ -16,6 +16,7 @@ from icejax.cache import Clustered, Full, Quest, Streaming, layer_policies, name
 from icejax.cache.policy import CachePolicy, Heads, Outcome, Shared, View
 from icejax.cache.retrieval import Found
 from icejax.config import RopeScaling
+from icejax.decoding import Decoding
 from icejax.plan import make_plan, reports
 from tests import families, tolerances
 from tests.layer import Layer, draw
@@ -74,7 +75,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
     plan = plan_for(model, InTurns(), [prompt], 40)
     assert plan.pooled == (1, 3)
     state, _, pool = inference.prefill(model, [prompt], plan)
-    decoding = inference.Decoding(model, plan)
+    decoding = Decoding(model, plan)
     for _ in range(20):
         state, _, pool = decoding.step(state, pool)
         for layer in plan.pooled:
@@ -155,7 +156,7 @@ def test_a_report_counts_tokens_and_bytes(model):
     for policy, slots in ((Full(), [302, 22]), (Streaming(budget=64), [64, 22]), (Quest(budget=64), [3, 3])):
         plan = plan_for(model, policy, prompts, 10)
         state, _, pool = inference.prefill(model, prompts, plan)
-        decoding = inference.Decoding(model, plan)
+        decoding = Decoding(model, plan)
         for _ in range(2):
             state, _, pool = decoding.step(state, pool)
         found = policy.report(state.cache.layers[0], state.cache.lengths)

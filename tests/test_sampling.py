@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 import icejax
-from icejax import inference
+from icejax import decoding, inference
 from icejax.errors import InputError
 from icejax.sampling import Sampling, Samplings, candidates, choose, kth_largest, ordered, penalised, row_keys
 from tests.run import jitted
@@ -177,10 +177,10 @@ def test_the_vocabulary_is_not_sorted_and_nothing_loops():
 
 def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     """One program for greedy batches, one for those where any row draws, whatever the options are."""
-    inference._programs.cache_clear()
+    decoding._programs.cache_clear()
     inference._first_token.clear_cache()
-    used, programs = [], inference._programs
-    monkeypatch.setattr(inference, "_programs", lambda *of: used.append(programs(*of)) or used[-1])
+    used, programs = [], decoding._programs
+    monkeypatch.setattr(decoding, "_programs", lambda *of: used.append(programs(*of)) or used[-1])
 
     def made(*rows: Sampling) -> tuple[int, int]:
         asked = [icejax.Request(prompt="import ", sampling=row) for row in rows]

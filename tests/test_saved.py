@@ -22,14 +22,14 @@ from icejax.folder import claim
 from icejax.session import Session
 from tests.crash import Killed, file_limit, killed_at
 
-TEXT = "Pass key ab:12345.\n" * 20 + "Pass key ab:"
-OPTIONS = dict(cache=Clustered(budget=64), context_length=800)
+TEXT = "Pass key ab:12345.\n" * 60 + "Pass key ab:"
+OPTIONS = dict(cache=Clustered(budget=64), context_length=1600)
 MESSAGES = [{"role": "user", "content": "Who?\n\udcff \N{SNOWMAN}"}, {"role": "assistant", "content": ""}]
 
 
 @pytest.fixture(scope="module")
 def session(bundled):
-    """A session with some pages in the pool, in several blocks; only to be read."""
+    """A session with some pages in the pool, in two extents; only to be read."""
     session = Session(*bundled, **OPTIONS)
     session.ask(TEXT, max_new_tokens=20)
     session.messages, session.started = MESSAGES, 1234567890.25
@@ -40,9 +40,7 @@ def session(bundled):
 def whole(session, tmp_path_factory):
     """The folder of `session`; only to be read."""
     folder = tmp_path_factory.mktemp("saved") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved, "BLOCK", 2**20)
-        session.save(folder)
+    session.save(folder)
     assert len([name for name in fields_of(folder)["arrays"] if name.startswith("pool.")]) == 2
     return folder
 
@@ -67,9 +65,15 @@ def seal(folder: Path, fields: dict) -> None:
     (folder / saved.ABOUT).write_text(json.dumps(fields | {"checksum": saved._checksum(fields)}))
 
 
+def pages_of(session: Session) -> list[np.ndarray]:
+    """Returns the pages in use, by extent, [L, n, K, 2, p, H]."""
+    cache, pool = session._run.state.cache, np.asarray(session._run.pool)
+    extents, pages = np.asarray(cache.table)[0], int(cache.lengths.pages)
+    return [pool[extents[i // 64]][:, : pages - i] for i in range(0, pages, 64)]
+
+
 def arrays(session: Session) -> list[np.ndarray]:
-    pages = int(session._run.state.cache.lengths.pages)
-    return [np.asarray(x) for x in jax.tree.leaves(session._run.state.cache)] + [np.asarray(session._run.pool)[:pages]]
+    return [np.asarray(x) for x in jax.tree.leaves(session._run.state.cache.layers)] + pages_of(session)
 
 
 def assert_same(found: Session, expected: Session) -> None:
@@ -94,8 +98,8 @@ def test_all_of_it_comes_back(session, whole, bundled):
 
 def test_what_is_in_the_file_is_checked_by_what_wrote_none_of_it(session, whole):
     """The bytes of the pool stand last, after those of the state."""
-    pool = np.asarray(session._run.pool)[: fields_of(whole)["pages"]]
-    assert (whole / saved.ARRAYS).read_bytes().endswith(pool.tobytes()) and pool.any()
+    pool = b"".join(x.tobytes() for x in pages_of(session))
+    assert (whole / saved.ARRAYS).read_bytes().endswith(pool) and pool.strip(b"\0")
     start = np.asarray(session.token_ids, "<i4").tobytes()
     assert (whole / saved.ARRAYS).read_bytes().startswith(start)
 
@@ -240,7 +244,7 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     fields["arrays"]["token_ids"] = [count, saved.zlib.crc32(content[:count])]
     seal(copy, fields)
     assert "it has tokens that the model does not know" in refused(copy, bundled)
-    lengths = dataclasses.replace(session._run.state.cache.lengths, prompt=jax.numpy.full(1, 5000, jax.numpy.int32))
+    lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
     cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
     about = saved.About(**{field.name: fields[field.name] for field in dataclasses.fields(saved.About)})
     saved.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)

@@ -7,14 +7,14 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax import compiler, inference
+from icejax import compiler, decoding
 from icejax.cache import Clustered, Full
 from icejax.folder import Claim, claim
 from icejax.generation import still
 from icejax.saved import ABOUT, ARRAYS
 from icejax.session import Session
 from tests import families
-from tests.layer import assert_digests
+from tests.layer import assert_digests, stored
 
 
 def document(seed: int = 3) -> tuple[str, tuple[task.Question, ...]]:
@@ -151,18 +151,18 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
     session = Session.load(tmp_path / "kept", *bundled)
     session.ask("once more", max_new_tokens=40)
     run = session._run
-    pool = np.asarray(run.pool).view(np.float32)
+    pages = stored(run.pool, run.state.cache.table)[0]
     for layer, state in enumerate(run.state.cache.layers):
         counts = np.asarray(state.index[0].count)[0]
         assert counts.sum() > 2 * 1800  # two heads
         for head, held in enumerate(counts):
-            assert_digests(state.index, 0, head, [pool[i, layer, 0, head, 0, :n] for i, n in enumerate(held[: len(pool)])])
+            assert_digests(state.index, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(held)])
 
 
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     """To the bit, so both decode programs are compiled as for users: conftest's cheaper way rounds each in its own order."""
     monkeypatch.setitem(compiler.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
-    inference._programs.cache_clear()
+    decoding._programs.cache_clear()
     text, questions = document()
     plain, held = (
         Session(*bundled, cache=Clustered(budget=64, resident=resident), context_length=3000) for resident in (False, True)

@@ -9,7 +9,9 @@ import pytest
 
 from icejax import inference
 from icejax.cache import Clustered, Full
-from icejax.cache.policy import CacheSpec, Heads, Lengths, View
+from icejax.cache.policy import Heads, Lengths, View
+from icejax.cache.spec import CacheSpec
+from icejax.decoding import Decoding
 from icejax.models.decoder import DecoderLayer
 from icejax.ops import tree
 from icejax.ops.attention import Attended, Scoring
@@ -40,7 +42,7 @@ def test_room_for_all_tokens_is_still_the_full_cache(model, options):
 def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
     plan = plan_for(model, replace(SMALL, reuse=3), [families.tokens(300)], 80)
     state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
-    decoding = inference.Decoding(model, plan)
+    decoding = Decoding(model, plan)
     for _ in range(70):  # past flushes and compactions
         state, _, pool = decoding.step(state, pool)
         ids = [np.asarray(layer.ids) for layer in state.cache.layers]
@@ -57,14 +59,14 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
     rng = np.random.default_rng(0)
     q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))
     where = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
-    lengths = Lengths(jnp.asarray([200]), jnp.int32(0), jnp.int32(0))
+    lengths = Lengths.of(jnp.asarray([200]))
 
     leads, follows = policy.for_layers([0, 1], of=2)
 
     def prefill(k, policy, shared=None):
         attended = Attended(q, q[..., 0])
         found = policy.prefill(
-            policy.init(spec), Heads(q, k, where, lengths.prompt, Scoring(0.25)), attended, View(Lengths.none(1), shared=shared)
+            policy.init(spec), Heads(q, k, where, lengths.seen, Scoring(0.25)), attended, View(Lengths.none(1), shared=shared)
         )
         return found.state, found.pages, found.shared
 

@@ -17,7 +17,7 @@ from icejax.ops.packing import pack
 from icejax.ops.topk import best
 from icejax.plan import make_plan
 from tests import tolerances
-from tests.layer import HEADS, KV_HEADS, Layer, dense, draw
+from tests.layer import HEADS, KV_HEADS, Layer, dense, draw, stored
 
 LENGTHS, STEPS, PAGE, SINKS = (250, 9, 100), 64, 16, 4
 GROUP = HEADS // KV_HEADS
@@ -90,7 +90,7 @@ def test_the_top_tokens_are_those_of_numpy_and_nothing_else_is_fetched(resident)
     layer, before = Layer(policy, LENGTHS, *prompt), np.full((len(LENGTHS), KV_HEADS, policy.wanted), -1)
     for step in range(STEPS):
         found = layer.step(*(x[step] for x in new))
-        ids, pool, fetched = np.asarray(layer.state.ids), np.asarray(layer.pool).view(np.float32), layer.state.fetched
+        ids, pages, fetched = np.asarray(layer.state.ids), stored(layer.pool, layer.table), layer.state.fetched
         for row in range(len(LENGTHS)):
             kept, expected = reference(prompt, new, row, step, policy.wanted)
             np.testing.assert_allclose(found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}")
@@ -99,7 +99,7 @@ def test_the_top_tokens_are_those_of_numpy_and_nothing_else_is_fetched(resident)
             came = 0
             for kv in range(KV_HEADS):
                 own = ids[row, kv][ids[row, kv] >= 0]
-                keys = pool[own // PAGE, 0, row, kv, 0, own % PAGE]
+                keys = pages[row, own // PAGE, 0, kv, 0, own % PAGE]
                 np.testing.assert_array_equal(np.sort(keys, axis=0), np.sort(kept[kv], axis=0))
                 came += len(np.setdiff1d(own, before[row, kv])) if resident else len(own)
             assert fetched[row] == came

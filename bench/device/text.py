@@ -18,8 +18,9 @@ import numpy as np
 
 import icejax
 from icejax import memory
+from icejax.decoding import Decoding
 from icejax.generation import ASSETS
-from icejax.inference import Decoding, prefill
+from icejax.inference import prefill
 from icejax.plan import make_plan
 
 CASES = [(cache, dtype) for dtype in ("float32", "bfloat16") for cache in ("full", "clustered")]

@@ -12,7 +12,8 @@ import numpy as np
 
 import icejax
 from icejax import memory
-from icejax.inference import Decoding, prefill
+from icejax.decoding import Decoding
+from icejax.inference import prefill
 from icejax.plan import make_plan
 
 
@@ -35,7 +36,7 @@ class Reader:
         """Prefills a new text."""
         self._pool = None  # its memory is needed for the next one
         self._state, _, self._pool = prefill(self._model, [prompt], self._plan)
-        self._decoding.decoded = 0
+        self._decoding.clock = 0
 
     def continue_with(self, tokens: Sequence[int]) -> None:
         """Decodes given tokens, as if the model had chosen them."""
@@ -47,11 +48,11 @@ class Reader:
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
         """Returns the `count` tokens the model chooses after a question; the text is then as it was before."""
-        kept, decoded = jax.tree.map(jnp.copy, self._state), self._decoding.decoded
+        kept, clock = jax.tree.map(jnp.copy, self._state), self._decoding.clock
         # A fork may flush into the pool: its page lies past those of the text, and the next fork writes it anew. Only what
         # sorts the text's own pages must not reach them.
         pool, every = None, self._plan.compact_every
-        if every and (decoded + len(question) - 1 + count) // every > decoded // every:
+        if every and (clock + len(question) - 1 + count) // every > clock // every:
             pool = np.array(self._pool)
         for token in question[:-1]:
             self._force(token)
@@ -60,7 +61,7 @@ class Reader:
             started = time.perf_counter()
             answer.append(self._force(answer[-1]))
             self.seconds.append(time.perf_counter() - started)
-        self._state, self._decoding.decoded = kept, decoded
+        self._state, self._decoding.clock = kept, clock
         if pool is not None:
             self._pool = jax.device_put(pool, self._pool.sharding)
         return answer[1:]

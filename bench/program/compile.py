@@ -22,10 +22,12 @@ from jax._src.lib import xla_client
 
 from bench import shapes
 from bench.program.targets import Target
-from icejax import inference, memory
+from icejax import decoding, memory
 from icejax.cache.backends import BACKENDS
+from icejax.cache.extents import extents_for
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
+from icejax.decoding import DecodeState
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
 from icejax.plan import Plan, make_plan
@@ -80,27 +82,29 @@ def abstract_model(name: str, *, dtype: str, layers: int | None = None) -> Causa
     return nnx.eval_shape(lambda: CausalLM(family(raw).read_config(raw), dtype=dtype))
 
 
-def abstract_state(plan: Plan) -> inference.DecodeState:
+def abstract_state(plan: Plan) -> DecodeState:
     """Returns the state of a decode step, with shapes for arrays."""
     batch = plan.spec.batch_size
 
-    def empty() -> inference.DecodeState:
+    def empty() -> DecodeState:
         none = jnp.zeros(batch, jnp.int32)
         layers = tuple(policy.init(plan.spec) for policy in plan.policies)
-        cache = KVCache(layers, Lengths(none, jnp.int32(0), jnp.int32(0)))
-        return inference.DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]))
+        table = jnp.zeros((batch, extents_for(plan.pool.pages)), jnp.int32) if plan.pooled else None
+        cache = KVCache(layers, Lengths.none(batch), table)
+        return DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]), none)
 
     return jax.eval_shape(empty)
 
 
 def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
     """Returns the pool's shape in host memory; None without one."""
-    if plan.pool_shape is None:
+    if not plan.pooled:
         return None
     # Of the shardings only a named one brings its memory into a trace.
     mesh = jax.sharding.Mesh(np.asarray([memory.device("cpu")]), ("device",))
     pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=memory.PINNED)
-    return jax.ShapeDtypeStruct(plan.pool_shape, bits_dtype(plan.pool_dtype), sharding=pinned)
+    shape = plan.pool_shape(plan.spec.batch_size * extents_for(plan.pool.pages))
+    return jax.ShapeDtypeStruct(shape, bits_dtype(plan.pool_dtype), sharding=pinned)
 
 
 def decode_step(
@@ -124,7 +128,7 @@ def decode_step(
         plan = dataclasses.replace(plan, fetch_backend=backend)
     paths = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
     flat = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    program = inference._programs(graph, tree, plan)[0]
+    program = decoding._programs(graph, tree, plan)[0]
     return Step(plan, program, (flat, abstract_state(plan), abstract_pool(plan)), paths)
 
 

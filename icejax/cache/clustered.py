@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
-from icejax.cache.policy import CachePolicy, CacheSpec, Heads, View
+from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Found, Near, Pages, Retrieval
 from icejax.cache.slots import joined
+from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
 from icejax.ops import tree

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, Report, View
+from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.slots import apart, append, by_head, joined, per_head
+from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
 
 
@@ -86,7 +87,7 @@ def _replaced(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
 
 
 def _report(state: TokenState, lengths: Lengths) -> Report:
-    heads = len(state.k) // len(lengths.prompt)
+    heads = len(state.k) // len(lengths.origin)
     return Report(None, heads * jnp.minimum(lengths.seen, state.k.shape[1]), 0)
 
 

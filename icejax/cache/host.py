@@ -1,9 +1,10 @@
 """The host pool: pages of keys and values in host memory, written between programs and read inside them.
 
-The pool is one array `uint[P, L, B, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU
+The pool is one array `uint[E, L, 64, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU
 would rewrite a bf16 update through an fp32 copy of the whole buffer. Keys and values are two planes; keys that hold their
-values are one. A program that only reads the pool never copies it; a program that writes it takes it by donation and does
-nothing else with it, because XLA:GPU copies a pool that one program both reads and writes.
+values are one. It is of extents of 64 pages, and a table says which of them each row of a batch has, so that a short one takes
+few. A program that only reads the pool never copies it; a program that writes it takes it by donation and does nothing else
+with it, because XLA:GPU copies a pool that one program both reads and writes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from icejax.cache.backends import BACKENDS, CHOOSING
 from icejax.cache.page_format import bits_dtype, decode, encode
 from icejax.errors import InputError
 
+EXTENT = 64  # pages
 MISSING = 32  # pages that are fetched at once where others are at hand
-Pool = UInt[Array, "P L B K planes rows W"]
+Pool = UInt[Array, "E L 64 K planes rows W"]
+Table = Int[Array, "B X"]  # the extent of every 64 pages of a row
 Fetched = tuple[Float[Array, "B K M p W"], ...]  # the planes of pages, as wide as the pool
 
 
@@ -39,7 +42,8 @@ class PoolLayer:
             pages of int8, where a slot is nothing without the scales of its page.
     """
 
-    pages: jax.Array  # uint[P, L, B, K, planes, rows, W], pinned_host
+    pages: jax.Array  # uint[E, L, 64, K, planes, rows, W], pinned_host
+    extents: jax.Array  # i32[B, X], of every 64 pages of a row
     ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
     layer: int | jax.Array  # an array where one program serves all layers
     backend: str = field(metadata=dict(static=True))
@@ -139,16 +143,23 @@ class PoolLayer:
         table, rows = self._table(page_ids // height)
         return table.reshape(-1, 1, 1, width), rows * (planes * height) + (page_ids % height).reshape(-1)
 
+    def run(self, first: Int[Array, ""], count: int) -> Float[Array, "{count} B K planes p W"]:
+        """Returns `count` pages from `first` on, of every row and KV head, on the device."""
+        ids = first + jnp.arange(count, dtype=jnp.int32)
+        found = self.fetch(jnp.broadcast_to(ids[None, None], (len(self.extents), self.pages.shape[3], count)))
+        return jnp.stack(found, axis=3).transpose(2, 0, 1, 3, 4, 5)
+
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns the pool as a table of pages, and the row of every page."""
-        _, layers, batch, heads, *page = self.pages.shape
-        owner = jnp.arange(batch, dtype=jnp.int32)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]
-        rows = ((page_ids * layers + self.layer) * (batch * heads) + owner[:, :, None]).reshape(-1)
-        return self.pages.reshape(-1, *page), rows
+        _, layers, _, heads = self.pages.shape[:4]
+        extents = jnp.take_along_axis(self.extents[:, None], page_ids // EXTENT, axis=2, mode="promise_in_bounds")
+        places = (extents * layers + self.layer) * EXTENT + page_ids % EXTENT
+        rows = places * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        return self.pages.reshape(-1, *self.pages.shape[4:]), rows.reshape(-1)
 
 
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> Pool:
-    """Returns an empty pool of `shape` [P, L, B, K, planes, rows, W] for keys and values of `dtype`, or pages of int8.
+    """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for keys and values of `dtype`, or pages of int8.
 
     Args:
         limit: bytes of host memory it may take; None: what is free.
@@ -178,55 +189,58 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
-    """Returns a shape with more pages where a kernel's offsets would overflow.
+    """Returns a shape with more extents where a kernel's offsets would overflow.
 
     Pallas takes 32 bits for the offsets in an array of up to 4 GiB and counts them in elements: too few for 2 GiB of bytes.
     """
-    page = math.prod(shape[1:]) * bits.itemsize
-    if bits.itemsize > 1 or not 2**31 < shape[0] * page <= 2**32:
+    extent = math.prod(shape[1:]) * bits.itemsize
+    if bits.itemsize > 1 or not 2**31 < shape[0] * extent <= 2**32:
         return shape
-    return (2**32 // page + 1, *shape[1:])
+    return (2**32 // extent + 1, *shape[1:])
 
 
-@functools.partial(jax.jit, static_argnames="singly", donate_argnums=0)
-def _write_layer(pool: jax.Array, pages: jax.Array, layer: jax.Array, first: jax.Array, *, singly: bool) -> jax.Array:
-    bits, zero = encode(pages, pool.dtype), np.int32(0)
-    if not singly:
-        start = (first, layer, *(zero,) * (pool.ndim - 2))
-        return lax.dynamic_update_slice(pool, jax.device_put(bits[:, None], memory.HOST), start)
+@functools.partial(jax.jit, static_argnames="together", donate_argnums=0)
+def write_pages(
+    pool: Pool,
+    pages: Float[Array, "M l B K planes p W"],
+    table: Table,
+    first: Int[Array, ""] | int,
+    layer: Int[Array, ""] | int = 0,
+    *,
+    together: int = 1,
+) -> Pool:
+    """Returns the pool with pages of layers from `layer` on, which of every row are those from page `first` on.
 
-    def one(i: jax.Array, table: jax.Array) -> jax.Array:
-        page = jax.device_put(lax.dynamic_slice_in_dim(bits, i, 1, axis=0), memory.HOST)
-        return lax.dynamic_update_slice_in_dim(table, page, (first + i) * pool.shape[1] + layer, axis=0)
+    Donates `pool`. One piece after another, each of which lies in one piece in the pool: XLA:TPU writes to a part of host
+    memory in one dimension only.
 
-    return lax.fori_loop(0, len(pages), one, pool.reshape(-1, *pool.shape[2:])).reshape(pool.shape)
+    Args:
+        table: the extents of the rows.
+        together: pages of a piece; divides `first`, M and 64.
+    """
+    count, layers, batch = pages.shape[:3]
+    bits = encode(pages, pool.dtype)
 
+    def one(i: jax.Array, flat: jax.Array) -> jax.Array:
+        start, row = i // (layers * batch) * together, i % batch
+        number, page = i // batch % layers, first + start
+        place = (table[row, page // EXTENT] * pool.shape[1] + layer + number) * EXTENT + page % EXTENT
+        piece = lax.dynamic_slice(bits, (start, number, row, *(0,) * (bits.ndim - 3)), (together, 1, 1, *bits.shape[3:]))
+        piece = jax.device_put(piece.reshape(together, *bits.shape[3:]), memory.HOST)
+        return lax.dynamic_update_slice_in_dim(flat, piece, place, axis=0)
 
-def write_layer(pool: Pool, pages: Float[Array, "M B K planes p W"], layer: int, first: Int[Array, ""] | int = 0) -> Pool:
-    """Returns the pool with one layer's pages written from page `first`; donates `pool`."""
-    # XLA:TPU writes to a part of host memory in one dimension only, so page by page.
-    return _write_layer(pool, pages, np.int32(layer), jnp.int32(first), singly=memory.platform() == "tpu")
+    return lax.fori_loop(0, count // together * layers * batch, one, pool.reshape(-1, *pool.shape[3:])).reshape(pool.shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_pages(
-    pool: Pool,
-    pages: Float[Array, "M L B K planes p W"] | UInt[Array, "M L B K planes rows W"],
-    first: Int[Array, ""],
-) -> Pool:
-    """Returns the pool with pages of all layers, or their bits, written from page `first`; donates `pool`."""
-    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(encode(pages, pool.dtype), memory.HOST), first, axis=0)
+def write_extent(pool: Pool, bits: UInt[Array, "L 64 K planes rows W"], extent: Int[Array, ""]) -> Pool:
+    """Returns the pool with one extent, as it stands there; donates `pool`."""
+    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], memory.HOST), extent, axis=0)
 
 
-@functools.partial(jax.jit, static_argnames=("count", "dtype"))
-def read_pages(pool: Pool, first: Int[Array, ""], *, count: int, dtype: str) -> Float[Array, "{count} L B K planes p W"]:
-    """Returns `count` pages of all layers on the device."""
-    return decode(read_bits(pool, first, count=count), dtype)
-
-
-@functools.partial(jax.jit, static_argnames="count")
-def read_bits(pool: Pool, first: Int[Array, ""], *, count: int) -> UInt[Array, "{count} L B K planes rows W"]:
-    """Returns `count` pages of all layers as they stand in the pool, on the device."""
+@jax.jit
+def read_extent(pool: Pool, extent: Int[Array, ""]) -> UInt[Array, "L 64 K planes rows W"]:
+    """Returns one extent as it stands in the pool, on the device."""
     zero = jax.device_put(jnp.int32(0), memory.HOST)
-    start = (jax.device_put(first, memory.HOST), *(zero,) * (pool.ndim - 1))
-    return jax.device_put(lax.dynamic_slice(pool, start, (count, *pool.shape[1:])), memory.DEVICE)
+    start = (jax.device_put(extent, memory.HOST), *(zero,) * (pool.ndim - 1))
+    return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), memory.DEVICE)[0]

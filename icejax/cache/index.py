@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policy import CacheSpec
+from icejax.cache.spec import CacheSpec
 
 
 class PageIndex(abc.ABC):

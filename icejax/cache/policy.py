@@ -14,65 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.host import PoolLayer
 from icejax.cache.slots import by_head
+from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.ops.attention import Attended, Scoring
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheSpec:
-    """The shapes of one layer's cache.
-
-    Attributes:
-        head_dim: channels of queries and keys.
-        value_dim: channels of values.
-        latent: whether values are the first `value_dim` channels of the keys, as in multi-head latent attention, so that
-            nothing but keys needs to be kept.
-        prompt_capacity: tokens a padded prompt may have.
-        new_capacity: tokens that may be generated after it.
-        dtype: dtype of keys and values, by name.
-    """
-
-    batch_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    prompt_capacity: int
-    new_capacity: int
-    dtype: str
-    latent: bool = False
-
-    @property
-    def capacity(self) -> int:
-        """Tokens of prompt and generation together."""
-        return self.prompt_capacity + self.new_capacity
-
-    @property
-    def planes(self) -> tuple[int, ...]:
-        """Channels of every plane, which is what is kept of a token: its key, and its value unless the key holds it."""
-        return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSpec:
-    """What a layer keeps in the host pool.
-
-    Attributes:
-        pages: pages it can need.
-        page_size: slots of a page.
-        unit: slots that are fetched at once: those of a page, or 1.
-        planes: vectors per slot: keys and values are 2, keys alone 1.
-        dtype: of the pages, by name.
-        leaving: newest tokens that stand on the device on their way to the pool.
-        compact_every: decoded tokens after which their pages are packed anew; 0: never.
-    """
-
-    pages: int
-    page_size: int
-    unit: int
-    planes: int
-    dtype: str
-    leaving: int
-    compact_every: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -80,34 +23,52 @@ class PoolSpec:
 class Lengths:
     """How far a cache has come; kept once for all layers.
 
+    The clock is one for all rows, so that the pages of all become full at the same step. A row may join at any step: one of
+    100 tokens that joins when the clock stands at 40 has its origin at 60.
+
     Attributes:
-        prompt: tokens of each row's prompt.
-        decoded: tokens decoded since the prompt, the same for all rows.
-        pages: pages of the pool in use, the same for all rows, heads and layers.
+        origin: tokens of each row so far, less the clock; below 0 for a short text that joined late.
+        joined: tokens that each row had when it joined, all of which stood where a prompt leaves them.
+        clock: steps of the batch.
+        pages: the page of the pool that the newest tokens will fill, the same for all rows, heads and layers.
     """
 
-    prompt: jax.Array  # i32[B]
-    decoded: jax.Array  # i32[]
+    origin: jax.Array  # i32[B]
+    joined: jax.Array  # i32[B]
+    clock: jax.Array  # i32[]
     pages: jax.Array  # i32[]
+
+    @classmethod
+    def of(cls, tokens: Int[Array, " B"], pages: Int[Array, ""] | int = 0) -> Lengths:
+        """Returns those behind texts, of which no token has been decoded."""
+        # Buffers of their own, as a step takes the state: one may not be given away twice.
+        return cls(tokens, jnp.copy(tokens), jnp.int32(0), jnp.asarray(pages, jnp.int32))
 
     @classmethod
     def none(cls, batch: int) -> Lengths:
         """Returns those of an empty cache."""
-        return cls(jnp.zeros(batch, jnp.int32), jnp.int32(0), jnp.int32(0))
+        return cls.of(jnp.zeros(batch, jnp.int32))
 
     @property
     def seen(self) -> Int[Array, " B"]:
         """Tokens of each row so far: the position of the token that comes next."""
-        return self.prompt + self.decoded
+        return self.origin + self.clock
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The device part of a cache: one state per layer, each of the shape its policy made it."""
+    """The device part of a cache.
+
+    Attributes:
+        layers: a state of each, of the shape its policy made it.
+        lengths: how far it has come.
+        table: the extents of the pool that every row has; None without a pool.
+    """
 
     layers: tuple[Any, ...]
     lengths: Lengths
+    table: jax.Array | None = None  # i32[B, X]
 
 
 @functools.partial(jax.tree_util.register_dataclass, meta_fields=["scoring"], data_fields=["q", "k", "v", "new"])
@@ -266,7 +227,7 @@ class CachePolicy(abc.ABC):
         def one(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
             state, attended = carry
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
-            lengths = Lengths(view.lengths.seen + i, jnp.int32(0), view.lengths.pages)
+            lengths = Lengths.of(view.lengths.seen + i, view.lengths.pages)
             token = Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scoring)
             found = self.decode(state, token, replace(view, lengths=lengths))
             there = i < heads.new

@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
-from icejax.cache.policy import CachePolicy, CacheSpec, Heads, View
+from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Found, Retrieval, of_query_heads
+from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
 from icejax.errors import InputError
 from icejax.ops.attention import products

@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.blocks import attend_pages
 from icejax.cache.index import PageIndex
 from icejax.cache.page_format import stacked
-from icejax.cache.policy import CachePolicy, CacheSpec, Heads, Lengths, Outcome, PoolSpec, Report, Shared, View
+from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
 from icejax.cache.slots import joined, per_head
+from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Planes, Window, WindowState
 from icejax.errors import InputError
 from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
@@ -164,7 +165,7 @@ class Retrieval(CachePolicy):
         return PagedState(self.window_of.init(spec), index, ids, weights, held, none)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        lengths = replace(view.lengths, prompt=heads.new)
+        lengths = Lengths.of(heads.new)
         window, middle = self.window_of.after_prompt(heads.planes(len(state.window.sinks)), lengths)
         pages, described, shared = self._packed(*middle, view.shared)
         return Outcome(

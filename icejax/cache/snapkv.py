@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Group, Slots, grouped
-from icejax.cache.policy import CacheSpec, Heads, View
+from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
+from icejax.cache.spec import CacheSpec
 from icejax.errors import InputError
 from icejax.ops.attention import Attended
 from icejax.ops.observed import observed

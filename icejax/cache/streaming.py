@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots
-from icejax.cache.policy import CacheSpec, Heads, View
+from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart, by_head, joined
+from icejax.cache.spec import CacheSpec
 from icejax.errors import InputError, quoted
 from icejax.ops.attention import Attended
 from icejax.ranges import whole

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policy import CacheSpec, Heads, Lengths
+from icejax.cache.policy import Heads, Lengths
 from icejax.cache.slots import per_head, take
+from icejax.cache.spec import CacheSpec
 
 Planes = tuple[Float[Array, "B K T _"], ...]  # keys and values, or keys alone of a latent layer
 Tokens = tuple[Planes, Bool[Array, "B T"]]  # on their way to pages, and which of them there are
@@ -69,23 +70,27 @@ class Window:
 
     def start(self, lengths: Lengths) -> Int[Array, "B 1"]:
         """Position of the window's first slot; below the sinks' end for short prompts."""
-        left = lengths.decoded // self.page_size * self.page_size
-        return lengths.prompt[:, None] - self.fill + left
+        return (lengths.seen - lengths.clock % self.page_size)[:, None] - self.fill
 
     def positions(self, lengths: Lengths) -> Int[Array, "B {self.slots}"]:
         """Position of every slot of the window."""
         return self.start(lengths) + jnp.arange(self.slots)[None, :]
 
+    def first(self, state: WindowState, lengths: Lengths) -> Int[Array, "B 1"]:
+        """Position of the first token that was ever in the window: those before are sinks, or in pages since the row joined."""
+        return jnp.maximum(state.num_sinks, lengths.joined - self.fill)[:, None]
+
     def masks(
         self, state: WindowState, lengths: Lengths, *, seen: Int[Array, " B"]
     ) -> tuple[Bool[Array, "B {self.sinks}"], Bool[Array, "B {self.slots}"]]:
         """Returns which slots of the sinks and of the window hold a token when `seen` tokens have come."""
-        recent, sinks = self.positions(lengths), state.num_sinks[:, None]
-        return jnp.arange(self.sinks)[None, :] < sinks, (recent >= sinks) & (recent < seen[:, None])
+        recent = self.positions(lengths)
+        sinks = jnp.arange(self.sinks)[None, :] < state.num_sinks[:, None]
+        return sinks, (recent >= self.first(state, lengths)) & (recent < seen[:, None])
 
     def after_prompt(self, planes: Planes, lengths: Lengths) -> tuple[WindowState, Tokens]:
         """Returns sinks and window of prompts, and what lies between."""
-        prompt = lengths.prompt[:, None]
+        prompt = lengths.seen[:, None]
         sinks, num_sinks = jnp.arange(self.sinks)[None, :], jnp.minimum(self.sinks, prompt)
         first = tuple(take(x, sinks, sinks < prompt) for x in planes)
         recent = self.positions(lengths)
@@ -98,7 +103,7 @@ class Window:
 
     def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
         """Returns the window with one more token."""
-        slot = self.fill + lengths.decoded % self.page_size
+        slot = self.fill + lengths.clock % self.page_size
         pairs = zip(state.newest, heads.planes(len(state.newest)), strict=True)
         newest = tuple(jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2) for old, new in pairs)
         return replace(state, newest=newest)
@@ -109,7 +114,7 @@ class Window:
         The window and the new tokens stand behind one another, by position: the newest stay.
         """
         start, sinks, seen = self.start(lengths), state.num_sinks[:, None], lengths.seen[:, None]
-        after = Lengths(lengths.seen + heads.new, jnp.zeros_like(lengths.decoded), lengths.pages)
+        after = Lengths.of(lengths.seen + heads.new)
 
         def at(positions: jax.Array, valid: jax.Array) -> Planes:
             old = positions < seen
@@ -118,8 +123,8 @@ class Window:
                 for window, x in zip(state.newest, heads.planes(len(state.newest)), strict=True)
             )
 
-        recent, first = self.positions(after), jnp.maximum(start, sinks)
-        newest = at(recent, (recent >= sinks) & (recent < after.prompt[:, None]))
+        recent, first = self.positions(after), jnp.maximum(start, self.first(state, lengths))
+        newest = at(recent, (recent >= sinks) & (recent < after.seen[:, None]))
         leaving = first + jnp.arange(heads.k.shape[1])[None, :]
         valid = leaving < self.start(after)
         return replace(state, newest=newest), (at(leaving, valid), valid)
@@ -132,7 +137,7 @@ class Window:
         # The first slot holds the position just before those that will start the next window.
         p = self.page_size
         position = self.positions(lengths)[:, :p] - p
-        count = jnp.minimum(p, p + position[:, :1] - state.num_sinks[:, None])  # the rest are sinks or before the start
+        count = jnp.minimum(p, p + position[:, :1] - self.first(state, lengths))  # the rest were never in the window
         slots = jnp.arange(p)[None, :]
         planes = tuple(take(x, slots + p - count, slots < count) for x in state.newest)
         return planes, per_head(slots < count, planes[0].shape[1])

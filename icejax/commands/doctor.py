@@ -33,7 +33,7 @@ def measure(name: str) -> dict[str, Any]:
     fault = fetch.fault(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
-    pool = host.allocate((PAGES, 1, 1, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
+    pool = host.allocate((PAGES // host.EXTENT, 1, host.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
     pool = jax.device_put(pool, memory.on_host())
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(BACKENDS[name]), []

@@ -1,0 +1,163 @@
+"""The decode step: one program over all layers, which chooses a token for every row of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from icejax import compiler
+from icejax.cache import host
+from icejax.cache.policy import Heads, KVCache, Lengths, Shared, View
+from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.plan import Plan
+from icejax.sampling import Samplings, choose, folded
+from icejax.walk import Place, walk
+
+NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """All that changes from step to step, but for the pool.
+
+    Attributes:
+        cache: the device part of the cache.
+        last_tokens: the newest token of every row, not yet in the cache.
+        done: rows that have ended; they go on with their last token, which is not to be read.
+        key: every row's own random key.
+        began: tokens of each row before the first that was chosen with it: draws are told apart by how many tokens are behind
+            it, and do not depend on when the row joined a batch.
+        sampling: how each row chooses its tokens; None where all take the most likely one as it is.
+        seen: which tokens the text holds; None unless a row has a repetition penalty.
+    """
+
+    cache: KVCache
+    last_tokens: jax.Array  # i32[B]
+    done: jax.Array  # bool[B]
+    key: jax.Array  # key[B]
+    began: jax.Array  # i32[B]
+    sampling: Samplings | None = None
+    seen: jax.Array | None = None  # bool[B, V]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """What a decode step brought.
+
+    Attributes:
+        tokens_and_pages: the chosen tokens or NOT_FINITE, the pages (single slots where the policy finds those) attended to
+            exactly, those brought from the host and those needed, over layers and KV heads: one array, for one transfer.
+        logits: of the chosen tokens.
+    """
+
+    tokens_and_pages: jax.Array  # i32[4, B]
+    logits: jax.Array  # f32[B, V]
+
+
+def chosen(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
+    """Puts the next token of every row that has not ended into the state."""
+    keys = folded(state.key, state.cache.lengths.seen - state.began)
+    tokens = choose(logits, state.sampling, keys=keys, seen=state.seen)
+    # As an index it would be that of the last token; the caller is to stop before anything comes of it.
+    tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
+    tokens = jnp.where(state.done, state.last_tokens, tokens)
+    ended = jnp.isin(tokens, jnp.asarray(plan.eos_token_ids, jnp.int32)) if plan.eos_token_ids else jnp.zeros_like(state.done)
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, seen=seen)
+
+
+def view_of(layer: DecoderLayer, lengths: Lengths, pages: host.PoolLayer | None, shared: Shared | None, guess=None) -> View:
+    """Returns what a layer's policy may look at."""
+    return View(lengths, pages, shared, guess, layer.turn, layer.project)
+
+
+class Decoding:
+    """The decode programs of one model and plan. Weights are passed flat: walking a module takes longer than a step.
+
+    Attributes:
+        model: the model.
+        clock: steps since the prompt, as the state of the next step has them.
+    """
+
+    def __init__(self, model: CausalLM, plan: Plan) -> None:
+        graph, state = nnx.split(model)
+        self._leaves, tree = jax.tree.flatten(state)
+        self._programs = _programs(graph, tree, plan)
+        self.model, self._plan = model, plan
+        self.clock = 0
+
+    def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
+        """Puts `last_tokens` into the cache and chooses the next; returns state, what the step brought, and pool.
+
+        Donates `state`, and, when a window page is full and goes to the pool, `pool`.
+        """
+        step, flush, flushed, compact = self._programs
+        state, brought = step(self._leaves, state, pool)
+        self.clock += 1
+        if self._plan.page_size and self.clock % self._plan.page_size == 0:
+            pages, news, at = flush(state.cache)
+            pool = host.write_pages(pool, pages, state.cache.table, at)
+            state = dataclasses.replace(state, cache=flushed(state.cache, news))
+        if self._plan.compact_every and self.clock % self._plan.compact_every == 0:
+            cache, pages, at = compact(state.cache, pool)
+            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, cache.table, at)
+        return state, brought, pool
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=compiler.OPTIONS.get(plan.platform))
+    def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
+        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        lengths = state.cache.lengths
+        where = lengths.seen[:, None], lengths.seen + 1
+
+        def run(layer: DecoderLayer, x: jax.Array, at: Place):
+            guess = None if at.before is None else lambda: layer.enter(at.before, *where)[0]
+            heads = Heads(*layer.enter(x, *where), jnp.ones_like(state.last_tokens), layer.scoring)
+            view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
+            found = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
+            return layer.leave(x, found.attended.out), found.state, found.shared or at.shared
+
+        outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
+        logits = model.logits(outputs[-1])[:, 0]
+        cache = KVCache(states, dataclasses.replace(lengths, clock=lengths.clock + 1), state.cache.table)
+        state = chosen(logits, dataclasses.replace(state, cache=cache), plan)
+        pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
+        pages = sum((plan.policies[i].report(states[i], cache.lengths).found for i in plan.pooled), pages)
+        return state, Step(jnp.concatenate([state.last_tokens[None], pages]), logits)
+
+    @jax.jit
+    def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
+        found = [plan.policies[i].flush(cache.layers[i], cache.lengths) for i in plan.pooled]
+        return jnp.stack([page for page, _ in found])[None], [news for _, news in found], cache.lengths.pages
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def flushed(cache: KVCache, news: list) -> KVCache:
+        states = list(cache.layers)
+        for i, layer_news in zip(plan.pooled, news, strict=True):
+            states[i] = plan.policies[i].flushed(states[i], layer_news, cache.lengths)
+        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1), cache.table)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
+        states, packed, shared = list(cache.layers), [], None
+        count = plan.compact_every // plan.page_size
+        first = cache.lengths.pages - count
+        for i in plan.pooled:
+            newest = plan.pages(i, pool, cache.table).run(first, count)
+            found = plan.policies[i].compact(states[i], newest, View(cache.lengths, shared=shared))
+            states[i], shared = found.state, found.shared or shared
+            packed.append(found.pages)
+        return KVCache(tuple(states), cache.lengths, cache.table), jnp.stack(packed, axis=1), first
+
+    return step, flush, flushed, compact
