@@ -12,6 +12,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from icejax import inference
 from icejax.config import ModelConfig
+from icejax.decoding import Decoding
 from tests import families, tolerances
 from tests.policies import POLICIES
 from tests.run import all_logits, plan_for
@@ -55,7 +56,7 @@ def test_prefill_decode_and_extend_equal_transformers(models, row):
     policy = row.exact(len(tokens))
     close(all_logits(ours, tokens[:PROMPT], policy), expected[:PROMPT])
     plan = plan_for(ours, policy, [tokens[:PROMPT]], 1000)
-    decoding = inference.Decoding(ours, plan)
+    decoding = Decoding(ours, plan)
     state, step, pool = inference.prefill(ours, [tokens[:PROMPT]], plan)
     at = PROMPT
     for more in (EXTENDED, 0):
@@ -68,5 +69,5 @@ def test_prefill_decode_and_extend_equal_transformers(models, row):
         if more:
             assert plan.room_for(more, pages=int(state.cache.lengths.pages))
             state, step, pool = inference.extend(ours, tokens[at : at + more], plan, state, pool)
-            decoding.decoded, at = 0, at + more
+            decoding.clock, at = 0, at + more
     assert at == len(tokens)
