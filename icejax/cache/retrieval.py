@@ -290,5 +290,5 @@ class Retrieval(CachePolicy):
         pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
         slots = sum(mask.sum(1) for mask in masks) * state.window.sinks_k.shape[1]
-        described = (state.index, state.window.num_sinks, state.page_ids, state.weights, state.fetched)
+        described = (state.index, state.window.first, state.page_ids, state.weights, state.fetched)
         return Report(pages, slots, sum(x.nbytes for x in jax.tree.leaves(described)))

@@ -13,7 +13,7 @@ end, and its first slots are empty.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,13 @@ class WindowState:
     """Keys (after RoPE) and values of sinks and window.
 
     Attributes:
-        num_sinks: sinks of each row; a prompt may be shorter.
+        first: position of the first token of each row that was ever in the window. Those before are sinks, of which a short
+            prompt has fewer, or have been in pages since the row joined its batch.
         sinks_k, sinks_v: the first tokens.
         window_k, window_v: the newest tokens, oldest first.
     """
 
-    num_sinks: jax.Array  # i32[B]
+    first: jax.Array  # i32[B]
     sinks_k: jax.Array  # dtype[B, K, sinks, H]
     sinks_v: jax.Array
     window_k: jax.Array  # dtype[B, K, slots, H]
@@ -76,17 +77,12 @@ class Window:
         """Position of every slot of the window."""
         return self.start(lengths) + jnp.arange(self.slots)[None, :]
 
-    def first(self, state: WindowState, lengths: Lengths) -> Int[Array, "B 1"]:
-        """Position of the first token that was ever in the window: those before are sinks, or in pages since the row joined."""
-        return jnp.maximum(state.num_sinks, lengths.joined - self.fill)[:, None]
-
     def masks(
         self, state: WindowState, lengths: Lengths, *, seen: Int[Array, " B"]
     ) -> tuple[Bool[Array, "B {self.sinks}"], Bool[Array, "B {self.slots}"]]:
         """Returns which slots of the sinks and of the window hold a token when `seen` tokens have come."""
-        recent = self.positions(lengths)
-        sinks = jnp.arange(self.sinks)[None, :] < state.num_sinks[:, None]
-        return sinks, (recent >= self.first(state, lengths)) & (recent < seen[:, None])
+        recent, first = self.positions(lengths), state.first[:, None]
+        return jnp.arange(self.sinks)[None, :] < first, (recent >= first) & (recent < seen[:, None])
 
     def after_prompt(
         self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], lengths: Lengths
@@ -111,14 +107,14 @@ class Window:
             jax.lax.dynamic_update_slice_in_dim(old, by_head(new), slot, axis=2)
             for old, new in ((state.window_k, heads.k), (state.window_v, heads.v))
         )
-        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
+        return replace(state, window_k=k, window_v=v)
 
     def extended(self, state: WindowState, heads: Heads, lengths: Lengths) -> tuple[WindowState, Tokens]:
         """Returns the window after more text, and the tokens that leave it.
 
         The window and the new tokens stand behind one another, by position: the newest stay.
         """
-        start, sinks, seen = self.start(lengths), state.num_sinks[:, None], lengths.seen[:, None]
+        start, first, seen = self.start(lengths), state.first[:, None], lengths.seen[:, None]
         after = Lengths.of(lengths.seen + heads.new)
 
         def at(positions: jax.Array, valid: jax.Array):
@@ -128,11 +124,11 @@ class Window:
                 for window, x in ((state.window_k, heads.k), (state.window_v, heads.v))
             )
 
-        recent, first = self.positions(after), jnp.maximum(start, self.first(state, lengths))
-        window_k, window_v = at(recent, (recent >= sinks) & (recent < after.seen[:, None]))
-        leaving = first + jnp.arange(heads.k.shape[1])[None, :]
+        recent = self.positions(after)
+        window_k, window_v = at(recent, (recent >= first) & (recent < after.seen[:, None]))
+        leaving = jnp.maximum(start, first) + jnp.arange(heads.k.shape[1])[None, :]
         valid = leaving < self.start(after)
-        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, window_k, window_v), (*at(leaving, valid), valid)
+        return replace(state, window_k=window_k, window_v=window_v), (*at(leaving, valid), valid)
 
     def oldest(
         self, state: WindowState, lengths: Lengths
@@ -144,7 +140,7 @@ class Window:
         # The first slot holds the position just before those that will start the next window.
         p = self.page_size
         position = self.positions(lengths)[:, :p] - p
-        count = jnp.minimum(p, p + position[:, :1] - self.first(state, lengths))  # the rest were never in the window
+        count = jnp.minimum(p, p + position[:, :1] - state.first[:, None])  # the rest were never in the window
         slots = jnp.arange(p)[None, :]
         k, v = (take(x, slots + p - count, slots < count) for x in (state.window_k, state.window_v))
         return k, v, per_head(slots < count, k.shape[1])
@@ -153,4 +149,4 @@ class Window:
         """Returns the window after that page has left it."""
         p = self.page_size
         k, v = (jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in (state.window_k, state.window_v))
-        return WindowState(state.num_sinks, state.sinks_k, state.sinks_v, k, v)
+        return replace(state, window_k=k, window_v=v)
