@@ -78,9 +78,8 @@ def prefill(
     logits = _last_logits(model, x, prompt_lengths)
     cache = KVCache(tuple(states), Lengths.of(prompt_lengths, written), table)
     none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
-    state = DecodeState(
-        cache, none, none > 0, keys, jnp.copy(prompt_lengths), *row_options(sampling, prompts, model.config.vocab_size)
-    )
+    own = row_options(sampling, prompts, model.config.vocab_size)
+    state = DecodeState(cache, none, none > 0, keys, jnp.copy(prompt_lengths), *own)
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool

@@ -28,21 +28,18 @@ class Lengths:
 
     Attributes:
         origin: tokens of each row so far, less the clock; below 0 for a short text that joined late.
-        joined: tokens that each row had when it joined, all of which stood where a prompt leaves them.
         clock: steps of the batch.
         pages: the page of the pool that the newest tokens will fill, the same for all rows, heads and layers.
     """
 
     origin: jax.Array  # i32[B]
-    joined: jax.Array  # i32[B]
     clock: jax.Array  # i32[]
     pages: jax.Array  # i32[]
 
     @classmethod
     def of(cls, tokens: Int[Array, " B"], pages: Int[Array, ""] | int = 0) -> Lengths:
         """Returns those behind texts, of which no token has been decoded."""
-        # Buffers of their own, as a step takes the state: one may not be given away twice.
-        return cls(tokens, jnp.copy(tokens), jnp.int32(0), jnp.asarray(pages, jnp.int32))
+        return cls(tokens, jnp.int32(0), jnp.asarray(pages, jnp.int32))
 
     @classmethod
     def none(cls, batch: int) -> Lengths:

@@ -287,5 +287,5 @@ class Retrieval(CachePolicy):
         found = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
         slots = sum(mask.sum(1) for mask in masks) * state.window.sinks[0].shape[1]
-        described = (state.index, state.window.num_sinks, state.ids, state.weights, state.fetched)
+        described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
         return Report(found, slots, sum(x.nbytes for x in jax.tree.leaves(described)))

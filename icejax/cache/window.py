@@ -33,12 +33,13 @@ class WindowState:
     """Keys (after RoPE) of sinks and window, and their values; of a latent layer keys alone, which hold the values.
 
     Attributes:
-        num_sinks: sinks of each row; a prompt may be shorter.
+        first: position of the first token of each row that was ever in the window. Those before are sinks, of which a short
+            prompt has fewer, or have been in pages since the row joined its batch.
         sinks: planes of the first tokens.
         newest: planes of the newest tokens, oldest first.
     """
 
-    num_sinks: jax.Array  # i32[B]
+    first: jax.Array  # i32[B]
     sinks: tuple[jax.Array, ...]  # dtype[B, K, sinks, H], and dtype[B, K, sinks, Hv]
     newest: tuple[jax.Array, ...]  # dtype[B, K, slots, H], and dtype[B, K, slots, Hv]
 
@@ -76,30 +77,25 @@ class Window:
         """Position of every slot of the window."""
         return self.start(lengths) + jnp.arange(self.slots)[None, :]
 
-    def first(self, state: WindowState, lengths: Lengths) -> Int[Array, "B 1"]:
-        """Position of the first token that was ever in the window: those before are sinks, or in pages since the row joined."""
-        return jnp.maximum(state.num_sinks, lengths.joined - self.fill)[:, None]
-
     def masks(
         self, state: WindowState, lengths: Lengths, *, seen: Int[Array, " B"]
     ) -> tuple[Bool[Array, "B {self.sinks}"], Bool[Array, "B {self.slots}"]]:
         """Returns which slots of the sinks and of the window hold a token when `seen` tokens have come."""
-        recent = self.positions(lengths)
-        sinks = jnp.arange(self.sinks)[None, :] < state.num_sinks[:, None]
-        return sinks, (recent >= self.first(state, lengths)) & (recent < seen[:, None])
+        recent, first = self.positions(lengths), state.first[:, None]
+        return jnp.arange(self.sinks)[None, :] < first, (recent >= first) & (recent < seen[:, None])
 
     def after_prompt(self, planes: Planes, lengths: Lengths) -> tuple[WindowState, Tokens]:
         """Returns sinks and window of prompts, and what lies between."""
         prompt = lengths.seen[:, None]
         sinks, num_sinks = jnp.arange(self.sinks)[None, :], jnp.minimum(self.sinks, prompt)
-        first = tuple(take(x, sinks, sinks < prompt) for x in planes)
+        early = tuple(take(x, sinks, sinks < prompt) for x in planes)
         recent = self.positions(lengths)
         there = (recent >= num_sinks) & (recent < prompt)
         newest = tuple(take(x, recent, there) for x in planes)
         # A page of the window is left free, so that pages leave it at the same step in all rows.
         middle = jnp.arange(planes[0].shape[2])[None, :] + self.sinks
         valid = middle < self.start(lengths)
-        return WindowState(num_sinks[:, 0], first, newest), (tuple(take(x, middle, valid) for x in planes), valid)
+        return WindowState(num_sinks[:, 0], early, newest), (tuple(take(x, middle, valid) for x in planes), valid)
 
     def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
         """Returns the window with one more token."""
@@ -113,7 +109,7 @@ class Window:
 
         The window and the new tokens stand behind one another, by position: the newest stay.
         """
-        start, sinks, seen = self.start(lengths), state.num_sinks[:, None], lengths.seen[:, None]
+        start, first, seen = self.start(lengths), state.first[:, None], lengths.seen[:, None]
         after = Lengths.of(lengths.seen + heads.new)
 
         def at(positions: jax.Array, valid: jax.Array) -> Planes:
@@ -123,9 +119,9 @@ class Window:
                 for window, x in zip(state.newest, heads.planes(len(state.newest)), strict=True)
             )
 
-        recent, first = self.positions(after), jnp.maximum(start, self.first(state, lengths))
-        newest = at(recent, (recent >= sinks) & (recent < after.seen[:, None]))
-        leaving = first + jnp.arange(heads.k.shape[1])[None, :]
+        recent = self.positions(after)
+        newest = at(recent, (recent >= first) & (recent < after.seen[:, None]))
+        leaving = jnp.maximum(start, first) + jnp.arange(heads.k.shape[1])[None, :]
         valid = leaving < self.start(after)
         return replace(state, newest=newest), (at(leaving, valid), valid)
 
@@ -137,7 +133,7 @@ class Window:
         # The first slot holds the position just before those that will start the next window.
         p = self.page_size
         position = self.positions(lengths)[:, :p] - p
-        count = jnp.minimum(p, p + position[:, :1] - self.first(state, lengths))  # the rest were never in the window
+        count = jnp.minimum(p, p + position[:, :1] - state.first[:, None])  # the rest were never in the window
         slots = jnp.arange(p)[None, :]
         planes = tuple(take(x, slots + p - count, slots < count) for x in state.newest)
         return planes, per_head(slots < count, planes[0].shape[1])
