@@ -230,7 +230,7 @@ class CachePolicy(abc.ABC):
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec) -> Any:
-        """Returns the empty state of a layer: a pytree whose arrays have the batch as their first axis."""
+        """Returns the empty state of a layer: a pytree whose arrays have rows, or rows and KV heads, as their first axis."""
 
     @abc.abstractmethod
     def prefill(self, state: Any, heads: Heads, attended: Attended, view: View) -> Outcome:
@@ -246,8 +246,7 @@ class CachePolicy(abc.ABC):
     def extend(self, state: Any, heads: Heads, view: View) -> Outcome:
         """Appends more text behind a cache.
 
-        Here token by token, as if it were decoded, for policies that keep nothing in the pool. The first axis of every array
-        of their state are rows, or rows and KV heads.
+        Here token by token, as if it were decoded, for policies that keep nothing in the pool.
         """
         batch, _, num_heads, size = heads.q.shape
 
@@ -268,6 +267,11 @@ class CachePolicy(abc.ABC):
         nothing = Attended(jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:3]))
         state, attended = jax.lax.fori_loop(0, heads.new.max(), one, (state, nothing))
         return Outcome(state, attended)
+
+    def joining(self, state: Any, lengths: Lengths, clock: Int[Array, ""]) -> Any:
+        """Returns the state of rows right after their prompts for a batch whose clock stands at `clock`."""
+        del lengths, clock
+        return state
 
     @abc.abstractmethod
     def report(self, state: Any, lengths: Lengths) -> Report:

@@ -285,6 +285,9 @@ class Retrieval(CachePolicy):
         state = replace(state, index=index, page_ids=jnp.full_like(state.page_ids, NO_PAGE))
         return Outcome(state, pages=pages, shared=shared)
 
+    def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:
+        return replace(state, window=self.window_of.joining(state.window, lengths, clock))
+
     def report(self, state: PagedState, lengths: Lengths) -> Report:
         selected, needed = (state.weights > 0).any(-1), state.page_ids != NO_PAGE
         pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])

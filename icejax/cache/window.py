@@ -100,6 +100,12 @@ class Window:
         state = WindowState(num_sinks[:, 0], sinks_k, sinks_v, window_k, window_v)
         return state, (take(k, middle, valid), take(v, middle, valid), valid)
 
+    def joining(self, state: WindowState, lengths: Lengths, clock: Int[Array, ""]) -> WindowState:
+        """Returns the window of rows right after their prompts where that of a batch stands whose clock is at `clock`."""
+        k, v = (jnp.roll(x, clock % self.page_size, axis=2) for x in (state.window_k, state.window_v))
+        first = jnp.maximum(state.first, lengths.seen - self.fill)
+        return replace(state, first=first, window_k=k, window_v=v)
+
     def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
         """Returns the window with one more token."""
         slot = self.fill + lengths.clock % self.page_size
