@@ -146,7 +146,9 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         states = list(cache.layers)
         for i, layer_news in zip(plan.pooled, news, strict=True):
             states[i] = plan.policies[i].flushed(states[i], layer_news, cache.lengths)
-        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=cache.lengths.pages + 1), cache.table)
+        pages = cache.lengths.pages + 1
+        pages = jnp.where(pages < plan.pool.pages, pages, plan.prompt_pages)  # over and over, as rows come and go
+        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=pages), cache.table)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:

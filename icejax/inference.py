@@ -23,7 +23,7 @@ from icejax.cache.spec import CacheSpec
 from icejax.decoding import DecodeState, Step, chosen, view_of
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention import Attended
-from icejax.plan import Plan
+from icejax.plan import Plan, ladder
 from icejax.sampling import Sampling, folded, row_keys, row_options
 from icejax.walk import Place, exact, walk
 
@@ -37,6 +37,7 @@ def prefill(
     draws: Sequence[tuple[int, int]] | None = None,
     progress: Callable[[int], None] | None = None,
     host_memory_limit: int | None = None,
+    into: tuple[jax.Array, np.ndarray] | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Runs the prompts and chooses the first new token.
 
@@ -47,6 +48,7 @@ def prefill(
             and the row's place.
         progress: called with the number of layers done.
         host_memory_limit: bytes of host memory that the pool may take; None: what is free.
+        into: a pool that there is already, which is taken, and the extents in it that are the prompts', i32[B, X].
 
     Returns:
         The state to decode from, what the prompt brought (no pages), and the pool.
@@ -56,13 +58,17 @@ def prefill(
     """
     pool = table = None
     if plan.pooled:
-        count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
-        pool, table = host.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit), jnp.asarray(table)
-    tokens = np.zeros((len(prompts), plan.spec.prompt_capacity), np.int32)
+        if into is None:
+            count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
+            pool = host.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit)
+        else:
+            pool, table = into
+        table = jnp.asarray(table)
+    tokens = np.zeros((len(prompts), min(plan.spec.prompt_capacity, ladder(max(map(len, prompts))))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
-    states, written = [], 0
+    states = []
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
         return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
@@ -70,13 +76,13 @@ def prefill(
     for i, (x, (state, pages)) in enumerate(walk(model, _embed(model, jnp.asarray(tokens)), run)):
         states.append(state)
         if pages is not None:
-            written, together = len(pages), math.gcd(len(pages), host.EXTENT)
+            together = math.gcd(len(pages), host.EXTENT)
             pool = host.write_pages(pool, pages[:, None], table, 0, plan.pooled.index(i), together=together)
         x.block_until_ready()  # or the pages of many layers would wait for the host on the device
         if progress is not None:
             progress(i + 1)
     logits = _last_logits(model, x, prompt_lengths)
-    cache = KVCache(tuple(states), Lengths.of(prompt_lengths, written), table)
+    cache = KVCache(tuple(states), Lengths.of(prompt_lengths, plan.prompt_pages), table)
     none, keys = jnp.zeros(len(prompts), jnp.int32), row_keys(draws or [(0, i) for i in range(len(prompts))])
     own = row_options(sampling, prompts, model.config.vocab_size)
     state = DecodeState(cache, none, none > 0, keys, jnp.copy(prompt_lengths), *own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -65,9 +66,19 @@ class Plan:
         return planes * (rows if self.pool.unit == self.page_size else 1) * width * bits_dtype(self.pool_dtype).itemsize
 
     @property
+    def prompt_pages(self) -> int:
+        """Pages that a prompt may have, behind which those of new tokens come; 0 without a pool."""
+        return self.spec.prompt_capacity // self.page_size if self.pool else 0
+
+    @property
+    def growth_pages(self) -> int:
+        """Pages for new tokens, which are filled over and over again in a batch where rows come and go."""
+        return self.pool.pages - self.prompt_pages if self.pool else 0
+
+    @property
     def compact_every(self) -> int:
-        """Decoded tokens after which their pages are packed anew; 0: never."""
-        return self.pool.compact_every if self.pool else 0
+        """Decoded tokens after which their pages are packed anew; 0: never, as where there is no room for so many."""
+        return self.pool.compact_every if self.pool and self.pool.compact_every <= self.spec.new_capacity else 0
 
     def pages(
         self, layer: int, pool: jax.Array | None, table: jax.Array | None, ended: jax.Array | None = None
@@ -81,9 +92,9 @@ class Plan:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
         return ladder(tokens + (self.pool.leaving if self.pool else 0))
 
-    def room_for(self, tokens: int, *, pages: int) -> bool:
-        """Says whether the pool can take new tokens behind `pages` pages."""
-        return self.pool is None or pages + self.padded(tokens) // self.page_size <= self.pool.pages
+    def room_for(self, tokens: int, answer: int, *, pages: int) -> bool:
+        """Says whether the pool can take new tokens and an answer to them behind `pages` pages."""
+        return self.pool is None or pages + (self.padded(tokens) + answer) // self.page_size < self.pool.pages
 
     @property
     def pool_dtype(self) -> str:
@@ -92,9 +103,9 @@ class Plan:
 
     def extents(self, tokens: int) -> np.ndarray:
         """Returns which extents a row needs whose prompt has so many tokens, bool[X], and as many new ones as there may be."""
-        prompt, most = self.spec.prompt_capacity // self.page_size, self.pool.pages
+        most = self.pool.pages
         # Few sizes, as of the prompts: the programs are compiled for the size of the pool.
-        return row_extents(ladder(tokens) // self.page_size, range(prompt, most), most=extents_for(most))
+        return row_extents(ladder(tokens) // self.page_size, range(self.prompt_pages, most), most=extents_for(most))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
         """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of so many extents, as wide as the widest plane."""
@@ -157,6 +168,9 @@ def make_plan(
     if any(p.turns for p in policies):
         for layer in config.layers:
             check_turn(layer.rope)
+    every = max((pool.compact_every for pool in (p.pool(spec) for p in policies) if pool is not None), default=0)
+    if spec.new_capacity > every > 0:  # whole rounds, as pages for new tokens are filled over and over
+        spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
     pools = {pool for pool in (p.pool(spec) for p in policies) if pool is not None}
     if len(pools) > 1:
         raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")

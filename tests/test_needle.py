@@ -11,6 +11,7 @@ from bench.needle import evaluate, export, language, stages, task
 from bench.needle.reader import Reader
 from icejax.generation import ASSETS
 from tests import families, tolerances
+from tests.layer import stored
 
 
 def facts_of(text: bytes) -> list[str]:
@@ -138,12 +139,12 @@ def test_questions_that_cross_a_compaction_leave_the_pages_as_they_were(bundled)
     reader = Reader(model, icejax.Clustered(budget=64, compact_every=32), prompt_tokens=800, new_tokens=64)
     reader.read(list(context.text))
     reader.continue_with(list(b"one and two and three and four"))  # 30 tokens: the page of the first 16 is in the pool
-    used = int(reader._state.cache.lengths.pages)
-    before = np.array(reader._pool)[:used]
+    table = reader._state.cache.table
+    before = stored(reader._pool, table)
     (question,) = context.questions
     first, second = (reader.ask(list(question.text.encode()), 6) for _ in range(2))
-    np.testing.assert_array_equal(np.asarray(reader._pool)[:used], before)
-    assert first == second
+    np.testing.assert_array_equal(stored(reader._pool, table), before)
+    assert before.any() and first == second
 
 
 def test_trigram_knows_what_it_was_shown():

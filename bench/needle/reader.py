@@ -7,14 +7,16 @@ import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import icejax
 from icejax import memory
+from icejax.cache import host
+from icejax.cache.extents import Extents, extents_for
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.plan import make_plan
+from icejax.rows import fork
 
 
 class Reader:
@@ -28,14 +30,21 @@ class Reader:
     def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
         self._model = model
         self._plan = make_plan(model, policy, batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-        self._decoding = Decoding(model, self._plan)
+        self._decoding, self._pool = Decoding(model, self._plan), None
+        if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
+            self._count = 2 * extents_for(self._plan.pool.pages) + 1
+            self._pool = host.allocate(self._plan.pool_shape(self._count), self._plan.pool_dtype)
+        self._extents = None
         self.seconds: list[float] = []
         self.turn_seconds: list[float] = []
 
     def read(self, prompt: Sequence[int]) -> None:
         """Prefills a new text."""
-        self._pool = None  # its memory is needed for the next one
-        self._state, _, self._pool = prefill(self._model, [prompt], self._plan)
+        into = None
+        if self._pool is not None:
+            self._extents = Extents(self._count)
+            into = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
+        self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into)
         self._decoding.clock = 0
 
     def continue_with(self, tokens: Sequence[int]) -> None:
@@ -48,12 +57,8 @@ class Reader:
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
         """Returns the `count` tokens the model chooses after a question; the text is then as it was before."""
-        kept, clock = jax.tree.map(jnp.copy, self._state), self._decoding.clock
-        # A fork may flush into the pool: its page lies past those of the text, and the next fork writes it anew. Only what
-        # sorts the text's own pages must not reach them.
-        pool, every = None, self._plan.compact_every
-        if every and (clock + len(question) - 1 + count) // every > clock // every:
-            pool = np.array(self._pool)
+        kept, clock = self._state, self._decoding.clock
+        self._state, self._pool = fork(kept, self._pool, self._extents, plan=self._plan)
         for token in question[:-1]:
             self._force(token)
         answer = [question[-1]]
@@ -61,9 +66,9 @@ class Reader:
             started = time.perf_counter()
             answer.append(self._force(answer[-1]))
             self.seconds.append(time.perf_counter() - started)
+        if self._pool is not None:
+            self._extents.give_back(np.asarray(self._state.cache.table))
         self._state, self._decoding.clock = kept, clock
-        if pool is not None:
-            self._pool = jax.device_put(pool, self._pool.sharding)
         return answer[1:]
 
     def _force(self, token: int) -> int:

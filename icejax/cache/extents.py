@@ -27,7 +27,7 @@ def row_extents(prompt: int, growth: range, *, most: int) -> Bool[np.ndarray, " 
 class Extents:
     """The extents of one pool, and how many rows have each."""
 
-    def __init__(self, count: int, *, nobodys: bool) -> None:
+    def __init__(self, count: int, *, nobodys: bool = True) -> None:
         self._users = np.zeros(count, np.int64)
         self._users[NOBODYS] = nobodys
 
@@ -48,6 +48,14 @@ class Extents:
         table[wanted] = np.flatnonzero(self._users == 0)[: wanted.sum()]
         self._users[table[wanted]] += 1
         return table
+
+    def share(self, table: Int[np.ndarray, "*B X"]) -> None:
+        """Counts one more row for every extent of a table; none of them is to be written any more."""
+        np.add.at(self._users, table[table != NOBODYS], 1)
+
+    def give_back(self, table: Int[np.ndarray, "*B X"]) -> None:
+        """Counts one row less for every extent of a table."""
+        np.subtract.at(self._users, table[table != NOBODYS], 1)
 
 
 def table_for(wanted: Bool[np.ndarray, "B X"]) -> tuple[int, Int[np.ndarray, "B X"]]:

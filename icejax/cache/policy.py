@@ -200,7 +200,7 @@ class CachePolicy(abc.ABC):
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec) -> Any:
-        """Returns the empty state of a layer: a pytree whose arrays have the batch as their first axis."""
+        """Returns the empty state of a layer: a pytree whose arrays have rows, or rows and KV heads, as their first axis."""
 
     @abc.abstractmethod
     def prefill(self, state: Any, heads: Heads, attended: Attended, view: View) -> Outcome:
@@ -216,8 +216,7 @@ class CachePolicy(abc.ABC):
     def extend(self, state: Any, heads: Heads, view: View) -> Outcome:
         """Appends more text behind a cache.
 
-        Here token by token, as if it were decoded, for policies that keep nothing in the pool. The first axis of every array
-        of their state are rows, or rows and KV heads.
+        Here token by token, as if it were decoded, for policies that keep nothing in the pool.
         """
         batch, tokens, num_heads, _ = heads.q.shape
 
@@ -241,6 +240,11 @@ class CachePolicy(abc.ABC):
         )
         state, attended = jax.lax.fori_loop(0, heads.new.max(), one, (state, nothing))
         return Outcome(state, attended)
+
+    def joining(self, state: Any, lengths: Lengths, clock: Int[Array, ""]) -> Any:
+        """Returns the state of rows right after their prompts for a batch whose clock stands at `clock`."""
+        del lengths, clock
+        return state
 
     @abc.abstractmethod
     def report(self, state: Any, lengths: Lengths) -> Report:

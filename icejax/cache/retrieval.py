@@ -282,6 +282,9 @@ class Retrieval(CachePolicy):
         state = replace(state, index=index, ids=jnp.full_like(state.ids, NOTHING))
         return Outcome(state, pages=pages, shared=shared)
 
+    def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:
+        return replace(state, window=self.window_of.joining(state.window, lengths, clock))
+
     def report(self, state: PagedState, lengths: Lengths) -> Report:
         selected, needed = (state.weights > 0).any(-1), state.ids != NOTHING
         found = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])

@@ -97,6 +97,12 @@ class Window:
         valid = middle < self.start(lengths)
         return WindowState(num_sinks[:, 0], early, newest), (tuple(take(x, middle, valid) for x in planes), valid)
 
+    def joining(self, state: WindowState, lengths: Lengths, clock: Int[Array, ""]) -> WindowState:
+        """Returns the window of rows right after their prompts where that of a batch stands whose clock is at `clock`."""
+        newest = tuple(jnp.roll(x, clock % self.page_size, axis=2) for x in state.newest)
+        first = jnp.maximum(state.first, lengths.seen - self.fill)
+        return replace(state, first=first, newest=newest)
+
     def append(self, state: WindowState, heads: Heads, lengths: Lengths) -> WindowState:
         """Returns the window with one more token."""
         slot = self.fill + lengths.clock % self.page_size

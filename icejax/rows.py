@@ -1,0 +1,140 @@
+"""Rows of a batch that decodes: one is put in or taken out at any step, and a run is forked; nothing copies the pool."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from icejax import memory
+from icejax.cache import host
+from icejax.cache.extents import NOBODYS, Extents, extents_for
+from icejax.cache.policy import KVCache, Lengths
+from icejax.decoding import DecodeState
+from icejax.plan import Plan
+from icejax.sampling import Sampling, Samplings, row_keys
+
+
+def nobody(plan: Plan) -> DecodeState:
+    """Returns the state of a batch in which no row lives yet."""
+    batch = plan.spec.batch_size
+    none = jnp.zeros(batch, jnp.int32)
+    lengths = Lengths.of(none, plan.prompt_pages)
+    table = jnp.full((batch, extents_for(plan.pool.pages)), NOBODYS, jnp.int32) if plan.pooled else None
+    layers = tuple(policy.init(plan.spec) for policy in plan.policies)
+    state = DecodeState(KVCache(layers, lengths, table), none, none == 0, row_keys([(0, 0)] * batch), none)
+    # Buffers of their own, as a step takes them all, and bound to the device as what it gives is.
+    return jax.device_put(jax.tree.map(jnp.copy, state), memory.device())
+
+
+def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:
+    """Returns the state of a batch with a row in the place `at`; what was there before is gone. Takes `state`.
+
+    The row goes on as it would alone. What it puts into the pool from now on goes into pages that become full with those of
+    the others; its first one holds only what came since.
+
+    Args:
+        row: a batch of one, of the capacities of `plan`, that was prefilled and has not decoded since.
+        plan: the batch's.
+    """
+    return _insert(*_alike(state, row), jnp.int32(at), plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
+def _insert(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
+    clock = state.cache.lengths.clock
+    joining = zip(plan.policies, row.cache.layers, strict=True)
+    layers = tuple(policy.joining(layer, row.cache.lengths, clock) for policy, layer in joining)
+    lengths = replace(row.cache.lengths, origin=row.cache.lengths.seen - clock)
+    row = replace(row, cache=replace(row.cache, layers=layers, lengths=lengths))
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, at * len(new), axis=0)
+
+    return _with(state, jax.tree.map(put, _by_row(state), _by_row(row)))
+
+
+@jax.jit
+def extract(state: DecodeState, at: Int[Array, ""] | int) -> DecodeState:
+    """Returns the row in the place `at` as a batch of one, which can go on alone; the batch's own is not to be read then."""
+    batch = len(state.done)
+
+    def taken(x: jax.Array) -> jax.Array:
+        size = len(x) // batch
+        return jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=0)
+
+    return _with(state, jax.tree.map(taken, _by_row(state)))
+
+
+def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
+    """Returns the state in which the row in the place `at` has ended, and gives its extents back."""
+    table = state.cache.table
+    if table is not None:
+        extents.give_back(np.asarray(table[at]))
+        table = table.at[at].set(NOBODYS)
+    return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))
+
+
+def fork(
+    state: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan
+) -> tuple[DecodeState, jax.Array | None]:
+    """Returns a second state that goes on from `state` in its own way, and the pool; takes the pool.
+
+    The two share the extents that neither will write any more, which are counted, and the pool, which is to be handed to
+    whichever takes its step, as the other left it. Copied are the extents that are still to be filled, or sorted by meaning.
+
+    Raises:
+        InputError: too few extents are free.
+    """
+    twin = jax.tree.map(jnp.copy, state)
+    if not plan.pooled:
+        return twin, pool
+    lengths, table = state.cache.lengths, np.asarray(state.cache.table)
+    pages, steps = int(lengths.pages), int(lengths.clock)
+    full = steps // plan.page_size
+    sorted_last = full % (plan.compact_every // plan.page_size) if plan.compact_every else 0
+    first = plan.prompt_pages if full >= plan.growth_pages else pages - sorted_last
+    start = first // host.EXTENT
+    mine = np.zeros(table.shape, bool)
+    mine[:, start:] = table[:, start:] != NOBODYS
+    own = extents.take(mine)
+    extents.share(table[:, :start])
+    own = np.where(mine, own, np.where(np.arange(table.shape[1]) < start, table, NOBODYS))
+    last = table.shape[1] if full >= plan.growth_pages else extents_for(pages)
+    for row, at in zip(*np.nonzero(mine[:, :last]), strict=True):
+        pool = host.write_extent(pool, host.read_extent(pool, jnp.int32(table[row, at])), jnp.int32(own[row, at]))
+    return replace(twin, cache=replace(twin.cache, table=jnp.asarray(own, jnp.int32))), pool
+
+
+def _by_row(state: DecodeState) -> tuple[Any, ...]:
+    """Returns what has rows, or rows and KV heads, as its first axis."""
+    cache = state.cache
+    own = state.last_tokens, state.done, state.key, state.began, state.sampling, state.seen
+    return cache.layers, cache.lengths.origin, cache.table, *own
+
+
+def _with(state: DecodeState, rows: tuple[Any, ...]) -> DecodeState:
+    """Returns a state with others of `_by_row`."""
+    layers, origin, table, *own = rows
+    return DecodeState(KVCache(layers, replace(state.cache.lengths, origin=origin), table), *own)
+
+
+def _alike(*states: DecodeState) -> list[DecodeState]:
+    """Returns states that all say how their rows sample, and what their texts hold, if one does."""
+    sampling = [x.sampling for x in states if x.sampling is not None]
+    samples = any(x.samples for x in sampling)
+    vocabulary = [x.seen.shape[1] for x in states if x.seen is not None]
+    found = []
+    for state in states:
+        own, seen = state.sampling, state.seen
+        if sampling:
+            own = replace(own or Samplings.of([Sampling()] * len(state.done)), samples=samples)
+        if vocabulary and seen is None:
+            seen = jnp.zeros((len(state.done), vocabulary[0]), bool)
+        found.append(replace(state, sampling=own, seen=seen))
+    return found
