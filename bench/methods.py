@@ -24,8 +24,6 @@ FORMATIONS = {
     "tree-1024-greedy": dict(block=1024),
     "tree-2048-greedy": dict(block=2048),  # the default
     "stretches-tree-2048-greedy": dict(block=2048, stretch=STRETCH),  # each packed on its own
-    "tree-2048-greedy-runs-2": dict(block=2048, run=2),
-    "tree-2048-greedy-runs-4": dict(block=2048, run=4),
 }
 
 
@@ -60,12 +58,12 @@ def form(
     return k, v, jnp.take_along_axis(jnp.broadcast_to(valid[:, None], order.shape), order, axis=2).reshape(shape)
 
 
-@jax.jit(static_argnames=("page_size", "run", "block", "stretch"))
-def _order(k, valid, *, page_size: int, block: int, run: int = 1, stretch: int | None = None) -> jax.Array:
+@jax.jit(static_argnames=("page_size", "block", "stretch"))
+def _order(k, valid, *, page_size: int, block: int, stretch: int | None = None) -> jax.Array:
     batch, heads, tokens, size = k.shape
     parts = -(-tokens // stretch) if stretch else 1
     k = k.reshape(batch, heads, parts, -1, size).swapaxes(1, 2).reshape(batch * parts, heads, -1, size)
-    order = pack(k, valid.reshape(batch * parts, -1), page_size=page_size, run=run, block=block)
+    order = pack(k, valid.reshape(batch * parts, -1), page_size=page_size, block=block)
     order = order.reshape(batch, parts, heads, -1) + (jnp.arange(parts) * (tokens // parts))[None, :, None, None]
     return order.swapaxes(1, 2).reshape(batch, heads, tokens)
 

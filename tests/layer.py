@@ -140,6 +140,12 @@ class Layer:
             self.pool = host.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages - count)
         return np.asarray(out)
 
+    def join(self, clock: int) -> None:
+        """Makes of it a batch that its rows joined when its clock stood at `clock`; nothing has been decoded before."""
+        self.state = self.policy.joining(self.state, self.lengths, jnp.int32(clock))
+        pages = self.lengths.pages + clock // self.policy.page_size
+        self.lengths = Lengths(self.lengths.origin - clock, jnp.int32(clock), pages)
+
     @property
     def _pool(self) -> tuple[jax.Array, jax.Array] | None:
         return None if self.pool is None else (self.pool, self.table)

@@ -43,12 +43,12 @@ def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[n
     part = -(-len(keys) // (2**levels * size)) * size
     order = halve(keys, np.arange(len(keys)), late, part, levels)
     found = [group for i in range(0, len(order), part) for group in neighbours(keys, order[i : i + part], late, size)]
-    if len(found) <= packing.NODE:
+    if len(found) <= tree.FAN_OUT:
         return found
     whole = [(late[group] == 0).all() and len(group) == size for group in found]
     means = np.stack([keys[group].mean(0) * full for group, full in zip(found, whole, strict=True)])
     above = np.asarray([0 if full else 1 + (late[group] == 2).all() for group, full in zip(found, whole, strict=True)])
-    return [found[i] for node in arrange(means, above, packing.NODE, packing.NODE_BLOCK) for i in node]
+    return [found[i] for node in arrange(means, above, tree.FAN_OUT, packing.NODE_BLOCK) for i in node]
 
 
 def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
@@ -70,7 +70,8 @@ def outlier_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 class Reference:
     """State: keys and values of every token, and which of them are sinks, in which page, or in the window."""
 
-    def __init__(self, policy: Clustered, k: np.ndarray, v: np.ndarray, length: int) -> None:
+    def __init__(self, policy: Clustered, k: np.ndarray, v: np.ndarray, length: int, *, clock: int = 0) -> None:
+        """`clock` is where that of its batch stood when the row joined."""
         self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
         fill = policy.window_of.fill
         start = max(length - fill, min(policy.window_of.sinks, length))
@@ -79,7 +80,9 @@ class Reference:
         padded = np.zeros_like(k)
         padded[:middle] = k[len(self.sinks) : start]
         self.pages = [p + len(self.sinks) for p in pack(padded, np.arange(len(k)) < middle, policy.page_size)]
-        self.steps = 0
+        # Those that the others of its batch had filled by then are empty, and the next one will not be full.
+        self.pages += [np.zeros(0, int)] * (clock // policy.page_size)
+        self.steps = clock
         self.nodes: dict[bytes, np.ndarray] = {}
 
     def node(self, parts: list[np.ndarray]) -> np.ndarray:

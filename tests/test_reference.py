@@ -17,16 +17,27 @@ STEPS = 200
 def test_200_steps_equal_the_reference(monkeypatch, tail):
     """Two blocks, pages put in order, two levels of nodes above the pages, twelve flushes, three compactions; prompts long and short."""
     monkeypatch.setattr(harness, "PROMPT", 4096)
-    monkeypatch.setattr(tree, "TOP", 16)
-    lengths = (4000, 150, 20)
-    prompt, new = draw(lengths, STEPS, sharp=1.5)
     policy = Clustered(budget=128, candidates=4, opened=4, tail=tail, compact_every=64)
+    assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, levels=3)
+
+
+@pytest.mark.parametrize("clock", [1, 7, 24, 63])
+def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
+    """At other steps than those where pages and rounds of compaction begin; over the next two rounds."""
+    policy = Clustered(budget=48, page_size=8, candidates=4, opened=4, compact_every=32)
+    assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=2, clock=clock)
+
+
+def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0):
+    monkeypatch.setattr(tree, "TOP", 16)
+    prompt, new = draw(lengths, steps, sharp=1.5)
     ours = Layer(policy, lengths, *prompt)
-    assert len(ours.state.index) == 3
+    ours.join(clock)
+    assert len(ours.state.index) == levels
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]
-    theirs = {(r, kv): Reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r]) for r, kv in pairs}
+    theirs = {(r, kv): Reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r], clock=clock) for r, kv in pairs}
     group = harness.HEADS // harness.KV_HEADS
-    for step in range(STEPS):
+    for step in range(steps):
         found = ours.step(*(x[step] for x in new))
         for row, kv in pairs:
             heads = slice(kv * group, kv * group + group)

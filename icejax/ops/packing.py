@@ -10,18 +10,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM
+from icejax.ops.tree import FAN_OUT
 
 BLOCK = 2048  # tokens among which nearest neighbours are sought; chosen in bench/results/pages.md
 NODE_BLOCK = 4096  # pages, and nodes
-NODE = 16  # pages of a node, nodes of a node above
 POWER_ITERATIONS = 3
 FAR = 1e30  # the distance of what is late: after every token, before what is already taken
 EMPTY, PADDING = 2.0, 3.0  # how late an empty slot is, and one that pack adds; 1: a group that is not full
 
 
-def pack(
-    k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, run: int = 1, block: int = BLOCK
-) -> Int[Array, "B K S"]:
+def pack(k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: int, block: int = BLOCK) -> Int[Array, "B K S"]:
     """Returns the order of tokens in pages: page i holds tokens `order[..., i * page_size : (i + 1) * page_size]`.
 
     Tokens are halved along their main axis down to blocks of about `block`, so cost is S log S; in a block each page is the
@@ -29,13 +27,19 @@ def pack(
     with the largest norm, without its tree search). By their mean keys pages are then put into nodes of 16 in the same way,
     and nodes into nodes. The last page may be partial, with empty slots last; empty pages are last of all.
 
-    All tokens are packed together: in a stretch of the text a rare token has no like, and its page's digest does not tell it.
+    In one block, with pages of 2 and keys of one channel:
+
+        token   0  1  2  3  4  5  6  7
+        key     9  0  1  8  0  9  1  5     the middle is 4.1: token 0 is farthest from it, and 5 nearest to that;
+        order   0 5, 1 4, 3 7, 2 6         of those left 1 is farthest, with 4; then 3, with 7; then 2, with 6
+
+    The whole text is packed together. In a stretch of it the few tokens that are like a rare one may be missing; it would come
+    into a page of tokens that are not, whose digest does not show it.
 
     Args:
         k: keys; what stands where `valid` is False is not read.
         valid: which tokens there are.
         page_size: slots of a page; divides S.
-        run: neighbours in time that stay together, represented by their mean key; divides `page_size`.
         block: tokens among which nearest neighbours are sought.
     """
     batch, heads, tokens, _ = k.shape
@@ -43,10 +47,7 @@ def pack(
         raise ValueError(f"{tokens} tokens do not divide into {page_size}-token pages")
     there = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
     keys, late = jnp.where(there[..., None], k, 0).astype(jnp.float32), jnp.where(there, 0.0, EMPTY)
-    if run > 1:
-        keys, late = _groups(keys, late, run)
-    order = _arranged(keys, late, group=page_size // run, block=block)[..., None] * run
-    return (order + jnp.arange(run, dtype=jnp.int32)[None, None, None, :]).reshape(batch, heads, tokens)
+    return _arranged(keys, late, group=page_size, block=block)
 
 
 def _arranged(keys: jax.Array, late: jax.Array, *, group: int, block: int) -> jax.Array:
@@ -65,8 +66,8 @@ def _arranged(keys: jax.Array, late: jax.Array, *, group: int, block: int) -> ja
         parts = keys.reshape(*shape, keys.shape[-1]), late.reshape(shape)
         within = _halves(*parts) if level < levels else _neighbours(*parts, group=group)
         keys, late, order = _reorder(within, keys, late, order)
-    if order.shape[2] > group * NODE:  # else all groups are in one node, in any order
-        above = _arranged(*_groups(keys, late, group), group=NODE, block=NODE_BLOCK)
+    if order.shape[2] > group * FAN_OUT:  # else all groups are in one node, in any order
+        above = _arranged(*_groups(keys, late, group), group=FAN_OUT, block=NODE_BLOCK)
         order = _reorder(above, order.reshape(*order.shape[:2], -1, group))[0].reshape(order.shape)
     return order[:, :, :items]
 
