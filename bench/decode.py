@@ -95,12 +95,26 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
 
 def _table(found: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
-    for name in ("policy", "context", "ms/token", "10%", "90%", "KV device", "digests", "KV host", "moved/token"):
+    for name in (
+        "policy",
+        "context",
+        "ms/token",
+        "10%",
+        "90%",
+        "slots",
+        "of",
+        "KV device",
+        "digests",
+        "KV host",
+        "moved/token",
+    ):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in found:
         times = (f"{1e3 * row[key]:.2f}" for key in ("tpot_s", "tpot_low_s", "tpot_high_s"))
         sizes = ("device_kv_bytes", "digest_bytes", "host_kv_bytes", "moved_bytes_per_token")
-        table.add_row(row["policy"], str(row["context"]), *times, *(f"{row[key] / 2**20:.1f} MiB" for key in sizes))
+        slots = (f"{row[key]:.0f}" if row.get(key) else "" for key in ("slots_used", "slots_allocated"))
+        bytes_of = (f"{row[key] / 2**20:.1f} MiB" for key in sizes)
+        table.add_row(row["policy"], str(row["context"]), *times, *slots, *bytes_of)
     return table
 
 

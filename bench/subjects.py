@@ -70,15 +70,19 @@ class Icejax:
         return scope_of(hlo, list(paths))
 
     def row(self) -> dict:
-        """Returns sizes in bytes, over the batch."""
-        plan, layers = self._plan, self._state.cache.layers
-        digests = sum(report.digest_bytes for report in reports(plan, self._state.cache))
+        """Returns sizes in bytes, over the batch; slots on the device per row, layer and KV head, on the mean."""
+        plan, layers, lengths = self._plan, self._state.cache.layers, self._state.cache.lengths
+        told = reports(plan, self._state.cache)
+        digests, heads = sum(each.digest_bytes for each in told), len(layers) * plan.spec.num_kv_heads
+        used = [policy.report(layer, lengths).slots for policy, layer in zip(plan.policies, layers, strict=True)]
         return dict(
             budget=self._policy.budget,
             ttft_s=self.ttft_s,
             weight_bytes=sum(x.nbytes for x in self._decoding._leaves),
             device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
             digest_bytes=digests,
+            slots_used=float(np.mean(used)) * len(layers) / heads,
+            slots_allocated=sum(each.allocated for each in told) / heads,
             host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
             moved_bytes_per_token=int(np.median(self._fetched) * plan.fetched_bytes),
             dtype=self._model.dtype,
@@ -134,7 +138,7 @@ class Transformers:
             self._token, self._at = out.logits[:, -1:].argmax(-1), self._at + 1
 
     def row(self) -> dict:
-        """Returns sizes in bytes, over the batch."""
+        """Returns sizes in bytes, over the batch; slots on the device per row, layer and KV head, on the mean."""
         import transformers
 
         kept = sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values))

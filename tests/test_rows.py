@@ -99,6 +99,13 @@ def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
     assert_alone(model, policy, prompt, batch.logits[1])
 
 
+def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
+    """Or a round would begin at the end of them and go on at their beginning. None runs for which they have no room."""
+    sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=300)
+    plans = [make_plan(model, Clustered(budget=64, compact_every=every), **sizes) for every in (256, 512)]
+    assert [(plan.growth_pages * plan.page_size, plan.compact_every) for plan in plans] == [(512, 256), (384, 0)]
+
+
 def test_a_small_budget_selects_as_alone_where_pages_begin_together(model):
     policy = Clustered(budget=64, page_size=PAGE, compact_every=32)
     batch, prompt = Batch(model, policy, rows=2), families.tokens(240)

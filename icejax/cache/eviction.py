@@ -29,12 +29,14 @@ class Slots:
             empty slot.
         positions: of the tokens; NO_TOKEN in an empty slot.
         scores: the tokens of lowest score leave first; 0 in an empty slot.
+        room: slots that a KV head may use.
     """
 
     k: jax.Array  # dtype[B K, S, H]
     v: jax.Array  # dtype[B K, S, Hv]
     positions: jax.Array  # i32[B, K, S]
     scores: jax.Array  # f32[B, K, S]
+    room: jax.Array  # i32[B, K]
 
     @property
     def there(self) -> Bool[Array, "B K S"]:
@@ -48,13 +50,13 @@ class Slots:
             return jnp.take_along_axis(x, indices, axis=2, mode="fill", fill_value=nothing)
 
         k, v = (jnp.take_along_axis(x, joined(indices)[..., None], axis=1, mode="fill", fill_value=0) for x in (self.k, self.v))
-        return Slots(k, v, taken(self.positions, NO_TOKEN), taken(self.scores))
+        return Slots(k, v, taken(self.positions, NO_TOKEN), taken(self.scores), self.room)
 
     def then(self, others: Slots) -> Slots:
         """Returns these slots with `others` behind them."""
         k, v = (jnp.concatenate(pair, axis=1) for pair in ((self.k, others.k), (self.v, others.v)))
         pairs = (self.positions, others.positions), (self.scores, others.scores)
-        return Slots(k, v, *(jnp.concatenate(pair, axis=2) for pair in pairs))
+        return Slots(k, v, *(jnp.concatenate(pair, axis=2) for pair in pairs), self.room)
 
 
 def grouped(weights: Float[Array, "B K G S"], group: Group) -> Float[Array, "B K S"]:
@@ -67,14 +69,16 @@ def _text(heads: Heads, view: View) -> Slots:
     number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
     new = per_head(number[0] < heads.new[:, None], heads.k.shape[2])
     k, v = (jnp.where(joined(new)[..., None], joined(by_head(x)), 0) for x in (heads.k, heads.v))
-    return Slots(k, v, jnp.where(new, view.lengths.seen[:, None, None] + number, NO_TOKEN), jnp.zeros(new.shape))
+    positions = jnp.where(new, view.lengths.seen[:, None, None] + number, NO_TOKEN)
+    return Slots(k, v, positions, jnp.zeros(new.shape), new.sum(-1, dtype=jnp.int32))
 
 
 class Eviction(CachePolicy):
     """Slots on the device with positions and scores, per row and KV head.
 
-    A text, the first or a later one, attends exactly to what was kept before it and to itself; then the `budget` tokens of
-    highest score stay, of both. A decoded token takes a free slot, or that of the lowest score.
+    A text, the first or a later one, attends exactly to what was kept before it and to itself; then the tokens of highest
+    score stay, of both: `budget` of a KV head, if `budgets` says nothing else. A decoded token takes a free slot, or, where a
+    KV head has used its room, that of the lowest score.
     """
 
     @abc.abstractmethod
@@ -90,6 +94,15 @@ class Eviction(CachePolicy):
             heads, attended: of the text.
         """
 
+    @property
+    def most(self) -> int:
+        """The largest budget of a KV head; slots beyond it are for decoded tokens."""
+        return self.budget
+
+    def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
+        """Returns how many of the tokens each KV head keeps after a text, at most `most`; they have their scores."""
+        return jnp.full(tokens.positions.shape[:2], self.budget, jnp.int32)
+
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         """Returns the fp32 scores after a decoded token, by what its attention weighed the slots."""
         del weights
@@ -103,7 +116,7 @@ class Eviction(CachePolicy):
     def init(self, spec: CacheSpec) -> Slots:
         shape = (spec.batch_size, spec.num_kv_heads, self.num_slots(spec))
         k, v = (jnp.zeros((shape[0] * shape[1], shape[2], size), spec.dtype) for size in (spec.head_dim, spec.value_dim))
-        return Slots(k, v, jnp.full(shape, NO_TOKEN, jnp.int32), jnp.zeros(shape))
+        return Slots(k, v, jnp.full(shape, NO_TOKEN, jnp.int32), jnp.zeros(shape), jnp.full(shape[:2], shape[2], jnp.int32))
 
     def prefill(self, state: Slots, heads: Heads, attended: Attended, view: View) -> Outcome:
         size = state.positions.shape[2]
@@ -125,21 +138,26 @@ class Eviction(CachePolicy):
         with jax.named_scope("evict"):
             count = tokens.positions.shape[2]
             scores = jnp.maximum(self.score(tokens, heads, attended, view), jnp.finfo(jnp.float32).min)
+            tokens = replace(tokens, scores=scores)
+            budgets = self.budgets(tokens)
             # Of equal scores the earlier one stays. The sort is of the budget, once per text, back to the order of position.
-            worth, best = jax.lax.top_k(jnp.where(tokens.there, scores, -jnp.inf), min(self.budget, size, count))
-            best = jnp.sort(jnp.where(worth > -jnp.inf, best, count), axis=2)
+            worth, best = jax.lax.top_k(jnp.where(tokens.there, scores, -jnp.inf), min(self.most, size, count))
+            within = jnp.arange(best.shape[2])[None, None] < budgets[..., None]
+            best = jnp.sort(jnp.where(within & (worth > -jnp.inf), best, count), axis=2)
             best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
-            return replace(tokens, scores=scores).at(best)
+            return replace(tokens.at(best), room=budgets + max(0, size - self.most))
 
     def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("append"):
-            slot = jnp.argmin(jnp.where(state.there, state.scores, -jnp.inf), axis=2).astype(jnp.int32)
+            empty = jnp.where(state.there.sum(-1) < state.room, -jnp.inf, jnp.inf)[..., None]
+            slot = jnp.argmin(jnp.where(state.there, state.scores, empty), axis=2).astype(jnp.int32)
             here = jnp.arange(state.positions.shape[2])[None, None] == slot[..., None]
             state = Slots(
                 append_apart(state.k, heads.k[:, 0], slot),
                 append_apart(state.v, heads.v[:, 0], slot),
                 jnp.where(here, view.lengths.seen[:, None, None], state.positions),
                 jnp.where(here, 0, state.scores),
+                state.room,
             )
         with jax.named_scope("attend"):
             mask = joined(state.there)[:, None]
@@ -156,4 +174,5 @@ class Eviction(CachePolicy):
         return Outcome(state, Attended(out.reshape(*heads.q.shape[:3], -1).astype(heads.q.dtype), lse))
 
     def report(self, state: Slots, lengths: Lengths) -> Report:
-        return Report(None, state.there.sum((1, 2)), state.positions.nbytes + state.scores.nbytes)
+        described = state.positions.nbytes + state.scores.nbytes + state.room.nbytes
+        return Report(None, state.there.sum((1, 2)), state.positions[0].size, described)

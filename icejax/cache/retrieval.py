@@ -289,6 +289,7 @@ class Retrieval(CachePolicy):
         selected, needed = (state.weights > 0).any(-1), state.ids != NOTHING
         found = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
-        slots = sum(mask.sum(1) for mask in masks) * state.window.sinks[0].shape[1]
+        heads = state.window.sinks[0].shape[1]
+        slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
         described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
-        return Report(found, slots, sum(x.nbytes for x in jax.tree.leaves(described)))
+        return Report(found, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))

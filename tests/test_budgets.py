@@ -1,0 +1,112 @@
+"""Evicting policies whose KV heads have budgets of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache import SnapKV, Streaming
+from icejax.cache.eviction import Slots
+from tests import tolerances
+from tests.layer import HEADS, KV_HEADS, Layer, attention, draw
+
+LENGTHS, STEPS = (250, 9, 120), 64
+SHARES = np.asarray([0.5, 1.5])  # of the mean budget
+
+
+@dataclass(frozen=True)
+class Uneven(Streaming):
+    """The first KV head keeps a third of what the second does, and goes on so."""
+
+    @property
+    def most(self) -> int:
+        return int(SHARES.max() * self.budget)
+
+    def num_slots(self, spec) -> int:
+        return self.most
+
+    def budgets(self, tokens: Slots):
+        shares = (SHARES * self.budget).astype(np.int32)
+        return jnp.broadcast_to(jnp.asarray(shares)[None], tokens.positions.shape[:2])
+
+
+@dataclass(frozen=True)
+class Adaptive(SnapKV):
+    """AdaKV's rule (arXiv 2407.11550) without its floor: the heads' best tokens compete for the budget of all of them."""
+
+    @property
+    def most(self) -> int:
+        return KV_HEADS * self.budget
+
+    def num_slots(self, spec) -> int:
+        return min(self.most + spec.new_capacity, spec.capacity)
+
+    def budgets(self, tokens: Slots):
+        scores = jnp.where(tokens.there, tokens.scores, -jnp.inf)
+        least = jnp.sort(scores.reshape(len(scores), -1), axis=1)[:, -self.budget * scores.shape[1]]
+        return (tokens.there & (scores >= least[:, None, None])).sum(-1, dtype=jnp.int32)
+
+
+def kept(layer: Layer) -> list[list[np.ndarray]]:
+    """Returns the positions that every row and KV head keeps."""
+    positions = np.asarray(layer.state.positions)
+    return [[np.sort(head[head >= 0]) for head in row] for row in positions]
+
+
+def assert_attends_to(layer: Layer, found: np.ndarray, prompt, new, step: int) -> None:
+    """Asserts that a step's output is dense attention over what is kept."""
+    for row, heads in enumerate(kept(layer)):
+        k, v = (np.concatenate([p[row, : LENGTHS[row]], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True))
+        for head, positions in enumerate(heads):
+            of = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+            expected = attention(new[0][step, row, of], k[positions, head : head + 1], v[positions, head : head + 1])
+            np.testing.assert_allclose(found[row, of], expected, rtol=0, atol=tolerances.EXACT)
+
+
+def test_each_kv_head_evicts_within_its_own_room():
+    """Over 64 steps and a later text; what is allocated is the room of the largest."""
+    prompt, new = draw(LENGTHS, STEPS + 30)
+    policy = Uneven(budget=40, reassign=False)
+    layer, told = Layer(policy, LENGTHS, *prompt), [x[:STEPS] for x in new]
+
+    def assert_newest(seen: int) -> None:
+        for length, heads in zip(LENGTHS, kept(layer), strict=True):
+            for positions, size in zip(heads, (20, 60), strict=True):
+                numbers = np.arange(length + seen)
+                expected = numbers if len(numbers) <= size else np.concatenate([numbers[:4], numbers[4 - size :]])
+                np.testing.assert_array_equal(positions, expected)
+
+    assert_newest(0)
+    for step in range(STEPS):
+        found = layer.step(*(x[step] for x in told))
+        assert_newest(step + 1)
+        assert_attends_to(layer, found, prompt, new, step)
+    layer.extend(*(x[STEPS:].swapaxes(0, 1) for x in new), [30] * len(LENGTHS))
+    assert_newest(STEPS + 30)
+    report = policy.report(layer.state, layer.lengths)
+    np.testing.assert_array_equal(report.slots, [80, 80, 80])
+    assert report.allocated == 2 * 60
+
+
+@pytest.mark.parametrize("budget", [48, 100])
+def test_heads_compete_for_the_budget_of_all(budget):
+    """As many tokens as the even rule keeps, of which each is worth at least any that left; decoded tokens come on top."""
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    even, own = (Layer(policy(budget=budget, window=16), LENGTHS, *prompt) for policy in (SnapKV, Adaptive))
+    scores = np.asarray(Layer(SnapKV(budget=256, window=16), LENGTHS, *prompt).state.scores)  # of all tokens
+    for row, length in enumerate(LENGTHS):
+        sizes = [len(x) for x in kept(own)[row]]
+        assert sum(sizes) == min(KV_HEADS * budget, KV_HEADS * length) == sum(len(x) for x in kept(even)[row])
+        worth = scores[row, :, :length].reshape(-1)
+        expected = np.sort(np.argsort(-worth, kind="stable")[: KV_HEADS * budget])
+        found = np.sort(np.concatenate([head * length + x for head, x in enumerate(kept(own)[row])]))
+        np.testing.assert_array_equal(found, expected)
+    assert len({len(x) for x in kept(own)[0]}) == 2
+    before = [[len(x) for x in row] for row in kept(own)]
+    for step in range(STEPS):
+        found = own.step(*(x[step] for x in new))
+        assert_attends_to(own, found, prompt, new, step)
+    assert [[len(x) - STEPS for x in row] for row in kept(own)] == before
