@@ -1,7 +1,7 @@
 """Compiles a program for a device that is not there: ``python -m tests.aot h100 step gather 1 int8`` prints what was made.
 
 Its arguments: the target, the program (`step`, `flush`, `flushed`, `compact`; of a layer `prefill`, `extend` and `write`;
-`write-pages`, 64 of all layers; `write-extent` and `read-extent`), and as far as they are wanted the fetch backend, the batch size, and
+`insert` of a row into a batch; `write-pages`, 64 of all layers; `write-extent` and `read-extent`), and as far as they are wanted the fetch backend, the batch size, and
 `int8` for pages of int8.
 
 Needs the compilers: ``pip install -e '.[aot]'``.
@@ -22,7 +22,7 @@ import icejax
 from bench.program import hlo
 from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, nbytes, without_devices
 from bench.program.targets import TARGETS, Target
-from icejax import compiler, decoding, inference
+from icejax import compiler, decoding, inference, rows
 from icejax.cache import host
 from icejax.plan import make_plan
 
@@ -45,6 +45,8 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     number, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
     write = jax.jit(functools.partial(host.write_pages, together=host.EXTENT), donate_argnums=0)
     extent = jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype)
+    alone = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
+    insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
     policy, view = plan.policies[0], host.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
     prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec))
     extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
@@ -58,6 +60,7 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
         "compact": (compact, (state.cache, pool)),
+        "insert": (insert, (state, abstract_state(alone), number)),
         "write-pages": (host.write_pages, (pool, some, table, number)),
         "write-extent": (host.write_extent, (pool, extent, number)),
         "read-extent": (host.read_extent, (pool, number)),
