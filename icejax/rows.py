@@ -16,6 +16,7 @@ from icejax.cache import host
 from icejax.cache.extents import NOBODYS, Extents, extents_for
 from icejax.cache.policy import KVCache, Lengths
 from icejax.decoding import DecodeState
+from icejax.errors import InputError
 from icejax.plan import Plan
 from icejax.sampling import Sampling, Samplings, row_keys
 
@@ -69,6 +70,53 @@ def extract(state: DecodeState, at: Int[Array, ""] | int) -> DecodeState:
         return jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=0)
 
     return _with(state, jax.tree.map(taken, _by_row(state)))
+
+
+def settle(
+    row: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan, tokens: int
+) -> tuple[DecodeState, jax.Array | None]:
+    """Returns a row that was taken out as if what it has decoded were of its prompt, and the pool; takes both.
+
+    New text can be put behind it then (`inference.extend`), and it can join again. Its pages of new tokens move behind those
+    of its prompt.
+
+    Args:
+        plan: of a batch of one.
+        tokens: how many will be put behind it; room for their pages is taken.
+
+    Raises:
+        InputError: the row is then longer than the plan's prompts may be, or too few extents are free.
+    """
+    if not plan.pooled:
+        return row, pool
+    first, behind, table = plan.pooled[0], plan.prompt_pages, np.array(row.cache.table)
+    counts = np.asarray(plan.policies[first].index.counts(row.cache.layers[first].index))[0, 0]
+    used = int(np.flatnonzero(counts[:behind]).max(initial=-1)) + 1
+    # From the oldest on: they are filled over and over.
+    ids = behind + (int(row.cache.lengths.pages) - behind + np.arange(plan.growth_pages)) % plan.growth_pages
+    there = counts[ids] > 0
+    ids, count = np.concatenate([ids[there], ids[~there]]), int(there.sum())
+    end = used + count + plan.padded(tokens) // plan.page_size
+    if end > behind:
+        raise InputError(f"a row of {end} pages does not fit prompts of at most {behind}: plan for longer prompts")
+    wanted = (table == NOBODYS) & (np.arange(table.shape[1]) < extents_for(end))
+    table[wanted] = extents.take(wanted)[wanted]
+    table, there = jnp.asarray(table), jnp.arange(len(ids)) < count
+    pages, layers = _moving(row.cache, pool, jnp.asarray(ids, jnp.int32), there, jnp.int32(used), plan=plan)
+    pool = host.write_pages(pool, pages, table, jnp.int32(used))
+    lengths = replace(row.cache.lengths, pages=jnp.int32(used + count))
+    return replace(row, cache=KVCache(layers, lengths, table)), pool
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _moving(cache: KVCache, pool: jax.Array, ids: jax.Array, there: jax.Array, first: jax.Array, *, plan: Plan):
+    """Returns pages [M, L, 1, K, planes, p, W] of all layers, and the states of the layers once they are at page `first`."""
+    states, pages = list(cache.layers), []
+    for i in plan.pooled:
+        pages.append(plan.pages(i, pool, cache.table).run(jnp.int32(plan.prompt_pages), len(ids))[ids - plan.prompt_pages])
+        index = plan.policies[i].index.moved(states[i].index, ids, there, first, behind=plan.prompt_pages)
+        states[i] = replace(states[i], index=index)
+    return jnp.stack(pages, axis=1), tuple(states)
 
 
 def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:

@@ -12,9 +12,9 @@ from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming, host
 from icejax.cache.extents import Extents
 from icejax.decoding import Decoding
 from icejax.errors import InputError
-from icejax.inference import prefill
+from icejax.inference import extend, prefill
 from icejax.plan import make_plan
-from icejax.rows import end, extract, fork, insert, nobody
+from icejax.rows import end, extract, fork, insert, nobody, settle
 from tests import families, tolerances
 from tests.run import greedy
 
@@ -23,6 +23,7 @@ PAGE = 8
 EXACT = {
     "full": Full(),
     "clustered": Clustered(budget=ROOM, page_size=PAGE, compact_every=32),
+    "resident": Clustered(budget=ROOM, page_size=PAGE, compact_every=32, resident=True),
     "quest": Quest(budget=ROOM, page_size=PAGE),
     "snapkv": SnapKV(budget=ROOM),
     "streaming": Streaming(budget=ROOM),
@@ -71,7 +72,7 @@ def assert_alone(model, policy, prompt, found) -> None:
     np.testing.assert_array_equal(np.argmax(found, -1), tokens[0])
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "resident"])
 def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
     """At every phase of the window's page; across compactions, and the rings of sliding layers wrap. Others' rows stay."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
@@ -128,6 +129,35 @@ def test_a_row_taken_out_goes_on_alone(model, name):
         row, step, batch.pool = alone.step(row, batch.pool)
         kept.append(np.asarray(step.logits)[0])
     assert_alone(model, policy, families.tokens(140, seed=140), kept)
+
+
+@pytest.mark.parametrize("begun", [0, 230])
+@pytest.mark.parametrize("name", ["full", "clustered", "resident", "quest", "snapkv"])
+def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun):
+    """Its new tokens were in pages that had been sorted, or not, and had begun anew; others stay as they are."""
+    policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2, longest=500)
+    batch.step(begun)
+    batch.join(families.tokens(120, seed=1), 0)
+    batch.step(6)
+    prompt, more = families.tokens(90), families.tokens(40, seed=2)
+    batch.join(prompt, 1)
+    batch.step(45)
+    text = [*prompt, *np.argmax(batch.logits.pop(1)[:-1], -1).tolist(), *more]
+    row, batch.pool = settle(extract(batch.state, 1), batch.pool, batch.extents, plan=batch.alone, tokens=len(more))
+    row, step, batch.pool = extend(model, more, batch.alone, row, batch.pool)
+    batch.step(3)
+    batch.state, batch.logits[1] = insert(batch.state, row, 1, plan=batch.plan), [np.asarray(step.logits)[0]]
+    batch.step(40)
+    assert_alone(model, policy, text, batch.logits[1])
+    assert_alone(model, policy, families.tokens(120, seed=1), batch.logits[0])
+
+
+def test_a_row_that_has_become_too_long_is_told(model):
+    batch = Batch(model, EXACT["clustered"], rows=1)
+    batch.join(families.tokens(230), 0)
+    batch.step(20)
+    with pytest.raises(InputError, match="a row of .* pages does not fit prompts of at most 32: plan for longer prompts"):
+        settle(extract(batch.state, 0), batch.pool, batch.extents, plan=batch.alone, tokens=10)
 
 
 @pytest.mark.parametrize("steps", [5, 40, 300])

@@ -8,8 +8,9 @@ import pytest
 
 import icejax
 from icejax.cache import Full
+from icejax.cache.found import Found
 from icejax.cache.index import PageIndex
-from icejax.cache.retrieval import Found, Retrieval
+from icejax.cache.retrieval import Retrieval
 from icejax.cache.window import Window
 from icejax.explain import Explanation
 from icejax.ops.attention import products

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.found import Found
 from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import CachePolicy, Heads, View
-from icejax.cache.retrieval import Found, Near, Pages, Retrieval
+from icejax.cache.retrieval import Near, Pages, Retrieval
 from icejax.cache.slots import joined
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
@@ -54,6 +55,11 @@ class DigestTree(PageIndex):
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
     ) -> Digests:
         return digest(k, v, mask, self.dtype)
+
+    def moved(
+        self, index: tuple[Digests, ...], ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+    ) -> tuple[Digests, ...]:
+        return tree.build(super().moved(index[0], ids, there, first, behind=behind))
 
     def of_prompt(self, index: tuple[Digests, ...], described: Digests) -> tuple[Digests, ...]:
         return tree.build(put(index[0], described, jnp.int32(0)))

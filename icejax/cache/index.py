@@ -39,6 +39,17 @@ class PageIndex(abc.ABC):
         """Returns the index with new pages from page `first` on."""
         return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), index, prepared)
 
+    def moved(self, index: Any, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int) -> Any:
+        """Returns the index with pages `ids`, as far as they are `there`, from page `first` on, and none from `behind` on."""
+
+        def move(x: jax.Array) -> jax.Array:
+            shape = (-1, *(1,) * (x.ndim - 3))
+            found = jnp.where(there.reshape(shape), jnp.take(x, ids, axis=2), 0)
+            x = jnp.where((jnp.arange(x.shape[2]) < behind).reshape(shape), x, 0)
+            return jax.lax.dynamic_update_slice_in_dim(x, found, first, axis=2)
+
+        return jax.tree.map(move, index)
+
     def of_prompt(self, index: Any, described: Any) -> Any:
         """Returns the index of a prompt's pages, from an empty one."""
         return self.with_pages(index, described, jnp.int32(0))

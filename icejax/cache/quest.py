@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.found import Found, of_query_heads
 from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import CachePolicy, Heads, View
-from icejax.cache.retrieval import Found, Retrieval, of_query_heads
+from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
 from icejax.errors import InputError
