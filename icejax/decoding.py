@@ -154,10 +154,12 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
         count = plan.compact_every // plan.page_size
-        first = cache.lengths.pages - count
+        # A round that was the last of the pages for new tokens has its end there; they begin anew then.
+        behind = jnp.where(cache.lengths.pages == plan.prompt_pages, plan.pool.pages, cache.lengths.pages)
+        first, lengths = behind - count, dataclasses.replace(cache.lengths, pages=behind)
         for i in plan.pooled:
             newest = plan.pages(i, pool, cache.table).run(first, count)
-            found = plan.policies[i].compact(states[i], newest, View(cache.lengths, shared=shared))
+            found = plan.policies[i].compact(states[i], newest, View(lengths, shared=shared))
             states[i], shared = found.state, found.shared or shared
             packed.append(found.pages)
         return KVCache(tuple(states), cache.lengths, cache.table), jnp.stack(packed, axis=1), first

@@ -98,7 +98,7 @@ def extend(
     """Puts more tokens behind those of a cache of one row and chooses the next, as `prefill` does; takes state and pool.
 
     The new tokens attend exactly to all before them, whose pages are read from the pool block by block. The caller sees to
-    it that the pool has room: `Plan.room_for`. `progress` is called with the number of layers done.
+    it that the pool has room: `Plan.room_for_answer`. `progress` is called with the number of layers done.
     """
     padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens

@@ -76,6 +76,16 @@ class Plan:
         return self.pool.pages - self.prompt_pages if self.pool else 0
 
     @property
+    def joining_tokens(self) -> int:
+        """How many tokens a row may decode that joins a batch at any step, until its oldest new ones are written over.
+
+        A round of compaction less than there is room for: what a row has put into one comes to its front.
+        """
+        if self.pool is None:
+            return self.spec.new_capacity
+        return (self.growth_pages - 1) * self.page_size - self.compact_every
+
+    @property
     def compact_every(self) -> int:
         """Decoded tokens after which their pages are packed anew; 0: never, as where there is no room for so many."""
         return self.pool.compact_every if self.pool and self.pool.compact_every <= self.spec.new_capacity else 0
@@ -92,9 +102,11 @@ class Plan:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
         return ladder(tokens + (self.pool.leaving if self.pool else 0))
 
-    def room_for(self, tokens: int, answer: int, *, pages: int) -> bool:
-        """Says whether the pool can take new tokens and an answer to them behind `pages` pages."""
-        return self.pool is None or pages + (self.padded(tokens) + answer) // self.page_size < self.pool.pages
+    def room_for_answer(self, tokens: int, *, pages: int) -> int:
+        """Returns how many tokens may be decoded behind new ones, behind `pages` pages; below 0: these do not fit."""
+        if self.pool is None:
+            return self.spec.capacity
+        return (self.pool.pages - pages) * self.page_size - self.padded(tokens) - 1  # the last page is never full
 
     @property
     def pool_dtype(self) -> str:

@@ -34,15 +34,23 @@ def nobody(plan: Plan) -> DecodeState:
 
 
 def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:
-    """Returns the state of a batch with a row in the place `at`; what was there before is gone. Takes `state`.
+    """Returns the state of a batch with a row in the place `at`, which must be free. Takes `state`.
 
     The row goes on as it would alone. What it puts into the pool from now on goes into pages that become full with those of
     the others; its first one holds only what came since.
 
     Args:
-        row: a batch of one, of the capacities of `plan`, that was prefilled and has not decoded since.
+        row: a batch of one, of the capacities of `plan`, that was prefilled and has not decoded since. It may decode
+            `plan.joining_tokens`.
         plan: the batch's.
+
+    Raises:
+        InputError: the row that is there has not been ended or taken out, or the plan has no room for rows that join.
     """
+    if plan.joining_tokens < 1:
+        raise InputError(f"rows cannot join a batch with room for {plan.spec.new_capacity} new tokens: plan for more")
+    if not bool(state.done[at]) or (plan.pooled and (np.asarray(state.cache.table[at]) != NOBODYS).any()):
+        raise InputError(f"row {at} of the batch is taken: end it first, or take it out")
     return _insert(*_alike(state, row), jnp.int32(at), plan=plan)
 
 
@@ -60,9 +68,16 @@ def _insert(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: P
     return _with(state, jax.tree.map(put, _by_row(state), _by_row(row)))
 
 
+def extract(state: DecodeState, at: int) -> tuple[DecodeState, DecodeState]:
+    """Returns the state of the batch without the row in the place `at`, and that row as a batch of one, which can go on alone.
+
+    Its extents go with it.
+    """
+    return _emptied(state, at), _extract(state, jnp.int32(at))
+
+
 @jax.jit
-def extract(state: DecodeState, at: Int[Array, ""] | int) -> DecodeState:
-    """Returns the row in the place `at` as a batch of one, which can go on alone; the batch's own is not to be read then."""
+def _extract(state: DecodeState, at: Int[Array, ""]) -> DecodeState:
     batch = len(state.done)
 
     def taken(x: jax.Array) -> jax.Array:
@@ -99,9 +114,10 @@ def settle(
     end = used + count + plan.padded(tokens) // plan.page_size
     if end > behind:
         raise InputError(f"a row of {end} pages does not fit prompts of at most {behind}: plan for longer prompts")
-    wanted = (table == NOBODYS) & (np.arange(table.shape[1]) < extents_for(end))
-    table[wanted] = extents.take(wanted)[wanted]
-    table, there = jnp.asarray(table), jnp.arange(len(ids)) < count
+    # Own ones to write to: where it has none yet, and where a fork reads them too.
+    touched = (np.arange(table.shape[1]) >= used // host.EXTENT) & (np.arange(table.shape[1]) < extents_for(end))
+    pool, table = _owned(pool, table, touched & ((table == NOBODYS) | extents.shared(table)), extents)
+    row, there = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
     pages, layers = _moving(row.cache, pool, jnp.asarray(ids, jnp.int32), there, jnp.int32(used), plan=plan)
     pool = host.write_pages(pool, pages, table, jnp.int32(used))
     lengths = replace(row.cache.lengths, pages=jnp.int32(used + count))
@@ -121,10 +137,14 @@ def _moving(cache: KVCache, pool: jax.Array, ids: jax.Array, there: jax.Array, f
 
 def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
     """Returns the state in which the row in the place `at` has ended, and gives its extents back."""
+    if state.cache.table is not None:
+        extents.give_back(np.asarray(state.cache.table[at]))
+    return _emptied(state, at)
+
+
+def _emptied(state: DecodeState, at: int) -> DecodeState:
     table = state.cache.table
-    if table is not None:
-        extents.give_back(np.asarray(table[at]))
-        table = table.at[at].set(NOBODYS)
+    table = None if table is None else table.at[at].set(NOBODYS)
     return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))
 
 
@@ -133,8 +153,12 @@ def fork(
 ) -> tuple[DecodeState, jax.Array | None]:
     """Returns a second state that goes on from `state` in its own way, and the pool; takes the pool.
 
-    The two share the extents that neither will write any more, which are counted, and the pool, which is to be handed to
-    whichever takes its step, as the other left it. Copied are the extents that are still to be filled, or sorted by meaning.
+    The two share the extents of their prompts, which are counted, and the pool, which is to be handed to whichever takes its
+    step, as the other left it. Extents of new tokens are copied: both fill them over and over. A row that samples draws alike
+    in both until one has another `key`.
+
+    Args:
+        extents: of the pool; that of nobody's must be among them.
 
     Raises:
         InputError: too few extents are free.
@@ -142,21 +166,21 @@ def fork(
     twin = jax.tree.map(jnp.copy, state)
     if not plan.pooled:
         return twin, pool
-    lengths, table = state.cache.lengths, np.asarray(state.cache.table)
-    pages, steps = int(lengths.pages), int(lengths.clock)
-    full = steps // plan.page_size
-    sorted_last = full % (plan.compact_every // plan.page_size) if plan.compact_every else 0
-    first = plan.prompt_pages if full >= plan.growth_pages else pages - sorted_last
-    start = first // host.EXTENT
-    mine = np.zeros(table.shape, bool)
-    mine[:, start:] = table[:, start:] != NOBODYS
-    own = extents.take(mine)
-    extents.share(table[:, :start])
-    own = np.where(mine, own, np.where(np.arange(table.shape[1]) < start, table, NOBODYS))
-    last = table.shape[1] if full >= plan.growth_pages else extents_for(pages)
-    for row, at in zip(*np.nonzero(mine[:, :last]), strict=True):
-        pool = host.write_extent(pool, host.read_extent(pool, jnp.int32(table[row, at])), jnp.int32(own[row, at]))
-    return replace(twin, cache=replace(twin.cache, table=jnp.asarray(own, jnp.int32))), pool
+    table = np.array(state.cache.table)
+    mine = (np.arange(table.shape[1]) >= plan.prompt_pages // host.EXTENT) & (table != NOBODYS)
+    extents.share(table)
+    pool, table = _owned(pool, table, mine, extents)
+    return replace(twin, cache=replace(twin.cache, table=table)), pool
+
+
+def _owned(pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Extents) -> tuple[jax.Array, Int[Array, "B X"]]:
+    """Returns the pool, and the table with extents of its own where they are `wanted`; they hold what those before did."""
+    own = np.where(wanted, extents.take(wanted), table)
+    for old, new in zip(table[wanted], own[wanted], strict=True):
+        if old != NOBODYS:
+            pool = host.write_extent(pool, host.read_extent(pool, jnp.int32(old)), jnp.int32(new))
+    extents.give_back(table[wanted])
+    return pool, jnp.asarray(own, jnp.int32)
 
 
 def _by_row(state: DecodeState) -> tuple[Any, ...]:

@@ -168,7 +168,11 @@ class Session:
                 f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
                 f"{self.context_length} is full; begin a new one, or one with a larger context_length"
             )
-        limit = min(max_new_tokens, room)
+        limit, tokens = min(max_new_tokens, room), held[self._seen :] + new
+        if held:
+            limit = min(limit, self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.pages)))
+            if limit < 1:
+                raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         if kept_in is not None:
             kept_in.check_room(self._size_with(held, new, limit))
         started = Mark.now()
@@ -179,7 +183,7 @@ class Session:
             begun = prefill(self._model, [new], self._plan, **options)
             self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
-            self._extend(held[self._seen :] + new, limit, sampling, seed, progress)
+            self._extend(tokens, sampling, seed, progress)
         self.token_ids = held + new
         self.messages += turn
         row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, limit)
@@ -205,12 +209,8 @@ class Session:
         sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
         return make_plan(self._model, self._cache, **sizes)
 
-    def _extend(
-        self, tokens: Sequence[int], limit: int, sampling: Sampling, seed: int, progress: Callable[[int], None] | None
-    ) -> None:
+    def _extend(self, tokens: Sequence[int], sampling: Sampling, seed: int, progress: Callable[[int], None] | None) -> None:
         run, plan = self._run, self._plan
-        if not plan.room_for(len(tokens), limit, pages=int(run.state.cache.lengths.pages)):
-            raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         options, seen = row_options([sampling], [self.token_ids], self._model.config.vocab_size)
         state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
         decoding = Decoding(self._model, plan)

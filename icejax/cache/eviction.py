@@ -94,9 +94,11 @@ class Eviction(CachePolicy):
             heads, attended: of the text.
         """
 
+    on_top: bool = False  # whether decoded tokens come on top of the budgets, in slots of their own, and none leaves for them
+
     @property
     def most(self) -> int:
-        """The largest budget of a KV head; slots beyond it are for decoded tokens."""
+        """The largest budget of a KV head."""
         return self.budget
 
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
@@ -145,7 +147,7 @@ class Eviction(CachePolicy):
             within = jnp.arange(best.shape[2])[None, None] < budgets[..., None]
             best = jnp.sort(jnp.where(within & (worth > -jnp.inf), best, count), axis=2)
             best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
-            return replace(tokens.at(best), room=budgets + max(0, size - self.most))
+            return replace(tokens.at(best), room=jnp.full_like(budgets, size) if self.on_top else budgets)
 
     def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("append"):

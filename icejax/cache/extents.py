@@ -53,6 +53,10 @@ class Extents:
         """Counts one more row for every extent of a table; none of them is to be written any more."""
         np.add.at(self._users, table[table != NOBODYS], 1)
 
+    def shared(self, table: Int[np.ndarray, "*B X"]) -> Bool[np.ndarray, "*B X"]:
+        """Returns which extents of a table more than one row has."""
+        return (self._users[table] > 1) & (table != NOBODYS)
+
     def give_back(self, table: Int[np.ndarray, "*B X"]) -> None:
         """Counts one row less for every extent of a table."""
         np.subtract.at(self._users, table[table != NOBODYS], 1)

@@ -241,10 +241,10 @@ class Retrieval(CachePolicy):
         first, tokens = view.lengths.pages - count, count * p
         counts = jax.lax.dynamic_slice_in_dim(self.index.counts(state.index), first, count, axis=2)
         there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)  # pages may be filled in part
-        planes = tuple(
-            pages[:, :, :, i, :, : x.shape[-1]].transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, -1)
-            for i, x in enumerate(state.window.sinks)
-        )
+        parts = (pages[:, :, :, i, :, : x.shape[-1]] for i, x in enumerate(state.window.sinks))
+        planes = (x.transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, -1) for x in parts)
+        # Where a row has no token, another may have left anything.
+        planes = tuple(jnp.where(there[:, None, :, None], x, 0) for x in planes)
         pages, described, shared = self._packed(planes, there, view.shared)
         index = self.index.with_pages(state.index, described, first)
         # What stays on the device of these pages is no longer what they are.

@@ -54,6 +54,8 @@ class SnapKV(Eviction):
         one_of("pooling", self.pooling, typing.get_args(Pooling))
         one_of("group", self.group, typing.get_args(Group))
 
+    on_top = True
+
     def num_slots(self, spec: CacheSpec) -> int:
         return min(self.budget + spec.new_capacity, spec.capacity)
 
