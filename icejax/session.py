@@ -170,9 +170,7 @@ class Session:
             )
         limit, tokens = min(max_new_tokens, room), held[self._seen :] + new
         if held:
-            limit = min(limit, self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.pages)))
-            if limit < 1:
-                raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
+            limit = min(limit, self._room_behind(tokens))
         if kept_in is not None:
             kept_in.check_room(self._size_with(held, new, limit))
         started = Mark.now()
@@ -208,6 +206,13 @@ class Session:
         new_tokens = max(0, self.context_length - tokens) * 3 // 2 + 2 * SHORTEST
         sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
         return make_plan(self._model, self._cache, **sizes)
+
+    def _room_behind(self, tokens: Sequence[int]) -> int:
+        """Returns how many tokens there is room for behind new ones; InputError if for none."""
+        room = self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.pages))
+        if room < 1:
+            raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
+        return room
 
     def _extend(self, tokens: Sequence[int], sampling: Sampling, seed: int, progress: Callable[[int], None] | None) -> None:
         run, plan = self._run, self._plan

@@ -61,6 +61,7 @@ class Scripted:
         for name in ("make_plan", "Decoding", "still"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
+        monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)
         monkeypatch.setattr(Session, "_extend", lambda _, tokens, *__: self.cache.extend(tokens))
 
     def prefill(self, model, prompts, *_, **__):

@@ -31,6 +31,11 @@ EXACT = {
 }
 
 
+def slow(value):
+    """A case that the default run leaves out: others are like it."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Sliding layers too, whose rings wrap."""
@@ -73,7 +78,7 @@ def assert_alone(model, policy, prompt, found) -> None:
     np.testing.assert_array_equal(np.argmax(found, -1), tokens[0])
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "resident"])
+@pytest.mark.parametrize("name", ["full", "clustered", "quest", slow("snapkv"), slow("streaming")])
 def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
     """At every phase of the window's page; across compactions, and the rings of sliding layers wrap. Others' rows stay."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
@@ -86,7 +91,7 @@ def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
         assert_alone(model, policy, prompt, batch.logits[at])
 
 
-@pytest.mark.parametrize("name", ["full", "clustered", "quest"])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", slow("quest")])
 def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
     """A row joins when they are nearly through, in the place of one that has left, and its own go on from the first."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2)
@@ -164,7 +169,7 @@ def test_a_small_budget_selects_as_alone_where_pages_begin_together(model):
     assert_alone(model, policy, prompt, batch.logits[1])
 
 
-@pytest.mark.parametrize("name", ["full", "clustered", "snapkv"])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", "snapkv"])
 def test_a_row_taken_out_goes_on_alone(model, name):
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=3)
     for at, length in enumerate((30, 140, 80)):
@@ -184,8 +189,8 @@ def test_a_row_taken_out_goes_on_alone(model, name):
         batch.join(families.tokens(60), 1)
 
 
-@pytest.mark.parametrize("begun", [0, 230])
-@pytest.mark.parametrize("name", ["full", "clustered", "resident", "quest", "snapkv"])
+@pytest.mark.parametrize("begun", [slow(0), 230])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", slow("resident"), slow("quest"), "snapkv"])
 def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun):
     """Its new tokens were in pages that had been sorted, or not, and had begun anew; others stay as they are."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2, longest=500)
@@ -214,8 +219,8 @@ def test_a_row_that_has_become_too_long_is_told(model):
         settle(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.alone, tokens=10)
 
 
-@pytest.mark.parametrize("steps", [5, 40, 250, 300])
-@pytest.mark.parametrize("name", ["full", "clustered", "quest"])
+@pytest.mark.parametrize("steps", [slow(5), 40, 250, slow(300)])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", slow("quest")])
 def test_a_fork_goes_on_in_its_own_way(model, name, steps):
     """Both as runs that were never forked; over compactions, before and after the pages of new tokens begin anew."""
     policy, prompt = EXACT[name], families.tokens(200)
