@@ -95,19 +95,8 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
 
 def _table(found: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
-    for name in (
-        "policy",
-        "context",
-        "ms/token",
-        "10%",
-        "90%",
-        "slots",
-        "of",
-        "KV device",
-        "digests",
-        "KV host",
-        "moved/token",
-    ):
+    times, slots = ("ms/token", "10%", "90%"), ("slots used", "allocated")
+    for name in ("policy", "context", *times, *slots, "KV device", "digests", "KV host", "moved/token"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in found:
         times = (f"{1e3 * row[key]:.2f}" for key in ("tpot_s", "tpot_low_s", "tpot_high_s"))

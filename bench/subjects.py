@@ -16,7 +16,7 @@ from bench.scopes import scope_of
 from icejax.cache import Full
 from icejax.cache.full import TokenState
 from icejax.cache.policy import Heads, Outcome, View
-from icejax.cache.slots import append
+from icejax.cache.slots import apart, append
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models import CausalLM
@@ -33,7 +33,7 @@ class DotProduct(Full):
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen
         k, v = (append(old, new[:, 0], seen) for old, new in ((state.k, heads.k), (state.v, heads.v)))
-        keys, values = (x.reshape(len(heads.q), -1, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))
+        keys, values = (apart(x, heads.k.shape[2]).swapaxes(1, 2) for x in (k, v))
         out = jax.nn.dot_product_attention(heads.q, keys, values, key_value_seq_lengths=seen + 1, scale=heads.scoring.scale)
         return Outcome(TokenState(k, v), Attended(out, jnp.zeros(out.shape[:3])))
 
@@ -138,7 +138,7 @@ class Transformers:
             self._token, self._at = out.logits[:, -1:].argmax(-1), self._at + 1
 
     def row(self) -> dict:
-        """Returns sizes in bytes, over the batch; slots on the device per row, layer and KV head, on the mean."""
+        """Returns sizes in bytes, over the batch."""
         import transformers
 
         kept = sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values))

@@ -105,7 +105,7 @@ def settle(
     if not plan.pooled:
         return row, pool
     first, behind, table = plan.pooled[0], plan.prompt_pages, np.array(row.cache.table)
-    counts = np.asarray(plan.policies[first].index.counts(row.cache.layers[first].index))[0, 0]
+    counts = np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
     used = int(np.flatnonzero(counts[:behind]).max(initial=-1)) + 1
     # From the oldest on: they are filled over and over.
     ids = behind + (int(row.cache.lengths.pages) - behind + np.arange(plan.growth_pages)) % plan.growth_pages
@@ -130,8 +130,7 @@ def _moving(cache: KVCache, pool: jax.Array, ids: jax.Array, there: jax.Array, f
     states, pages = list(cache.layers), []
     for i in plan.pooled:
         pages.append(plan.pages(i, pool, cache.table).run(jnp.int32(plan.prompt_pages), len(ids))[ids - plan.prompt_pages])
-        index = plan.policies[i].index.moved(states[i].index, ids, there, first, behind=plan.prompt_pages)
-        states[i] = replace(states[i], index=index)
+        states[i] = plan.policies[i].moved(states[i], ids, there, first, behind=plan.prompt_pages)
     return jnp.stack(pages, axis=1), tuple(states)
 
 

@@ -26,12 +26,12 @@ from icejax import decoding, memory
 from icejax.cache.backends import BACKENDS
 from icejax.cache.extents import extents_for
 from icejax.cache.page_format import bits_dtype
-from icejax.cache.policy import CachePolicy, KVCache, Lengths
+from icejax.cache.policy import CachePolicy
 from icejax.decoding import DecodeState
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
 from icejax.plan import Plan, make_plan
-from icejax.sampling import row_keys
+from icejax.rows import nobody
 
 PLUGINS = dict(gpu="jax_cuda12_plugin", tpu="libtpu")
 
@@ -84,16 +84,7 @@ def abstract_model(name: str, *, dtype: str, layers: int | None = None) -> Causa
 
 def abstract_state(plan: Plan) -> DecodeState:
     """Returns the state of a decode step, with shapes for arrays."""
-    batch = plan.spec.batch_size
-
-    def empty() -> DecodeState:
-        none = jnp.zeros(batch, jnp.int32)
-        layers = tuple(policy.init(plan.spec) for policy in plan.policies)
-        table = jnp.zeros((batch, extents_for(plan.pool.pages)), jnp.int32) if plan.pooled else None
-        cache = KVCache(layers, Lengths.none(batch), table)
-        return DecodeState(cache, none, none > 0, row_keys([(0, i) for i in range(batch)]), none)
-
-    return jax.eval_shape(empty)
+    return jax.eval_shape(lambda: nobody(plan))
 
 
 def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:

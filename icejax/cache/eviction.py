@@ -87,10 +87,11 @@ class Eviction(CachePolicy):
 
     @abc.abstractmethod
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        """Returns the fp32 scores of all tokens after a text, in order of position; empty slots stand at both ends.
+        """Returns the fp32 scores of all tokens after a text; empty slots stand at both ends.
 
         Args:
-            tokens: those kept before, and those of the text behind them.
+            tokens: those kept before, and those of the text behind them, in order of position as far as no decoded token has
+                taken the slot of another.
             heads, attended: of the text.
         """
 
@@ -131,18 +132,20 @@ class Eviction(CachePolicy):
             before = attend_all(heads.q, keys, values, state.there, scoring=heads.scoring)
             attended = Attended(*merge_by_lse(*own, *before))
         with jax.named_scope("evict"):
-            # Decoded tokens stand in any slot. Empty ones come first, so that the text follows on the newest token.
-            tokens = state.at(jnp.argsort(state.positions, axis=2)).then(_text(heads, view))
-        return Outcome(self._kept(tokens, heads, attended, view, size=state.positions.shape[2]), attended)
+            # Empty slots stand last; moved to the front, so that the text follows on the tokens before it.
+            size = state.positions.shape[2]
+            before = jnp.arange(size)[None, None] - (~state.there).sum(-1)[..., None]
+            tokens = state.at(jnp.where(before < 0, size, before)).then(_text(heads, view))
+        return Outcome(self._kept(tokens, heads, attended, view, size=size), attended)
 
     def _kept(self, tokens: Slots, heads: Heads, attended: Attended, view: View, *, size: int) -> Slots:
-        """Returns what stays of tokens in order of position, the last of which are a text, in `size` slots, empty ones last."""
+        """Returns what stays of tokens, the last of which are a text, in `size` slots: as they stood, and empty ones last."""
         with jax.named_scope("evict"):
             count = tokens.positions.shape[2]
             scores = jnp.maximum(self.score(tokens, heads, attended, view), jnp.finfo(jnp.float32).min)
             tokens = replace(tokens, scores=scores)
             budgets = self.budgets(tokens)
-            # Of equal scores the earlier one stays. The sort is of the budget, once per text, back to the order of position.
+            # Of equal scores the earlier one stays. The sort, once per text and no step, is of as many numbers as may stay.
             worth, best = jax.lax.top_k(jnp.where(tokens.there, scores, -jnp.inf), min(self.most, size, count))
             within = jnp.arange(best.shape[2])[None, None] < budgets[..., None]
             best = jnp.sort(jnp.where(within & (worth > -jnp.inf), best, count), axis=2)

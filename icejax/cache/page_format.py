@@ -30,13 +30,11 @@ def stacked(planes: Sequence[Float[Array, "*P p _"]]) -> Float[Array, "*P planes
     return jnp.stack([jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in planes], axis=-3)
 
 
-def encode(pages: Float[Array, "*P p H"] | UInt[Array, "*P rows H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
-    """Returns pages as they stand in a pool of dtype `bits`; those that are bits already as they are.
+def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
+    """Returns pages as they stand in a pool of dtype `bits`.
 
     A pool of bytes holds symmetric int8: a channel's scale is that of its largest number in the page.
     """
-    if pages.dtype == bits:
-        return pages
     if bits != np.uint8:
         return lax.bitcast_convert_type(pages, bits)
     codes, scale = quantize(pages, "int8", axis=-2, scale_dtype="bfloat16", least=TINY / 127)

@@ -251,6 +251,16 @@ class Retrieval(CachePolicy):
         state = replace(state, index=index, ids=jnp.full_like(state.ids, NOTHING))
         return Outcome(state, pages=pages, shared=shared)
 
+    def counts(self, state: PagedState) -> Int[Array, "B K P"]:
+        """Returns how many tokens every page holds."""
+        return self.index.counts(state.index)
+
+    def moved(
+        self, state: PagedState, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+    ) -> PagedState:
+        """Returns the state after pages have moved in the pool, as `PageIndex.moved` has it."""
+        return replace(state, index=self.index.moved(state.index, ids, there, first, behind=behind))
+
     def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:
         return replace(state, window=self.window_of.joining(state.window, lengths, clock))
 
