@@ -75,5 +75,5 @@ def tiled(layer: Captured, tokens: int, rng: np.random.Generator) -> Captured:
 def _layer(layer: DecoderLayer, x: jax.Array, before: jax.Array | None, lengths: jax.Array):
     """Returns a layer's output, and its queries, keys, values and guess of its queries."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    guess = None if before is None else layer.enter(before, positions, lengths)[0]
+    guess = None if before is None else layer.enter(before, positions, lengths).q
     return exact(layer, x, lengths, lambda q, k, v, _: (q, k, v, guess))

@@ -122,8 +122,8 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         where = lengths.seen[:, None], lengths.seen + 1
 
         def run(layer: DecoderLayer, x: jax.Array, at: Place):
-            guess = None if at.before is None else lambda: layer.enter(at.before, *where)[0]
-            heads = Heads(*layer.enter(x, *where), jnp.ones_like(state.last_tokens), layer.scoring)
+            guess = None if at.before is None else lambda: layer.enter(at.before, *where).q
+            heads = Heads(*layer.enter(x, *where)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
             view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
             found = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
             return layer.leave(x, found.attended.out), found.state, found.shared or at.shared

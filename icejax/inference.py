@@ -134,7 +134,7 @@ def _extend_layer(
     layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pages, shared, *, policy: CachePolicy
 ):
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    heads = Heads(*layer.enter(x, positions, lengths.seen + new), new, layer.scoring)
+    heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
     found = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
     return layer.leave(x, found.attended.out), (found.state, found.pages, found.used), found.shared or shared
 

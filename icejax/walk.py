@@ -61,14 +61,15 @@ def exact(
 
     Args:
         lengths: tokens of each row.
-        keep: what is made of the queries [B, T, N, H], keys and values [B, T, K, H], and of what they attended to.
+        keep: what is made of the queries [B, T, N, H], keys and values [B, T, K, H] that a cache keeps, and of what they (or
+            their expanded form, which has the same log-sum-exp) attended to.
 
     Returns:
         The layer's output, and what `keep` returned.
     """
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
-    q, k, v = layer.enter(x, positions, lengths)
+    *heads, expanded = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
-        attended = causal(q, k, v, lengths=lengths, window=layer.config.window, scoring=layer.scoring)
-    kept = keep(q, k, v, attended)
-    return layer.leave(x, attended.out), kept
+        attended = causal(*(expanded or heads), lengths=lengths, window=layer.config.window, scoring=layer.scoring)
+    kept = keep(*heads, attended)
+    return layer.leave(x, attended.out, expanded=expanded is not None), kept

@@ -132,5 +132,5 @@ def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
     expected = np.concatenate(
         [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
     )
-    found = jitted(lambda x: layer.enter(x, jnp.asarray([[9]]), jnp.asarray([10]))[0], x)[0, 0]
+    found = jitted(lambda x: layer.enter(x, jnp.asarray([[9]]), jnp.asarray([10])).q, x)[0, 0]
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)

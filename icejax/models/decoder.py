@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,22 @@ class MLP(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Entered(NamedTuple):
+    """What a layer makes of tokens before anything attends: positioned, with the products of q and k not yet scaled.
+
+    Attributes:
+        q, k, v: what a cache keeps, and decodes with.
+        expanded: q, k and v that a text attends with from its beginning, where these are others: multi-head latent attention
+            (arXiv 2405.04434) keeps one latent of all heads and expands it for many queries; None: the same. What a program
+            does not use of both is not computed.
+    """
+
+    q: jax.Array  # dtype[B, T, N, H]
+    k: jax.Array  # dtype[B, T, K, H]
+    v: jax.Array  # dtype[B, T, K, Hv]
+    expanded: tuple[jax.Array, jax.Array, jax.Array] | None = None
+
+
 class DecoderLayer(nnx.Module):
     """One layer in two halves, with whatever attends between them.
 
@@ -106,14 +123,12 @@ class DecoderLayer(nnx.Module):
         """How products of its queries and keys become scores."""
         return Scoring(self.config.scale, self.config.softcap)
 
-    def enter(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Returns the queries, keys (both after RoPE, neither scaled) and values of the tokens at `positions`.
+    def enter(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Entered:
+        """Returns the queries, keys (both after RoPE) and values of the tokens at `positions`.
 
         `seen` counts the tokens of each row, these included.
         """
-        return self.self_attn.project(self.input_layernorm(x), positions, seen)
+        return Entered(*self.self_attn.project(self.input_layernorm(x), positions, seen))
 
     def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
@@ -123,8 +138,14 @@ class DecoderLayer(nnx.Module):
         """Returns what the attention block makes of its heads."""
         return self.self_attn.output(heads)
 
-    def leave(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Returns the layer's output from its input and from what the queries of `enter` attended to."""
+    def leave(
+        self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], *, expanded: bool = False
+    ) -> Float[Array, "B T D"]:
+        """Returns the layer's output from its input and from what the queries of `enter` attended to.
+
+        `expanded` says that its expanded queries did.
+        """
+        del expanded  # one form here
         x = x + self.self_attn.output(attended.astype(x.dtype))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
