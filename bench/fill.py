@@ -12,7 +12,7 @@ import numpy as np
 from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import table_for
-from icejax.cache.full import TokenState
+from icejax.cache.policies.full import TokenState
 from icejax.cache.policy import Lengths
 from icejax.decoding import DecodeState
 from icejax.inference import prefill

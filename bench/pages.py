@@ -26,8 +26,8 @@ import icejax
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
 from icejax import memory
-from icejax.cache.clustered import pages_for
 from icejax.cache.page_format import decode, encode
+from icejax.cache.policies.clustered import pages_for
 from icejax.generation import ASSETS
 
 REPEATS = 5

@@ -14,7 +14,7 @@ import icejax
 from bench.fill import fill
 from bench.scopes import scope_of
 from icejax.cache import Full
-from icejax.cache.full import TokenState
+from icejax.cache.policies.full import TokenState
 from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.slots import apart, append
 from icejax.decoding import Decoding

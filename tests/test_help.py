@@ -14,7 +14,7 @@ from rich.console import Console
 import icejax
 from icejax import plan
 from icejax.cache import Clustered, Full
-from icejax.cache.full import Ring
+from icejax.cache.policies.full import Ring
 from icejax.commands.show import Speed, table
 from icejax.compiling import BEGUN, ENDED, clock
 from tests.test_command import run

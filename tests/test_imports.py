@@ -64,8 +64,14 @@ def test_imports_run_one_way():
 
 def test_models_and_caches_do_not_know_each_other():
     for folder, other in (("models", "cache"), ("cache", "models")):
-        for file in (PACKAGE / folder).glob("*.py"):
+        for file in (PACKAGE / folder).rglob("*.py"):
             assert not {m for m in imported(file) if m.startswith(f"icejax.{other}")}, f"{file} imports of {other}"
+
+
+def test_the_protocol_and_its_bases_know_no_policy():
+    for file in (PACKAGE / "cache").glob("*.py"):
+        known = {m for m in imported(file) if m.startswith("icejax.cache.policies")}
+        assert file.name == "__init__.py" or not known, f"{file} imports {known}"
 
 
 def test_only_one_file_names_devices_and_memory_spaces():

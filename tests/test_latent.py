@@ -8,7 +8,7 @@ import pytest
 
 from icejax import explain
 from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
-from icejax.cache.full import Ring
+from icejax.cache.policies.full import Ring
 from icejax.plan import make_plan
 from tests import tolerances
 from tests.layer import Layer, attention, draw

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from bench.program.compile import Step, nbytes
 from bench.program.targets import Target
 from bench.program.work import Work
-from icejax.cache.clustered import Clustered
+from icejax.cache.policies.clustered import Clustered
 from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.ops.tree import FAN_OUT
 

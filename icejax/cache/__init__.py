@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from icejax.cache.clustered import Clustered
-from icejax.cache.full import Full, Ring
+from icejax.cache.policies.clustered import Clustered
+from icejax.cache.policies.full import Full, Ring
+from icejax.cache.policies.quest import Quest
+from icejax.cache.policies.snapkv import SnapKV
+from icejax.cache.policies.streaming import Streaming
 from icejax.cache.policy import CachePolicy
-from icejax.cache.quest import Quest
-from icejax.cache.snapkv import SnapKV
-from icejax.cache.streaming import Streaming
 from icejax.config import ModelConfig
 
 LOG = logging.getLogger(__name__)

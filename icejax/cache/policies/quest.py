@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.found import Found, of_query_heads
-from icejax.cache.full import behind_dense
 from icejax.cache.index import PageIndex
+from icejax.cache.policies.full import behind_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec

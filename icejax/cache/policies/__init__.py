@@ -1,0 +1,1 @@
+"""One file per cache policy; `icejax.cache` names them."""
