@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import pytest
 
 from icejax.cache import PRESETS, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming
 
@@ -16,12 +18,14 @@ class Row:
         small: the policy at a budget far below the tested lengths.
         exact: the policy with a budget of so many tokens, which is to equal dense attention.
         keeps_all: whether later text attends to all there was before it, whatever the budget.
+        slow: whether its contract runs with the slow tests: another policy of its base is there by default.
     """
 
     name: str
     small: CachePolicy
     exact: Callable[[int], CachePolicy]
     keeps_all: bool = True
+    slow: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -52,3 +56,9 @@ POLICIES = (
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )
+
+
+def by_row(*values: object, rows: Sequence[Row] = POLICIES, slow: bool = False) -> list:
+    """Returns the parameters of a test that runs on every row, with `values` behind it; `slow`: none of them by default."""
+    marks = {row.name: [pytest.mark.slow] if slow or row.slow else [] for row in rows}
+    return [pytest.param(row, *values, id="-".join(map(str, (row, *values))), marks=marks[row.name]) for row in rows]

@@ -9,11 +9,11 @@ from icejax.cache import Clustered, Full
 from icejax.session import Session
 from tests import families, tolerances
 from tests.layer import Layer, attention, dense, draw, programs
-from tests.policies import POLICIES
+from tests.policies import POLICIES, by_row
 from tests.test_session import Letters
 
 LENGTHS, STEPS = (250, 9, 100), 40
-policies = pytest.mark.parametrize("row", POLICIES, ids=str)
+policies = pytest.mark.parametrize("row", by_row())
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,7 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
 
 @pytest.mark.parametrize(
     "row, enough",
-    [pytest.param(row, True, id=f"exact-{row}") for row in POLICIES]
-    + [pytest.param(row, False, id=f"small-{row}", marks=pytest.mark.slow) for row in POLICIES if row.keeps_all],
+    [*by_row(True), *by_row(False, rows=[row for row in POLICIES if row.keeps_all], slow=True)],
 )
 def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
     """After steps that flush and compact; their padding holds NaN. With a budget for all, later steps are exact too."""
