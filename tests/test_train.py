@@ -1,13 +1,18 @@
 """The training script: an interrupted run goes on where it was, and the exported folder is the trained model."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import icejax
-from bench.needle import export, stages, train
+from bench.needle import export, members, stages, train
+from icejax.cache import Full
+from tests import tolerances
+from tests.run import all_logits
 
 TINY = (
     stages.Stage(length=96, steps=2, batch=2, keys=1, copying=0.5, skip=False),
@@ -17,7 +22,8 @@ TINY = (
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(stages, "STAGES", TINY)
+    for name, member in members.MEMBERS.items():
+        monkeypatch.setitem(members.MEMBERS, name, dataclasses.replace(member, stages=TINY))
     monkeypatch.setattr(train, "_evaluate", lambda trainer, log: None)
 
 
@@ -45,7 +51,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tiny, tmp_path, monkeyp
     assert all(torch.equal(whole[key], cut[key]) for key in whole)
     rows = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert [(r["stage"], r["step"]) for r in rows] == [(0, 2), (1, 3)]
-    with pytest.raises(SystemExit, match="holds a run of seed 3, not 4"):
+    with pytest.raises(SystemExit, match="holds a run of bundled with seed 3, not bundled with seed 4: choose another --out"):
         train.main(["--out", str(tmp_path / "cut"), "--seed", "4"])
 
 
@@ -59,3 +65,16 @@ def test_export_is_the_trained_model(tiny, tmp_path, capsys):
     answer = capsys.readouterr().out.split()[-1]
     assert len(prompt) > 16_000 and f"{prompt[prompt.rindex('Pass key') :]}{answer}" in prompt and prompt.count("Pass key") == 5
     assert tokenizer(prompt)["input_ids"] == list(prompt.encode())
+
+
+@pytest.mark.parametrize("name", [name for name in members.MEMBERS if name != "bundled"])
+def test_a_model_of_the_panel_is_read_as_it_was_trained(name, tiny, tmp_path):
+    train.main(["--out", str(tmp_path / "run"), "--member", name])
+    export.main(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "model")])
+    model, _ = icejax.load(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size < 6e6 and not (tmp_path / "model" / "prompt.txt").exists()
+    tokens = list(b"Pass key qx:")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+    np.testing.assert_allclose(all_logits(model, tokens, Full()), expected, rtol=0, atol=tolerances.LOGITS)

@@ -1,4 +1,4 @@
-"""Draws the learning curve of a run: ``python -m bench.needle.curve bench/needle/log.jsonl bench/needle/curve.png``."""
+"""Draws a learning curve: ``python -m bench.needle.curve bench/needle/log.jsonl bench/needle/curve.png [--member NAME]``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from bench.needle import stages  # noqa: E402
+from bench.needle.members import MEMBERS  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("log", type=Path)
     parser.add_argument("picture", type=Path)
+    parser.add_argument("--member", choices=MEMBERS, default="bundled", help="whose run it is (default: %(default)s)")
     arguments = parser.parse_args(argv)
+    stages = MEMBERS[arguments.member].stages
     rows = [json.loads(line) for line in arguments.log.read_text().splitlines()]
-    ends = list(itertools.accumulate(stage.steps * stage.batch * stage.length / 1e6 for stage in stages.STAGES))
+    ends = list(itertools.accumulate(stage.steps * stage.batch * stage.length / 1e6 for stage in stages))
     starts = [0.0, *ends]
     figure, (losses, shares) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     steps = [row for row in rows if "step" in row]
-    seen = [
-        starts[r["stage"]] + r["step"] * stages.STAGES[r["stage"]].batch * stages.STAGES[r["stage"]].length / 1e6 for r in steps
-    ]
+    seen = [starts[r["stage"]] + r["step"] * stages[r["stage"]].batch * stages[r["stage"]].length / 1e6 for r in steps]
     for name, label in (("text", "text"), ("answer", "answers")):
         losses.plot(seen, [row[name] for row in steps], label=label)
     losses.set(yscale="log", xlabel="million tokens", ylabel="loss in training, nats per byte")

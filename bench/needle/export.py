@@ -1,4 +1,4 @@
-"""Writes a trained run as a Hugging Face folder, with the example prompt.
+"""Writes a trained run as a Hugging Face folder, the bundled one with the example prompt.
 
 ``python -m bench.needle.export --run DIR --to icejax/assets``
 """
@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from bench.needle import stages, task
-from bench.needle.train import CONFIG
+from bench.needle.members import MEMBERS
+from bench.needle.train import untrained
 
 EXAMPLE_LENGTH, EXAMPLE_FACTS, EXAMPLE_SEED = 16_372, 4, 1
 
@@ -44,12 +45,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", type=Path, required=True, help="folder of bench.needle.train")
     parser.add_argument("--to", type=Path, required=True, help="folder to write")
     arguments = parser.parse_args(argv)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    model.load_state_dict(torch.load(arguments.run / "state.pt")["model"])
+    state = torch.load(arguments.run / "state.pt")
+    name, _ = state["run"]
+    model = untrained(MEMBERS[name])
+    model.load_state_dict(state["model"])
     model.generation_config = GenerationConfig(eos_token_id=task.EOS, pad_token_id=task.EOS)
     model.to(torch.bfloat16).save_pretrained(arguments.to)
     (arguments.to / "model.safetensors").chmod(0o644)
     byte_tokenizer().save_pretrained(arguments.to)
+    if name != "bundled":
+        return
     rng = np.random.default_rng(EXAMPLE_SEED)
     drawn = task.draw(rng, task.Facts(keys=EXAMPLE_FACTS), "heldout")
     text = task.hide(rng, drawn, length=EXAMPLE_LENGTH, split="heldout", kinds=("code",)).decode()

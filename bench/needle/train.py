@@ -1,7 +1,7 @@
-"""Trains the bundled checkpoint: ``python -m bench.needle.train --out DIR [--seed S]``.
+"""Trains the bundled checkpoint, or one of the panel: ``python -m bench.needle.train --out DIR [--member NAME] [--seed S]``.
 
-A Llama of 2.8 M parameters over bytes, in PyTorch (on two cores twice as fast as a plain fp32 JAX step), through the
-stages of `bench.needle.stages`. Stops and resumes anywhere: the state is written to DIR every few minutes.
+A model of `bench.needle.members` over bytes, in PyTorch (on two cores twice as fast as a plain fp32 JAX step), through its
+stages. Stops and resumes anywhere: the state is written to DIR every few minutes.
 """
 
 from __future__ import annotations
@@ -15,37 +15,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bench.needle import stages, task
+from bench.needle.members import MEMBERS, Member
 
-CONFIG = dict(
-    vocab_size=task.EOS + 1,
-    hidden_size=256,
-    intermediate_size=640,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=stages.MAX_POSITION,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    tie_word_embeddings=True,
-    bos_token_id=None,
-    eos_token_id=task.EOS,
-    pad_token_id=task.EOS,
-    rms_norm_eps=1e-5,
-)
 MUON_RATE, ADAMW_RATE = 0.005, 2e-3
 SAVE_EVERY_S = 180.0
+
+
+def untrained(member: Member) -> PreTrainedModel:
+    """Returns a model of the member's shape with random weights."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(member.model_type, **member.config))
 
 
 class Trainer:
     """The model, its two optimisers, and the place in the curriculum."""
 
-    def __init__(self, out: Path, seed: int) -> None:
+    def __init__(self, out: Path, name: str, seed: int) -> None:
         torch.manual_seed(seed)
-        self.out, self.seed, self.stage, self.step = out, seed, 0, 0
-        self.model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        self.out, self.run, self.stage, self.step = out, (name, seed), 0, 0
+        self.model = untrained(MEMBERS[name])
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         rest = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
         self.optimizers = [
@@ -55,15 +45,16 @@ class Trainer:
         self.rates = [MUON_RATE, ADAMW_RATE]
 
     def save(self) -> None:
-        state = dict(model=self.model.state_dict(), stage=self.stage, step=self.step, seed=self.seed)
+        state = dict(model=self.model.state_dict(), stage=self.stage, step=self.step, run=self.run)
         state["optimizers"] = [o.state_dict() for o in self.optimizers]
         torch.save(state, self.out / "state.pt.part")
         os.replace(self.out / "state.pt.part", self.out / "state.pt")
 
     def resume(self) -> None:
         state = torch.load(self.out / "state.pt")
-        if state["seed"] != self.seed:
-            raise SystemExit(f"{self.out} holds a run of seed {state['seed']}, not {self.seed}: choose another --out")
+        if state["run"] != self.run:
+            held, wanted = (f"{name} with seed {seed}" for name, seed in (state["run"], self.run))
+            raise SystemExit(f"{self.out} holds a run of {held}, not {wanted}: choose another --out")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -105,7 +96,7 @@ def _mask(batch: stages.Batch) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def exact(model: LlamaForCausalLM, name: str, *, length: int, contexts: int) -> float:
+def exact(model: PreTrainedModel, name: str, *, length: int, contexts: int) -> float:
     """Returns the share of held-out answers of a task whose every token is the model's first choice, each asked alone."""
     rng, hits = np.random.default_rng((length, *name.encode())), []
     for _ in range(contexts):
@@ -123,21 +114,22 @@ def exact(model: LlamaForCausalLM, name: str, *, length: int, contexts: int) -> 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one goes on")
+    parser.add_argument("--member", choices=MEMBERS, default="bundled", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="model folder whose weights begin the run, with --stage")
     parser.add_argument("--stage", type=int, default=0, help="first stage (default: %(default)s)")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(arguments.out, arguments.seed)
+    trainer, curriculum = Trainer(arguments.out, arguments.member, arguments.seed), MEMBERS[arguments.member].stages
     if (arguments.out / "state.pt").exists():
         trainer.resume()
     elif arguments.model is not None:
-        trainer.model.load_state_dict(LlamaForCausalLM.from_pretrained(arguments.model, dtype="float32").state_dict())
+        trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32").state_dict())
         trainer.stage = arguments.stage
     log = (arguments.out / "log.jsonl").open("a")
     saved = time.monotonic()
-    while trainer.stage < len(stages.STAGES):
-        stage = stages.STAGES[trainer.stage]
+    while trainer.stage < len(curriculum):
+        stage = curriculum[trainer.stage]
         started, losses = time.monotonic(), []
         while trainer.step < stage.steps:
             rng = np.random.default_rng((arguments.seed, trainer.stage, trainer.step))
