@@ -125,8 +125,8 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             guess = None if at.before is None else lambda: layer.enter(at.before, *where).q
             heads = Heads(*layer.enter(x, *where)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
             view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
-            found = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
-            return layer.leave(x, found.attended.out), found.state, found.shared or at.shared
+            outcome = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
+            return layer.leave(x, outcome.attended.out), outcome.state, outcome.shared or at.shared
 
         outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
         logits = model.logits(outputs[-1])[:, 0]
@@ -138,8 +138,8 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
 
     @jax.jit
     def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
-        found = [plan.policies[i].flush(cache.layers[i], cache.lengths) for i in plan.pooled]
-        return jnp.stack([page for page, _ in found])[None], [news for _, news in found], cache.lengths.pages
+        leaving = [plan.policies[i].flush(cache.layers[i], cache.lengths) for i in plan.pooled]
+        return jnp.stack([page for page, _ in leaving])[None], [news for _, news in leaving], cache.lengths.pages
 
     @functools.partial(jax.jit, donate_argnums=0)
     def flushed(cache: KVCache, news: list) -> KVCache:
@@ -159,9 +159,9 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         first, lengths = behind - count, dataclasses.replace(cache.lengths, pages=behind)
         for i in plan.pooled:
             newest = plan.pages(i, pool, cache.table).run(first, count)
-            found = plan.policies[i].compact(states[i], newest, View(lengths, shared=shared))
-            states[i], shared = found.state, found.shared or shared
-            packed.append(found.pages)
+            outcome = plan.policies[i].compact(states[i], newest, View(lengths, shared=shared))
+            states[i], shared = outcome.state, outcome.shared or shared
+            packed.append(outcome.pages)
         return KVCache(tuple(states), cache.lengths, cache.table), jnp.stack(packed, axis=1), first
 
     return step, flush, flushed, compact

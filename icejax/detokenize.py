@@ -65,10 +65,10 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         text = self._held + text
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        if found:
+        places = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        if places:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(places)]
         start = max(0, len(text) - self._longest)
         while start < len(text) and not self._begins_stop(text[start:]):
             start += 1

@@ -86,14 +86,12 @@ class Explanation:
         part = picture.with_name(f".{picture.name}.part")
         figure.savefig(part, dpi=110, format=picture.suffix[1:])
         plt.close(figure)
-        found = {
+        rows = {
             str(layer): {str(i): float(f"{weights[i]:.4g}") for i in np.flatnonzero(weights)}
             for layer, weights in self.weights.items()
         }
         table = picture.with_suffix(".json")
-        table.with_name(f".{table.name}.part").write_text(
-            json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=found))
-        )
+        table.with_name(f".{table.name}.part").write_text(json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows)))
         os.replace(part, picture)
         os.replace(table.with_name(f".{table.name}.part"), table)
 
@@ -119,11 +117,11 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
         return _layer(layer, x, new, at.shared, policy=plan.policies[at.number], spec=spec)
 
-    found = {}
+    positions = {}
     for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
         if pages is not None:
-            found[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
-    return found
+            positions[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
+    return positions
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
@@ -135,5 +133,5 @@ def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy:
         view = View(Lengths.none(len(new)), shared=shared)
         return policy.prefill(policy.init(spec), Heads(q, k, where, new, layer.scoring), attended, view)
 
-    x, found = exact(layer, x, new, keep)
-    return x, found.pages, found.shared or shared
+    x, outcome = exact(layer, x, new, keep)
+    return x, outcome.pages, outcome.shared or shared

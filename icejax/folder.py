@@ -34,13 +34,13 @@ def present(path: Path) -> Path:
 
 def kept(folder: Path, *, mark: str) -> dict[str, Path]:
     """Returns the folders in `folder` that hold the file `mark`, by name; OSError if it cannot be read."""
-    found = {}
+    folders = {}
     for name in os.listdir(folder):
         own = OWN.fullmatch(name)
         path = folder / (own[1] if own is not None and own[2] == "old" else name)
         if not OWN.fullmatch(path.name) and os.path.exists(present(path) / mark):
-            found[path.name] = path
-    return dict(sorted(found.items()))
+            folders[path.name] = path
+    return dict(sorted(folders.items()))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
     weights = 0
     for leaf in jax.tree.leaves(nnx.state(model)):  # a piece of each tells one checkpoint from another
         weights = zlib.crc32(np.asarray(leaf.reshape(-1)[:1024]).tobytes(), weights)
-    found = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
-    return json.loads(json.dumps(found, default=str))  # as it is read back
+    fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
+    return json.loads(json.dumps(fields, default=str))  # as it is read back
 
 
 def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
@@ -47,12 +47,12 @@ def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
     """Returns the cache policy of an identity read from `path`; InputError if there is none of that name or of its options."""
     options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
     name = options.pop("name", None)
-    found = named(name) if isinstance(name, str) else None
-    if found is None:
+    entry = named(name) if isinstance(name, str) else None
+    if entry is None:
         raise InputError(
             f"{path} was saved with cache.name = {_shown(name)}: register it in icejax.POLICIES, or use another folder"
         )
-    kind, _ = found
+    kind, _ = entry
     kinds = typing.get_type_hints(kind)
     for key, value in options.items():
         if key not in {field.name for field in dataclasses.fields(kind)}:

@@ -135,8 +135,8 @@ def _extend_layer(
 ):
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
-    found = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
-    return layer.leave(x, found.attended.out), (found.state, found.pages, found.used), found.shared or shared
+    outcome = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
+    return layer.leave(x, outcome.attended.out), (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
 
 
 @jax.jit
@@ -151,8 +151,8 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
             view = view_of(layer, Lengths.none(len(new)), None, shared)
             return policy.prefill(policy.init(spec), Heads(q, k, v, new, layer.scoring), attended, view)
 
-    x, found = exact(layer, x, new, keep)
-    return x, (found.state, found.pages), found.shared or shared
+    x, outcome = exact(layer, x, new, keep)
+    return x, (outcome.state, outcome.pages), outcome.shared or shared
 
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:

@@ -20,11 +20,11 @@ def read(path: Path) -> dict[str, Any]:
         InputError: it cannot be read, or holds something else.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} is no file: expected one with a JSON object")
-        if found.st_size > MOST_BYTES:
-            raise InputError(f"{path} has {found.st_size} bytes: expected a JSON object of at most {MOST_BYTES}")
+        if status.st_size > MOST_BYTES:
+            raise InputError(f"{path} has {status.st_size} bytes: expected a JSON object of at most {MOST_BYTES}")
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise
@@ -42,20 +42,20 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
         InputError: it holds something else, or a name twice; the message begins with `source`.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise InputError(f"{source}: not valid JSON here (nested too deeply)") from None
     except ValueError as error:
         raise InputError(f"{source}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{source}: expected a JSON object, found a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise InputError(f"{source}: expected a JSON object, found a {type(value).__name__}")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{quoted(twice)} is given twice")
-    return found
+    return fields

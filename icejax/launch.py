@@ -113,7 +113,7 @@ def write(text: str) -> None:
 
 def harmless(text: str) -> str:
     """Returns text of a model as stdout may have it: on a terminal, which would obey them, control characters are escaped."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text) if sys.stdout.isatty() else text
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text) if sys.stdout.isatty() else text
 
 
 def is_unicode() -> bool:

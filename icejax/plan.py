@@ -200,9 +200,9 @@ def make_plan(
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:
     """Returns which layers have which cache, in a line."""
-    found = []
+    parts = []
     for policy, layers in itertools.groupby(range(len(policies)), key=policies.__getitem__):
         numbers = list(layers)
         several = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-        found.append(f"{several} {shown_name(policy)}")
-    return ", ".join(found)
+        parts.append(f"{several} {shown_name(policy)}")
+    return ", ".join(parts)

@@ -115,8 +115,8 @@ def main():
         used = resource.getrusage(resource.RUSAGE_SELF)
         # A template that loops ends by itself too, should nobody be left to end it.
         limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + request.pop("seconds")) + 1)
-        found = json.dumps(answer(**request), ensure_ascii=False)
-        sys.stdout.buffer.write(found.encode("utf-8", "surrogatepass") + b"\n")
+        answered = json.dumps(answer(**request), ensure_ascii=False)
+        sys.stdout.buffer.write(answered.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
 
 

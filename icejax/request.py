@@ -55,5 +55,5 @@ def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Req
         raise InputError(f"prompts must be text, token ids, or several of them, got {quoted(prompts)}") from None
     if isinstance(prompts, (bytes, bytearray, set, dict)) or (several and isinstance(several[0], Integral)):
         several = [prompts]  # the token ids of one prompt, or what is to be refused as such
-    found = [each if isinstance(each, Request) else Request(prompt=each) for each in several]
-    return [each if each.index is not None else replace(each, index=i) for i, each in enumerate(found)]
+    requests = [each if isinstance(each, Request) else Request(prompt=each) for each in several]
+    return [each if each.index is not None else replace(each, index=i) for i, each in enumerate(requests)]

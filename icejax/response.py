@@ -78,5 +78,5 @@ def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
         pieces[-1],
         text="".join(p.text for p in pieces),
         token_ids=tuple(token for p in pieces for token in p.token_ids),
-        logprobs=None if pieces[-1].logprobs is None else tuple(found for p in pieces for found in p.logprobs),
+        logprobs=None if pieces[-1].logprobs is None else tuple(token for p in pieces for token in p.logprobs),
     )

@@ -200,12 +200,12 @@ def _alike(*states: DecodeState) -> list[DecodeState]:
     sampling = [x.sampling for x in states if x.sampling is not None]
     samples = any(x.samples for x in sampling)
     vocabulary = [x.seen.shape[1] for x in states if x.seen is not None]
-    found = []
+    completed = []
     for state in states:
         own, seen = state.sampling, state.seen
         if sampling:
             own = replace(own or Samplings.of([Sampling()] * len(state.done)), samples=samples)
         if vocabulary and seen is None:
             seen = jnp.zeros((len(state.done), vocabulary[0]), bool)
-        found.append(replace(state, sampling=own, seen=seen))
-    return found
+        completed.append(replace(state, sampling=own, seen=seen))
+    return completed

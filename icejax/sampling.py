@@ -180,11 +180,11 @@ def largest(holds: Callable[[UInt32[Array, "B N"]], Bool[Array, "B N"]], rows: i
 
     By bisection, `BITS` at a time. The passes are written out: at a loop XLA:GPU would end the CUDA graph of a step.
     """
-    found = jnp.zeros(rows, jnp.uint32)
+    threshold = jnp.zeros(rows, jnp.uint32)
     for shift in range(32 - BITS, -1, -BITS):
         more = jnp.arange(1, 2**BITS, dtype=jnp.uint32) << shift
-        found += holds(found[:, None] + more[None]).sum(-1, dtype=jnp.uint32) << shift
-    return found
+        threshold += holds(threshold[:, None] + more[None]).sum(-1, dtype=jnp.uint32) << shift
+    return threshold
 
 
 def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:

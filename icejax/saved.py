@@ -168,9 +168,9 @@ class Saved:
     def open(self) -> Iterator[BinaryIO]:
         """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
         with _reading(self.path), open(present(self.path) / ARRAYS, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != self._size:
-                damaged(self.path, f"{ARRAYS} has {found} bytes, expected {self._size}")
+            size = os.fstat(file.fileno()).st_size
+            if size != self._size:
+                damaged(self.path, f"{ARRAYS} has {size} bytes, expected {self._size}")
             yield file
 
     @property
@@ -189,9 +189,9 @@ def find(path: Path, model: CausalLM, cache: CachePolicy | None) -> Saved:
         InputError: there is none, it is damaged or of another version, or it was saved with another model or cache than
             `cache` (None: whatever it is); the message names the difference.
     """
-    found = look(path)
-    check_same(path, found.identity, identity(model, found.policy if cache is None else cache))
-    return found
+    kept = look(path)
+    check_same(path, kept.identity, identity(model, kept.policy if cache is None else cache))
+    return kept
 
 
 def look(path: Path) -> Saved:
@@ -226,9 +226,9 @@ def size(plan: Plan, *, tokens: int, pages: int) -> int:
 def _about(path: Path, fields: dict[str, Any]) -> About:
     """Returns what is said of the session in `fields`, if all of it can be true."""
     for name, kind in typing.get_type_hints(About).items():
-        found = fields.get(name)
-        if kind in (int, float) and (type(found) is not kind or not -1 < found < math.inf):
-            damaged(path, f"{name} is {found!r:.40}")
+        value = fields.get(name)
+        if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
+            damaged(path, f"{name} is {value!r:.40}")
     about = About(**{field.name: fields.get(field.name) for field in dataclasses.fields(About)})
     if not 0 < about.first <= about.tokens <= about.context_length < MOST:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
@@ -240,12 +240,12 @@ def _about(path: Path, fields: dict[str, Any]) -> About:
     return about
 
 
-def _is_message(found: Any) -> bool:
-    return isinstance(found, dict) and found.keys() == {"role", "content"} and all(isinstance(x, str) for x in found.values())
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(isinstance(x, str) for x in value.values())
 
 
-def _is_array(found: Any) -> bool:
-    return isinstance(found, list) and len(found) == 2 and all(type(x) is int and x >= 0 for x in found)
+def _is_array(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(x) is int and x >= 0 for x in value)
 
 
 @contextlib.contextmanager

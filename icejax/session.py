@@ -279,12 +279,12 @@ class Session:
             InputError: there is none, it is damaged, or it was saved with another model or cache; the message names the
                 difference.
         """
-        found = saved.find(Path(path), model, cache)
-        limits = dict(context_length=found.about.context_length, host_memory_limit=host_memory_limit)
-        session = cls(model, tokenizer, cache=found.policy, **limits)
-        session.messages, session.started, session._first = found.about.messages, found.about.started, found.about.first
+        stored = saved.find(Path(path), model, cache)
+        limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
+        session = cls(model, tokenizer, cache=stored.policy, **limits)
+        session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
         session._plan = plan = session._plan_for(session._first)
-        session.token_ids, kept, pool = found.read(
+        session.token_ids, kept, pool = stored.read(
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
         none = jnp.zeros(1, jnp.int32)

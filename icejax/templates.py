@@ -52,10 +52,10 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], *, now: float | N
         most=CHARACTERS + sum(len(message["content"]) for message in messages),
         seconds=SECONDS,
     )
-    found = _RENDERER.ask(request)
-    if "text" not in found:
-        raise InputError(f"the tokenizer's chat template {found['fault']}")
-    return found["text"]
+    answer = _RENDERER.ask(request)
+    if "text" not in answer:
+        raise InputError(f"the tokenizer's chat template {answer['fault']}")
+    return answer["text"]
 
 
 class _Renderer:

@@ -20,7 +20,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
     settings = read_json(file) if file.exists() else {}
-    known = [_is_known(folder, found.get("tokenizer_class")) for found in (settings, config)]
+    known = [_is_known(folder, fields.get("tokenizer_class")) for fields in (settings, config)]
     mapped = settings.get("auto_map")
     if (mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped) and not any(known):
         raise InputError(
@@ -48,10 +48,10 @@ def _is_known(folder: Path, name: Any) -> bool:
         return False
     if not isinstance(name, str):
         raise InputError(f"{folder}: tokenizer_class must be a name, found {name!r}")
-    found = [tokenizer_class_from_name(each) for each in (name, name.removesuffix("Fast") + "Fast")]
-    for each in found:
+    classes = [tokenizer_class_from_name(each) for each in (name, name.removesuffix("Fast") + "Fast")]
+    for each in classes:
         if each is not None and not (inspect.isclass(each) and issubclass(each, PreTrainedTokenizerBase)):
             raise InputError(
                 f"{folder}: tokenizer_class {name!r} is no tokenizer: expected one such as PreTrainedTokenizerFast"
             )
-    return any(each is not None for each in found)
+    return any(each is not None for each in classes)

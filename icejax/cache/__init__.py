@@ -42,11 +42,11 @@ def named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
 
 def name_of(policy: CachePolicy) -> str | None:
     """Returns the name of `policy`: of the preset with most options that it has, or of its class; None if it has none."""
-    found = [name for name, kind in POLICIES.items() if type(policy) is kind]
+    matching = [name for name, kind in POLICIES.items() if type(policy) is kind]
     for name, (kind, options) in PRESETS.items():  # one with more options comes later
         if type(policy) is kind and all(getattr(policy, key) == value for key, value in options.items()):
-            found.append(name)
-    return found[-1] if found else None
+            matching.append(name)
+    return matching[-1] if matching else None
 
 
 def shown_name(policy: CachePolicy) -> str:

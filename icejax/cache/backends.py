@@ -68,10 +68,10 @@ def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None)
     planes = table.shape[1]
     flat = table.reshape(planes * len(table), -1)
     wanted = jnp.ones(pages.shape, jnp.int32) if wanted is None else wanted.astype(jnp.int32)
-    found: list[jax.Array] = []
+    planes_read: list[jax.Array] = []
     for plane in range(planes):
-        found.append(_copied(flat, planes * pages + plane, wanted, *found[-1:]))
-    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in found)
+        planes_read.append(_copied(flat, planes * pages + plane, wanted, *planes_read[-1:]))
+    return tuple(x.reshape(len(pages), *table.shape[2:]) for x in planes_read)
 
 
 def _copied(flat: jax.Array, rows: jax.Array, wanted: jax.Array, *before: jax.Array) -> jax.Array:

@@ -12,18 +12,18 @@ from icejax.ops.attention import Attended, attend_all, merge_by_lse
 BLOCK = 128  # pages that new tokens attend to at once
 
 
-def attend_pages(found: Attended, heads: Heads, view: View, counts: Int[Array, "B K P"]) -> Attended:
+def attend_pages(attended: Attended, heads: Heads, view: View, counts: Int[Array, "B K P"]) -> Attended:
     """Returns attention in fp32, to something else so far, with that to all pages of the pool, which hold `counts` tokens."""
     batch, num_heads, pages = counts.shape
     block, last = min(BLOCK, pages), pages - 1
 
-    def page_block(i: jax.Array, found: Attended) -> Attended:
+    def page_block(i: jax.Array, attended: Attended) -> Attended:
         ids = i * block + jnp.arange(block, dtype=jnp.int32)
         planes = view.pool.fetch(jnp.broadcast_to(jnp.minimum(ids, last)[None, None], (batch, num_heads, block)))
-        held = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
-        mask = (jnp.arange(planes[0].shape[3])[None, None, None] < held[..., None]).reshape(batch, num_heads, -1)
+        filled = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
+        mask = (jnp.arange(planes[0].shape[3])[None, None, None] < filled[..., None]).reshape(batch, num_heads, -1)
         keys, values = (x.reshape(*mask.shape, -1) for x in heads.of_planes(planes))
         values = jnp.where(mask[..., None], values, 0)
-        return Attended(*merge_by_lse(*found, *attend_all(heads.q, keys, values, mask, scoring=heads.scoring)))
+        return Attended(*merge_by_lse(*attended, *attend_all(heads.q, keys, values, mask, scoring=heads.scoring)))
 
-    return jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, found)
+    return jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, attended)

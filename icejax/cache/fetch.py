@@ -47,11 +47,11 @@ def tried(name: str) -> str | None:
         table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (64, planes, height, 32), dtype=dtype)
         pinned, index = jax.device_put(table, memory.on_host()), jnp.asarray(pages)
         try:
-            found = [(jax.jit(BACKENDS[name])(pinned, index), table[pages])]
+            results = [(jax.jit(BACKENDS[name])(pinned, index), table[pages])]
             if name in CHOOSING:
                 some = jax.jit(BACKENDS[name])(pinned, index, jnp.asarray(wanted))
-                found.append((some, np.where(wanted[:, None, None, None], table[pages], 0)))
-            exact = all(np.array_equal(np.stack(planes, axis=1), expected) for planes, expected in found)
+                results.append((some, np.where(wanted[:, None, None, None], table[pages], 0)))
+            exact = all(np.array_equal(np.stack(planes, axis=1), expected) for planes, expected in results)
         except Exception as error:  # a compiler that is not there, or not made for this, raises nearly anything
             return f"fails: {(str(error) or type(error).__name__).splitlines()[0]}"
         if not exact:

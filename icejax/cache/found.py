@@ -37,8 +37,8 @@ def of_query_heads(page_ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"
 
     A page that several found counts once, and each head sees its own.
     """
-    ids, held = (x.reshape(*x.shape[:2], -1) for x in (page_ids, counts))
-    same = (ids[..., :, None] == ids[..., None, :]) & (held > 0)[..., None, :]
+    ids, tokens = (x.reshape(*x.shape[:2], -1) for x in (page_ids, counts))
+    same = (ids[..., :, None] == ids[..., None, :]) & (tokens > 0)[..., None, :]
     again = (same & jnp.tri(ids.shape[-1], k=-1, dtype=bool)[None, None]).any(-1)
     found_by = (page_ids[..., None] == ids[:, :, None, None]) & (counts > 0)[..., None]
-    return Found(ids, jnp.where(again, 0, held), bias=jnp.where(found_by.any(3), 0.0, -jnp.inf))
+    return Found(ids, jnp.where(again, 0, tokens), bias=jnp.where(found_by.any(3), 0.0, -jnp.inf))

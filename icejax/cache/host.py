@@ -78,8 +78,8 @@ class PoolLayer:
         nothing = jax.eval_shape(self.fetch, page_ids)
 
         def one(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            found = (x.reshape(nothing[0].shape[1:]) for x in self._read(table, rows[live[i]]))
-            return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, found, strict=True))
+            read = (x.reshape(nothing[0].shape[1:]) for x in self._read(table, rows[live[i]]))
+            return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, read, strict=True))
 
         def by_row() -> tuple[jax.Array, ...]:
             zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in nothing)
@@ -132,8 +132,8 @@ class PoolLayer:
         if self.singly:  # planes are pages of their own, one behind another
             rows = jnp.concatenate([rows + plane * height for plane in range(planes)])
             wanted = tuple(jnp.tile(x, planes) for x in wanted)
-        found = BACKENDS[self.backend](table, rows, *wanted)
-        return tuple(decode(x, self.dtype) for x in (jnp.split(found[0], planes) if self.singly else found))
+        planes_read = BACKENDS[self.backend](table, rows, *wanted)
+        return tuple(decode(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if self.singly else planes_read))
 
     def _places(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns a table to read, and the row of every page; of single slots, that of the slot in the first plane."""
@@ -146,8 +146,8 @@ class PoolLayer:
     def run(self, first: Int[Array, ""], count: int) -> Float[Array, "{count} B K planes p W"]:
         """Returns `count` pages from `first` on, of every row and KV head, on the device."""
         ids = first + jnp.arange(count, dtype=jnp.int32)
-        found = self.fetch(jnp.broadcast_to(ids[None, None], (len(self.extents), self.pages.shape[3], count)))
-        return jnp.stack(found, axis=3).transpose(2, 0, 1, 3, 4, 5)
+        planes = self.fetch(jnp.broadcast_to(ids[None, None], (len(self.extents), self.pages.shape[3], count)))
+        return jnp.stack(planes, axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns the pool as a table of pages, and the row of every page."""

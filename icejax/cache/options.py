@@ -27,10 +27,10 @@ def described(name: str) -> dict[str, str]:
 
 def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
     """Returns the policy `name` with `options`, text or numbers; InputError that lists the valid names or options."""
-    found = named(name)
-    if found is None:
+    entry = named(name)
+    if entry is None:
         raise InputError(f"unknown cache {name!r}: expected one of {', '.join(names())}{meant(name, names())}")
-    policy, values = found[0], dict(found[1])
+    policy, values = entry[0], dict(entry[1])
     kinds, valid = typing.get_type_hints(policy), [field.name for field in dataclasses.fields(policy)]
     for key, value in options.items():
         if key not in valid:

@@ -227,15 +227,15 @@ class CachePolicy(abc.ABC):
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
             lengths = Lengths.of(view.lengths.seen + i, view.lengths.pages)
             token = Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scoring)
-            found = self.decode(state, token, replace(view, lengths=lengths))
+            outcome = self.decode(state, token, replace(view, lengths=lengths))
             there = i < heads.new
 
             def put_in(old: jax.Array, x: jax.Array) -> jax.Array:
                 return jnp.where(jnp.repeat(there, len(x) // batch).reshape(-1, *(1,) * (x.ndim - 1)), x, old)
 
-            state = jax.tree.map(put_in, state, found.state)
-            put = (jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in zip(attended, found.attended, strict=True))
-            return state, Attended(*put)
+            state = jax.tree.map(put_in, state, outcome.state)
+            pairs = zip(attended, outcome.attended, strict=True)
+            return state, Attended(*(jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in pairs))
 
         nothing = Attended(
             jnp.zeros((batch, tokens, num_heads, heads.v.shape[-1]), heads.q.dtype), jnp.zeros(heads.q.shape[:3])

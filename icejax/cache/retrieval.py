@@ -154,18 +154,18 @@ class Retrieval(CachePolicy):
         with jax.named_scope("fetch"):
             there, pool = found.counts > 0, replace(view.pool, singly=self.by_slot)
             if self.resident:
-                held, fetched = pool.fetch_missing(found.ids, there, state.held, state.ids)
+                pages, fetched = pool.fetch_missing(found.ids, there, state.held, state.ids)
             else:
-                held, fetched = pool.fetch_live(found.ids, there)
+                pages, fetched = pool.fetch_live(found.ids, there)
         with jax.named_scope("attend"):
             slots_mask = jnp.arange(self._unit)[None, None, None, :] < found.counts[..., None]  # tokens come first
-            attended, weights = self.attend(heads, near, (*heads.of_planes(held), slots_mask), found)
+            attended, weights = self.attend(heads, near, (*heads.of_planes(pages), slots_mask), found)
         state = replace(
             state,
             window=window,
             ids=jnp.where(there, found.ids, NOTHING),
             weights=weights,
-            held=held if self.resident else state.held,
+            held=pages if self.resident else state.held,
             fetched=fetched,
         )
         shape = heads.q.shape[:3]
@@ -185,12 +185,12 @@ class Retrieval(CachePolicy):
         return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
-        found = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
+        attended = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
         masks = self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen)
         for planes, mask in zip((state.window.sinks, state.window.newest), masks, strict=True):
             near = (*heads.of_planes(planes), per_head(mask, heads.k.shape[2]))
-            found = merge_by_lse(*found, *attend_all(heads.q, *near, scoring=heads.scoring))
-        return attend_pages(Attended(*found), heads, view, self.index.counts(state.index))
+            attended = merge_by_lse(*attended, *attend_all(heads.q, *near, scoring=heads.scoring))
+        return attend_pages(Attended(*attended), heads, view, self.index.counts(state.index))
 
     def _packed(
         self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None
@@ -266,9 +266,9 @@ class Retrieval(CachePolicy):
 
     def report(self, state: PagedState, lengths: Lengths) -> Report:
         selected, needed = (state.weights > 0).any(-1), state.ids != NOTHING
-        found = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
+        pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
         heads = state.window.sinks[0].shape[1]
         slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
         described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
-        return Report(found, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))
+        return Report(pages, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))

@@ -65,12 +65,12 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
         leaves = [stored[key] for key in parameters]
     else:
         read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
-        found = {}
+        leaves_by_key = {}
         for done, (key, tensor) in enumerate(read, start=1):
-            found[key] = _to_device(tensor, dtype)
+            leaves_by_key[key] = _to_device(tensor, dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
-        leaves = [found[key] for key in parameters]
+        leaves = [leaves_by_key[key] for key in parameters]
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 

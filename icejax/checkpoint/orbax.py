@@ -73,18 +73,18 @@ def read(
     Raises:
         InputError: keys are missing, unknown or of another shape; or, with `dtype`, one is stored in none of DTYPES.
     """
-    found = stored(path)
-    faults = [f"{key} is missing" for key in shapes if key not in found]
-    faults += [f"{key} is not a parameter of this model" for key in found if key not in shapes]
+    saved = stored(path)
+    faults = [f"{key} is missing" for key in shapes if key not in saved]
+    faults += [f"{key} is not a parameter of this model" for key in saved if key not in shapes]
     faults += [
-        f"{key} has shape {list(found[key].shape)}, expected {list(shape)}"
+        f"{key} has shape {list(saved[key].shape)}, expected {list(shape)}"
         for key, shape in shapes.items()
-        if key in found and tuple(found[key].shape) != tuple(shape)
+        if key in saved and tuple(saved[key].shape) != tuple(shape)
     ]
     if dtype is not None:
         faults += [
             f"{key}: dtype {s.dtype} is not supported: expected {', '.join(DTYPES)}"
-            for key, s in found.items()
+            for key, s in saved.items()
             if str(s.dtype) not in DTYPES
         ]
     if faults:
@@ -92,7 +92,7 @@ def read(
     sharding = memory.on_device(device)
     target = {
         key: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype) if dtype is not None else s.dtype, sharding=sharding)
-        for key, s in found.items()
+        for key, s in saved.items()
     }
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path.absolute(), target)

@@ -63,22 +63,22 @@ def examine() -> dict[str, Any]:
     )
 
 
-def _show(found: dict[str, Any], console: Console) -> None:
-    console.print("  ".join(f"{name} {version}" for name, version in found["versions"].items()))
-    for device in found["devices"]:
+def _show(report: dict[str, Any], console: Console) -> None:
+    console.print("  ".join(f"{name} {version}" for name, version in report["versions"].items()))
+    for device in report["devices"]:
         size = f", {device['bytes_limit'] / 2**30:.1f} GiB for JAX" if device["bytes_limit"] else ""
         console.print(f"device {device['device']}{size}; memory kinds: {', '.join(device['memory_kinds'])}")
-    ram = {name: f"{size / 2**30:.1f} GiB" for name, size in found["host_memory"].items()}
-    pinned = f", {found['pinned_limit_gib']} GiB may be pinned" if found["pinned_limit_gib"] is not None else ""
+    ram = {name: f"{size / 2**30:.1f} GiB" for name, size in report["host_memory"].items()}
+    pinned = f", {report['pinned_limit_gib']} GiB may be pinned" if report["pinned_limit_gib"] is not None else ""
     console.print(f"host memory {ram['total']}, {ram['free']} free{pinned}")
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in ("fetch backend", "exact bits", "512 pages of 8 KiB", "GB/s"):
         table.add_column(name, justify="left" if name == "fetch backend" else "right")
-    for row in found["fetch"]:
+    for row in report["fetch"]:
         speed = (f"{row['microseconds']} us", str(row["gb_per_s"])) if row["exact"] else (row["fault"], "")
         table.add_row(row["backend"], "yes" if row["exact"] else "no", *speed)
     console.print(table)
-    console.print(f"used: {found['fetch_backend'] or 'none, only --cache full works'} (another: {fetch.CHOICE}=NAME)")
+    console.print(f"used: {report['fetch_backend'] or 'none, only --cache full works'} (another: {fetch.CHOICE}=NAME)")
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.doctor") -> int:
@@ -92,11 +92,11 @@ def _run(argv: list[str] | None, name: str) -> int:
     arguments = parser.parse_args(argv)
     memory.raise_pinned_limit()
     fetch.try_ahead()
-    found = examine()
+    report = examine()
     if arguments.json:
-        write(json.dumps(found) + "\n")
+        write(json.dumps(report) + "\n")
     else:
         console = Console(file=io.StringIO(), force_terminal=sys.stdout.isatty(), width=Console().width)
-        _show(found, console)
+        _show(report, console)
         write(console.file.getvalue())
-    return 0 if found["fetch_backend"] is not None else 2
+    return 0 if report["fetch_backend"] is not None else 2

@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 progress=lambda done, layers=layers, bars=bars: bars.update(layers, completed=done),
                 watch=explanation.watch if explanation is not None else None,
             )
-            found = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
-        responses |= zip(rows, found, strict=True)
+            answered = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
+        responses |= zip(rows, answered, strict=True)
         while told in responses and not streaming:  # in the order asked
             answer(responses[told], arguments, prompts[told].id)
             told += 1
@@ -127,10 +127,10 @@ def _run_session(
         )
         with progress(console) as bars:
             stream = respond(asked.prompt, logprobs=arguments.logprobs, kept_in=held, **own)
-            found = answers(stream, bars, rows=1, limit=most, streaming=streaming)
+            answered = answers(stream, bars, rows=1, limit=most, streaming=streaming)
         if not streaming:
-            answer(found[0], arguments, asked.id)
-        responses += found
+            answer(answered[0], arguments, asked.id)
+        responses += answered
         session.save(held)
     if console.is_terminal:
         console.print(table(responses, console))

@@ -23,11 +23,11 @@ class Parser(argparse.ArgumentParser):
     """Tells what is wrong in one line, with the option that may have been meant."""
 
     def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(flag, self._option_string_actions)}")
-        return found
+        return options
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

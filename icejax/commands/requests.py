@@ -112,22 +112,22 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 def read_prompts(arguments: argparse.Namespace) -> list[Asked]:
     """Returns the prompts of the command line; InputError if there is none or a file cannot be read."""
     prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
-    found, path = [Asked(prompt=prompt) for prompt in prompts], arguments.prompt_file
-    if path is None and not found:
+    asked, path = [Asked(prompt=prompt) for prompt in prompts], arguments.prompt_file
+    if path is None and not asked:
         if arguments.model is not None:
             raise InputError("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
         path = BUNDLED_PROMPT
     if path is None:
-        return found
+        return asked
     text = read_text(path)
     if path.suffix != ".jsonl":
-        return [*found, Asked(prompt=text)]
+        return [*asked, Asked(prompt=text)]
     for at, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
         if line.strip():
-            found.append(_line(f"{path}, line {at}", line))
-    if not found:
+            asked.append(_line(f"{path}, line {at}", line))
+    if not asked:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
-    return found
+    return asked
 
 
 def read_text(path: Path) -> str:
@@ -146,11 +146,11 @@ def _decode(source: str, content: bytes) -> str:
 
 
 def _line(source: str, line: str) -> Asked:
-    found = {name: value for name, value in jsontext.parse(line, source=source).items() if value is not None}
-    for name in found:
+    fields = {name: value for name, value in jsontext.parse(line, source=source).items() if value is not None}
+    for name in fields:
         if name not in FIELDS:
             raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{meant(name, FIELDS)}")
-    if ("prompt" in found) == ("messages" in found):
-        given = "both" if "prompt" in found else "neither"
+    if ("prompt" in fields) == ("messages" in fields):
+        given = "both" if "prompt" in fields else "neither"
         raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {given}")
-    return Asked(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in found.items()})
+    return Asked(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in fields.items()})

@@ -43,12 +43,12 @@ def _run(argv: list[str] | None, name: str) -> int:
     what.add_argument("--verify", action="store_true", help="check every byte; exit status 2 if one is not as it was saved")
     what.add_argument("--remove", nargs="+", metavar="NAME", help="remove these sessions")
     arguments = parser.parse_args(argv)
-    found = _find(arguments.folder)
+    folders = _find(arguments.folder)
     if arguments.remove is not None:
-        rows = _remove(arguments.folder, found, list(dict.fromkeys(arguments.remove)))
+        rows = _remove(arguments.folder, folders, list(dict.fromkeys(arguments.remove)))
     else:
         with progress(Console(stderr=True)) as bars:
-            each = bars.track(found.items(), description="sessions")
+            each = bars.track(folders.items(), description="sessions")
             rows = [_describe(name, path, verify=arguments.verify) for name, path in each]
     if arguments.json:
         write("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,38 +77,38 @@ def _describe(name: str, path: Path, *, verify: bool) -> dict[str, Any]:
         with os.scandir(present(path)) as files:
             row["bytes"] = sum(file.stat(follow_symlinks=False).st_size for file in files)
         row["saved"] = (present(path) / ABOUT).stat().st_mtime
-        found = look(path)
+        kept = look(path)
         said = {}
         for shown, key, kinds in IDENTITY:
-            said[shown] = found.identity.get(key)
+            said[shown] = kept.identity.get(key)
             if type(said[shown]) not in kinds:
                 damaged(path, f"{key} is {quoted(said[shown])}")
         if verify:
-            found.verify()
-        with found.open():  # it is there and has its size
+            kept.verify()
+        with kept.open():  # it is there and has its size
             pass
-        return row | said | dict(tokens=found.about.tokens, messages=len(found.about.messages), started=found.about.started)
+        return row | said | dict(tokens=kept.about.tokens, messages=len(kept.about.messages), started=kept.about.started)
     except OSError as error:
         return row | dict(damaged=error.strerror)
     except InputError as error:
         return row | dict(damaged=_why(error, path))
 
 
-def _remove(folder: Path, found: dict[str, Path], names: list[str]) -> list[dict[str, Any]]:
+def _remove(folder: Path, folders: dict[str, Path], names: list[str]) -> list[dict[str, Any]]:
     """Removes sessions one by one and returns what became of each; InputError, and none is removed, if one is not there."""
     for name in names:
-        if name not in found:
-            raise InputError(f"{folder} holds no session {name!r}, and nothing was removed{meant(name, found)}")
+        if name not in folders:
+            raise InputError(f"{folder} holds no session {name!r}, and nothing was removed{meant(name, folders)}")
     rows = []
     for name in names:
         try:
-            with claim(found[name], mark=ABOUT) as held:
-                if others := {file.name for file in found[name].iterdir()} - {ABOUT, ARRAYS}:
-                    raise InputError(f"{found[name]} holds more than a session ({quoted(min(others))}): remove it by hand")
+            with claim(folders[name], mark=ABOUT) as held:
+                if others := {file.name for file in folders[name].iterdir()} - {ABOUT, ARRAYS}:
+                    raise InputError(f"{folders[name]} holds more than a session ({quoted(min(others))}): remove it by hand")
                 held.remove()
             rows.append(dict(name=name, removed=True))
         except InputError as error:
-            rows.append(dict(name=name, not_removed=_why(error, found[name])))
+            rows.append(dict(name=name, not_removed=_why(error, folders[name])))
     return rows
 
 

@@ -61,7 +61,7 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     size = fields.whole("head_dim", most=2**12, default=None) or hidden // heads
     dtype = fields.take("dtype", str, default="") or fields.take("torch_dtype", str, default="float32")
     theta, scaling = rope(fields, max_position_embeddings=context)
-    found = dict(
+    values = dict(
         model_type=raw["model_type"],
         vocab_size=fields.whole("vocab_size", most=2**24),
         hidden_size=hidden,
@@ -82,7 +82,7 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
         raise InputError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
     if size % 2 or size < 4:
         raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {size}")
-    return fields, found
+    return fields, values
 
 
 def layer_types(fields: Fields, count: int, *, window: int | None, first_sliding: int) -> dict[str, Any]:

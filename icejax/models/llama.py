@@ -10,9 +10,9 @@ from icejax.models.hf_config import common, finish, layer_types
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `llama` checkpoint."""
-    fields, found = common(raw)
+    fields, values = common(raw)
     bias = fields.take("attention_bias", bool, default=False)
-    found |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=fields.take("mlp_bias", bool, default=False), qk_norm=False)
-    found |= layer_types(fields, found["num_hidden_layers"], window=None, first_sliding=0)
+    values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=fields.take("mlp_bias", bool, default=False), qk_norm=False)
+    values |= layer_types(fields, values["num_hidden_layers"], window=None, first_sliding=0)
     finish(fields)
-    return ModelConfig(**found)
+    return ModelConfig(**values)

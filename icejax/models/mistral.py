@@ -12,9 +12,9 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `mistral` or `ministral` checkpoint; a sliding window (v0.1) is on every layer."""
     # transformers' own default where the field is absent; v0.2 and later write null.
     raw = raw if "sliding_window" in raw else raw | {"sliding_window": 4096}
-    fields, found = common(raw)
-    found |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+    fields, values = common(raw)
+    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
     window = fields.whole("sliding_window", default=None)
-    found |= layer_types(fields, found["num_hidden_layers"], window=window, first_sliding=0)
+    values |= layer_types(fields, values["num_hidden_layers"], window=window, first_sliding=0)
     finish(fields)
-    return ModelConfig(**found)
+    return ModelConfig(**values)

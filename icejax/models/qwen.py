@@ -24,10 +24,10 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _read(raw: dict[str, Any], attention) -> ModelConfig:
-    fields, found = common(raw)
+    fields, values = common(raw)
     slides = fields.take("use_sliding_window", bool, default=False)
     window = fields.whole("sliding_window", default=4096) if slides else None
     first = fields.whole("max_window_layers", least=0, default=28)
-    found |= attention(fields) | layer_types(fields, found["num_hidden_layers"], window=window, first_sliding=first)
+    values |= attention(fields) | layer_types(fields, values["num_hidden_layers"], window=window, first_sliding=first)
     finish(fields)
-    return ModelConfig(**found)
+    return ModelConfig(**values)

@@ -33,56 +33,54 @@ def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeSc
     forms = {name: fields.take(name, dict, default={}) for name in ("rope_scaling", "rope_parameters")}
     # Where both are given transformers takes rope_scaling, which is how a reader stretches a published config.
     name = "rope_scaling" if forms["rope_scaling"] else "rope_parameters"
-    found = Fields(forms[name], f"{fields.source}, {name}")
-    named = (found, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
+    form = Fields(forms[name], f"{fields.source}, {name}")
+    named = (form, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
     thetas = [each.number("rope_theta", **THETA, default=None) for each in named]
     theta = next((value for value in thetas if value is not None), 1e4)
-    kinds = [found.take(key, str, default=None) for key in ("rope_type", "type")]
+    kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
-    if found.take("partial_rotary_factor", object, default=1.0) != 1.0:
-        raise InputError(f"{found.source}: partial_rotary_factor other than 1.0 is not supported")
+    if form.take("partial_rotary_factor", object, default=1.0) != 1.0:
+        raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
     if kind not in ROPE_FIELDS:
-        raise InputError(f"{found.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
-    unknown = sorted(
-        key for key, value in found.raw.items() if value is not None and key not in found.taken | ROPE_FIELDS[kind]
-    )
+        raise InputError(f"{form.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
+    unknown = sorted(key for key, value in form.raw.items() if value is not None and key not in form.taken | ROPE_FIELDS[kind])
     if unknown:
         raise InputError(
-            f"{found.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
+            f"{form.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
             "and may change the model's numbers"
         )
     original = fields.whole("original_max_position_embeddings", default=max_position_embeddings)
-    original = found.whole("original_max_position_embeddings", default=original)
+    original = form.whole("original_max_position_embeddings", default=original)
     if kind == "default":
         return theta, None
     if kind == "dynamic":
         original = max_position_embeddings  # transformers stretches from here whatever else is written
-    factor = found.number("factor", least=1, most=1e6, default=None)
+    factor = form.number("factor", least=1, most=1e6, default=None)
     if factor is None and kind != "yarn":
-        raise InputError(f"{found.source}: rope type {kind!r} needs 'factor'")
+        raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
     if factor is None:
-        factor = ranges.number(f"{found.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
+        factor = ranges.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
     if kind in ("linear", "dynamic") and max_position_embeddings * factor > ranges.LARGEST:
-        raise InputError(f"{found.source}: a context of {max_position_embeddings} x {factor:g} tokens is too long to count")
+        raise InputError(f"{form.source}: a context of {max_position_embeddings} x {factor:g} tokens is too long to count")
     given: dict[str, Any] = {}
     if kind == "llama3":
-        given = {key: found.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
+        given = {key: form.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
         if given["low_freq_factor"] >= given["high_freq_factor"]:
-            raise InputError(f"{found.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
+            raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
     if kind == "yarn":
         given = dict(
-            attention_factor=_yarn_attention(found, factor),
-            beta_fast=found.number("beta_fast", **SCALE, default=32.0),
-            beta_slow=found.number("beta_slow", **SCALE, default=1.0),
-            truncate=found.take("truncate", bool, default=True),
+            attention_factor=_yarn_attention(form, factor),
+            beta_fast=form.number("beta_fast", **SCALE, default=32.0),
+            beta_slow=form.number("beta_slow", **SCALE, default=1.0),
+            truncate=form.take("truncate", bool, default=True),
         )
     return theta, RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
 
 
-def _yarn_attention(found: Fields, factor: float) -> float:
+def _yarn_attention(form: Fields, factor: float) -> float:
     """The paper's temperature, or the ratio of the two scales that DeepSeek's configs give."""
-    weights = [found.number(key, least=0, most=1e6, default=0.0) for key in ("mscale", "mscale_all_dim")]
-    given = found.number("attention_factor", **SCALE, default=None)
+    weights = [form.number(key, least=0, most=1e6, default=0.0) for key in ("mscale", "mscale_all_dim")]
+    given = form.number("attention_factor", **SCALE, default=None)
     if given is not None:
         return given
 

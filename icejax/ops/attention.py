@@ -119,7 +119,7 @@ def causal_with_lse(
     rows = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, tokens * group, size)
 
-    def query_block(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def query_block(i: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         queries = lax.dynamic_slice_in_dim(rows, i * block * group, block * group, axis=2)
         position = i * block + jnp.arange(block * group) // group
 
@@ -145,7 +145,7 @@ def causal_with_lse(
         total, weight, highest = lax.fori_loop(first, i + 1, key_block, empty)
         return tuple(
             lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), i * block * group, axis=2)
-            for old, x in zip(found, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
+            for old, x in zip(so_far, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
         )
 
     blocks = (lengths.max() + block - 1) // block

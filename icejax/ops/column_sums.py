@@ -39,7 +39,7 @@ def column_sums(
     k = k.transpose(0, 2, 1, 3)
     end = (lengths.max() + block - 1) // block
 
-    def key_block(j: jax.Array, found: jax.Array) -> jax.Array:
+    def key_block(j: jax.Array, sums: jax.Array) -> jax.Array:
         keys = lax.dynamic_slice_in_dim(k, j * block, block, axis=2)
         key_position = j * block + jnp.arange(block)
 
@@ -58,7 +58,7 @@ def column_sums(
 
         last = end if window is None else jnp.minimum(end, ((j + 1) * block + window - 2) // block + 1)
         total = lax.fori_loop(j, last, query_block, jnp.zeros((batch, kv_heads, group, block)))
-        return lax.dynamic_update_slice_in_dim(found, total, j * block, axis=3)
+        return lax.dynamic_update_slice_in_dim(sums, total, j * block, axis=3)
 
-    found = lax.fori_loop(0, end, key_block, jnp.zeros(lse.shape))
-    return found.reshape(batch, heads, tokens)
+    sums = lax.fori_loop(0, end, key_block, jnp.zeros(lse.shape))
+    return sums.reshape(batch, heads, tokens)

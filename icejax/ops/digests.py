@@ -146,8 +146,8 @@ def score(
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    found = products(q, vectors.data.astype(jnp.float32))
-    return found if vectors.scale is None else found * vectors.scale[:, :, None, :]
+    dots = products(q, vectors.data.astype(jnp.float32))
+    return dots if vectors.scale is None else dots * vectors.scale[:, :, None, :]
 
 
 def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array, "B K G _"]:

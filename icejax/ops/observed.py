@@ -44,5 +44,5 @@ def observed(
     k = jnp.pad(k, ((0, 0), (0, 0), (0, missing), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
     parts = tuple(x.reshape(batch, heads, -1, block, *x.shape[3:]).swapaxes(0, 2).swapaxes(1, 2) for x in (k, positions))
-    found = lax.map(some, parts)  # blocks, B K G S'
-    return jnp.moveaxis(found, 0, 3).reshape(batch, heads, -1, slots + missing)[..., :slots]
+    weights = lax.map(some, parts)  # blocks, B K G S'
+    return jnp.moveaxis(weights, 0, 3).reshape(batch, heads, -1, slots + missing)[..., :slots]

@@ -29,15 +29,15 @@ def attend_whole(
     keys, values, mask = resident
     own = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged = (x.reshape(rows, -1, x.shape[-1]) for x in pages[:2])
-    found = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scoring=scoring)
+    paged = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scoring=scoring)
     if bias is not None:
-        found += jnp.repeat(bias, pages[2].shape[2], axis=-1)
-    highest = jnp.maximum(own.max(-1), found.max(-1))
-    own, found = (jnp.exp(x - highest[..., None]) for x in (own, found))
-    total = own.sum(-1) + found.sum(-1)
+        paged += jnp.repeat(bias, pages[2].shape[2], axis=-1)
+    highest = jnp.maximum(own.max(-1), paged.max(-1))
+    own, paged = (jnp.exp(x - highest[..., None]) for x in (own, paged))
+    total = own.sum(-1) + paged.sum(-1)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
-    out += EINSUM("rgs,rsh->rgh", found.astype(values.dtype), values_paged)
-    weights = (found / total[..., None]).sum(1).reshape(pages[2].shape)
+    out += EINSUM("rgs,rsh->rgh", paged.astype(values.dtype), values_paged)
+    weights = (paged / total[..., None]).sum(1).reshape(pages[2].shape)
     return Attended(out / total[..., None], jnp.log(total) + highest), weights
 
 
@@ -70,17 +70,17 @@ def attend_paged(
     keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
-    found = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None], scoring=scoring)
-    highest = jnp.maximum(own.max(-1), found.max(-1))
-    own, found = jnp.exp(own - highest[..., None]), jnp.exp(found - highest[..., None])
-    total = own.sum(-1) + found.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
-    worth = jnp.where(flat, (found / total[..., None]).sum(1), -1.0)
+    paged = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None], scoring=scoring)
+    highest = jnp.maximum(own.max(-1), paged.max(-1))
+    own, paged = jnp.exp(own - highest[..., None]), jnp.exp(paged - highest[..., None])
+    total = own.sum(-1) + paged.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
+    worth = jnp.where(flat, (paged / total[..., None]).sum(1), -1.0)
     chosen = largest(worth, room, most=most) & flat
-    exact = jnp.where(chosen[:, None], found, 0.0)
+    exact = jnp.where(chosen[:, None], paged, 0.0)
     if tail:
         # A page's other tokens share their weight alike, which is their weight with their mean value.
         others = slots & ~chosen.reshape(slots.shape)
-        share = (found - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
+        share = (paged - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
         share /= jnp.maximum(others.sum(-1, dtype=jnp.float32), 1.0)[:, None]
         exact += jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
     weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)

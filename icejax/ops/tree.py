@@ -60,30 +60,30 @@ def build(pages: Digests) -> tuple[Digests, ...]:
 
 def lineage(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
     """Returns the digests [B, K, n] of pages that are to stand from index `first` on, and those of all nodes above them."""
-    found = [pages]
+    changed = [pages]
     for level in levels[:-1]:
-        above, count = _above(level, found[-1], first)
+        above, count = _above(level, changed[-1], first)
         siblings = jax.tree.map(
             lambda x, at=above, n=count: jax.lax.dynamic_slice_in_dim(x, at * FAN_OUT, n * FAN_OUT, axis=2), level
         )
-        found.append(merge(_families(put(siblings, found[-1], first - above * FAN_OUT))))
+        changed.append(merge(_families(put(siblings, changed[-1], first - above * FAN_OUT))))
         first = above
-    return tuple(found)
+    return tuple(changed)
 
 
-def replace(levels: tuple[Digests, ...], found: tuple[Digests, ...], first: Int[Array, ""]) -> tuple[Digests, ...]:
+def replace(levels: tuple[Digests, ...], changed: tuple[Digests, ...], first: Int[Array, ""]) -> tuple[Digests, ...]:
     """Returns the tree with the `lineage` of the pages from index `first` on; reads nothing, so that XLA copies nothing."""
     replaced = []
-    for level, new in zip(levels, found, strict=True):
+    for level, new in zip(levels, changed, strict=True):
         replaced.append(put(level, new, first))
         first = _above(level, new, first)[0]
     return tuple(replaced)
 
 
-def _above(level: Digests, found: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
-    """Returns the first and the number of the nodes that hold what is `found` from index `first` of a level on."""
+def _above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
+    """Returns the first and the number of the nodes that hold what is `changed` from index `first` of a level on."""
     nodes = level.count.shape[2] // FAN_OUT
-    count = min((found.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # wherever it begins in a node
+    count = min((changed.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # wherever it begins in a node
     return jnp.minimum(first // FAN_OUT, nodes - count), count
 
 
@@ -115,7 +115,7 @@ def walk(
         guess: queries to choose by in the place of `q`; the tail is always of `q`.
         path: that of another walk, over a tree of the same tokens, to be followed without any choice.
     """
-    candidates, found = levels[-1], []
+    candidates, visited = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
     rest: list[tuple[jax.Array, Digests]] = []
     for below in (*levels[-2::-1], None):
@@ -126,10 +126,10 @@ def walk(
             worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
             indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
         else:
-            indices = path[len(found)]
+            indices = path[len(visited)]
             taken = chosen(indices, scores.shape[-1])
             counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
-        found.append(indices)
+        visited.append(indices)
         rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates))
         if below is None:
             break
@@ -145,8 +145,8 @@ def walk(
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
-        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(found))
-    return Selection(page_ids, counts, *tail_of(rest), tuple(found))
+        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(visited))
+    return Selection(page_ids, counts, *tail_of(rest), tuple(visited))
 
 
 def tail_of(

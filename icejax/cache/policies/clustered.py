@@ -171,12 +171,12 @@ class Clustered(Retrieval):
         return self.reuse > 1
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        found = behind_dense(self, full, dense=self.dense_layers, of=of)
-        own = [i for i, policy in enumerate(found) if policy is self]
+        policies = behind_dense(self, full, dense=self.dense_layers, of=of)
+        own = [i for i, policy in enumerate(policies) if policy is self]
         follower = Follower(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         for rank, i in enumerate(own):
-            found[i] = follower if rank % self.reuse else self
-        return found
+            policies[i] = follower if rank % self.reuse else self
+        return policies
 
     @property
     def _most_paged(self) -> int:
@@ -199,7 +199,7 @@ class Clustered(Retrieval):
         queries = heads.by_group()
         guess = view.guess() if self.prefetch and view.guess is not None else None
         fetched = self.num_fetched(index[0].count.shape[-1])
-        found = tree.walk(
+        walked = tree.walk(
             queries,
             index,
             scoring=heads.scoring,
@@ -212,8 +212,8 @@ class Clustered(Retrieval):
             guess=None if guess is None else guess.reshape(queries.shape),
             path=view.shared.choice if self.follows else None,
         )
-        rest = Attended(found.tail_out[..., : heads.v.shape[-1]], found.tail_lse)  # of a latent layer whole keys
-        return Found(found.page_ids, found.counts, rest=rest, choice=found.path)
+        rest = Attended(walked.tail_out[..., : heads.v.shape[-1]], walked.tail_lse)  # of a latent layer whole keys
+        return Found(walked.page_ids, walked.counts, rest=rest, choice=walked.path)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
