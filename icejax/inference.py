@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import table_for
-from icejax.cache.policy import CachePolicy, Heads, KVCache, Lengths, Outcome
+from icejax.cache.policy import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.spec import CacheSpec
 from icejax.decoding import DecodeState, Step, chosen, view_of
 from icejax.models.decoder import CausalLM, DecoderLayer
@@ -56,6 +57,42 @@ def prefill(
     Raises:
         InputError: the host has not enough memory for the pool; raised before anything runs.
     """
+    prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
+
+    def layers() -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
+        yield from walk(model, _embed(model, jnp.asarray(right_padded(prompts, plan.spec))), run)
+
+    options = dict(sampling=sampling, draws=draws, progress=progress, host_memory_limit=host_memory_limit, into=into)
+    return from_layers(model, layers(), prompts, plan, **options)
+
+
+def right_padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
+    """Returns prompts as the programs take them, i32[B, T], filled up with zeros on the right."""
+    tokens = np.zeros((len(prompts), min(spec.prompt_capacity, ladder(max(map(len, prompts))))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens
+
+
+def from_layers(
+    model: CausalLM,
+    layers: Iterable[tuple[jax.Array, tuple[Any, jax.Array | None]]],
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    *,
+    sampling: Sequence[Sampling] = (),
+    draws: Sequence[tuple[int, int]] | None = None,
+    progress: Callable[[int], None] | None = None,
+    host_memory_limit: int | None = None,
+    into: tuple[jax.Array, np.ndarray] | None = None,
+) -> tuple[DecodeState, Step, jax.Array | None]:
+    """Returns what `prefill` does, from the output of every layer [B, T, D] with the state and the pages it leaves.
+
+    Nothing of `layers` is asked for before there is a pool to put it in.
+    """
     pool = table = None
     if plan.pooled:
         if into is None:
@@ -64,16 +101,9 @@ def prefill(
         else:
             pool, table = into
         table = jnp.asarray(table)
-    tokens = np.zeros((len(prompts), min(plan.spec.prompt_capacity, ladder(max(map(len, prompts))))), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
     states = []
-
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
-
-    for i, (x, (state, pages)) in enumerate(walk(model, _embed(model, jnp.asarray(tokens)), run)):
+    for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
             together = math.gcd(len(pages), host.EXTENT)
@@ -144,12 +174,18 @@ def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
     return model.model.embed_tokens(tokens)
 
 
+def kept(
+    layer: DecoderLayer, heads: Heads, attended: Attended, shared: Shared | None, *, policy: CachePolicy, spec: CacheSpec
+) -> Outcome:
+    """Returns what a layer keeps of prompts that have attended exactly."""
+    with jax.named_scope("pack"):
+        return policy.prefill(policy.init(spec), heads, attended, view_of(layer, Lengths.none(len(heads.new)), None, shared))
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
 def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy, spec: CacheSpec):
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
-        with jax.named_scope("pack"):
-            view = view_of(layer, Lengths.none(len(new)), None, shared)
-            return policy.prefill(policy.init(spec), Heads(q, k, v, new, layer.scoring), attended, view)
+        return kept(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
     x, outcome = exact(layer, x, new, keep)
     return x, (outcome.state, outcome.pages), outcome.shared or shared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import Extents, extents_for
 from icejax.decoding import Decoding
-from icejax.inference import prefill
+from icejax.inference import from_layers, prefill
 from icejax.plan import make_plan
 from icejax.rows import fork
 
@@ -24,28 +24,37 @@ class Reader:
 
     Attributes:
         seconds: of every step that chose a token of an answer.
+        moved: pages (or single slots) that each of these steps brought from the host.
         turn_seconds: of every step of the newest model's turn.
     """
 
     def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
         self._model = model
         self._plan = make_plan(model, policy, batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-        self._decoding, self._pool = Decoding(model, self._plan), None
-        if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
-            self._count = 2 * extents_for(self._plan.pool.pages) + 1
-            self._pool = host.allocate(self._plan.pool_shape(self._count), self._plan.pool_dtype)
-        self._extents = None
+        self._decoding = Decoding(model, self._plan)
+        self._pool = self._extents = self._state = None
         self.seconds: list[float] = []
+        self.moved: list[int] = []
         self.turn_seconds: list[float] = []
 
-    def read(self, prompt: Sequence[int]) -> None:
-        """Prefills a new text."""
+    def read(self, prompt: Sequence[int], layers: Iterable | None = None) -> None:
+        """Prefills a new text; with `layers`, as `from_layers` takes them, one that has attended already."""
         into = None
-        if self._pool is not None:
-            self._extents = Extents(self._count)
+        if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
+            count = 2 * extents_for(self._plan.pool.pages) + 1
+            if self._pool is None:
+                self._pool = host.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
+            self._extents = Extents(count)
             into = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
-        self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into)
+        if layers is None:
+            self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into)
+        else:
+            self._state, _, self._pool = from_layers(self._model, layers, [prompt], self._plan, into=into)
         self._decoding.clock = 0
+
+    def forget(self) -> None:
+        """Gives the memory of the text back."""
+        self._pool = self._extents = self._state = None
 
     def continue_with(self, tokens: Sequence[int]) -> None:
         """Decodes given tokens, as if the model had chosen them."""
@@ -66,6 +75,7 @@ class Reader:
             started = time.perf_counter()
             answer.append(self._force(answer[-1]))
             self.seconds.append(time.perf_counter() - started)
+            self.moved.append(self._brought)
         if self._pool is not None:
             self._extents.give_back(np.asarray(self._state.cache.table))
         self._state, self._decoding.clock = kept, clock
@@ -76,4 +86,5 @@ class Reader:
         forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), memory.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)
-        return int(step.tokens_and_pages[0, 0])
+        chosen, _, self._brought, _ = np.asarray(step.tokens_and_pages)[:, 0].tolist()
+        return chosen

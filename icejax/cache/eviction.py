@@ -180,4 +180,5 @@ class Eviction(CachePolicy):
 
     def report(self, state: Slots, lengths: Lengths) -> Report:
         described = state.positions.nbytes + state.scores.nbytes + state.room.nbytes
-        return Report(None, state.there.sum((1, 2)), state.positions[0].size, described)
+        slots = state.there.sum((1, 2))
+        return Report(None, slots, slots, state.positions[0].size, described)

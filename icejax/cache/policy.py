@@ -160,7 +160,9 @@ class Outcome:
     shared: Shared | None = None
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots"])
+@functools.partial(
+    jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots", "attended"]
+)
 @dataclass(frozen=True)
 class Report:
     """What a layer's state says of the newest step, and of itself.
@@ -169,12 +171,15 @@ class Report:
         found: pages, or single slots where the policy finds those, that were attended to exactly, brought from the host and
             needed, over KV heads, i32[3, B]; None without a pool.
         slots: tokens that stand on the device, over KV heads, i32[B].
+        attended: tokens that were attended to exactly, over KV heads, i32[B]; of a KV head whose query heads choose for
+            themselves all that one of them chose.
         allocated: slots that there are for them in each row, over KV heads.
         digest_bytes: bytes of the state that describe tokens and are no keys or values.
     """
 
     found: jax.Array | None
     slots: jax.Array
+    attended: jax.Array
     allocated: int
     digest_bytes: int
 

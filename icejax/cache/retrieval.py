@@ -271,4 +271,5 @@ class Retrieval(CachePolicy):
         heads = state.window.sinks[0].shape[1]
         slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
         described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
-        return Report(pages, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))
+        attended = slots + (state.weights > 0).sum((1, 2, 3))
+        return Report(pages, slots, attended, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))

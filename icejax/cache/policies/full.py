@@ -88,7 +88,8 @@ def _replaced(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
 
 def _report(state: TokenState, lengths: Lengths) -> Report:
     heads = len(state.k) // len(lengths.origin)
-    return Report(None, heads * jnp.minimum(lengths.seen, state.k.shape[1]), heads * state.k.shape[1], 0)
+    slots = heads * jnp.minimum(lengths.seen, state.k.shape[1])
+    return Report(None, slots, slots, heads * state.k.shape[1], 0)
 
 
 @dataclass(frozen=True)
