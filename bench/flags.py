@@ -1,8 +1,11 @@
-"""Compiler options on a command line: ``--flag NAME=VALUE``."""
+"""What command lines of several benches take: lists, and compiler options as ``--flag NAME=VALUE``."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from icejax.errors import InputError
+from icejax.ranges import whole
 
 
 def flag(text: str) -> tuple[str, str | bool]:
@@ -11,3 +14,19 @@ def flag(text: str) -> tuple[str, str | bool]:
     if not sign:
         raise InputError(f"--flag must be NAME=VALUE, got {text!r}")
     return name, {"true": True, "false": False}.get(value.lower(), value)  # XLA takes no text for these
+
+
+def listed(option: str, text: str, allowed: Collection[str]) -> list[str]:
+    """Returns the names in a text with commas; InputError for one that is not allowed."""
+    if unknown := [name for name in text.split(",") if name not in allowed]:
+        raise InputError(f"{option} must be of {', '.join(allowed)}, got {', '.join(unknown)!r}")
+    return text.split(",")
+
+
+def numbers(option: str, text: str, *, least: int = 1) -> list[int]:
+    """Returns the numbers in a text with commas; InputError for what is none, or too small."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
+    return [whole(option, number, least=least, most=2**30) for number in found]

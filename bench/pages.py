@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-import icejax
+from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
 from icejax import memory
@@ -99,6 +99,7 @@ def _errors(errors) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")
     parser.add_argument(
         "--tile", type=int, default=0, help="repeat each prompt's keys and values with noise up to so many tokens"
@@ -112,7 +113,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", choices=METHOD_SETS, default="all", help="default: tree and flat; ours: no peers' scores")
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
-    model, _ = icejax.load(arguments.model, dtype="float32")
     lengths = [4096] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
     budgets = [64, 256] if arguments.quick else [int(n) for n in arguments.budgets.split(",")]
     formations = (
@@ -128,16 +128,17 @@ def main(argv: list[str] | None = None) -> int:
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
-    for length in lengths:
-        rng = np.random.default_rng((arguments.seed, length))
-        layers: list[Captured] = []
-        for _ in track(
-            range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
-        ):
-            found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
-            layers += [tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found
-        for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
-            print(json.dumps(dict(length=arguments.tile or length) | row | where), flush=True)
+    for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
+        for length in lengths:
+            rng = np.random.default_rng((arguments.seed, length))
+            layers: list[Captured] = []
+            for _ in track(
+                range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
+            ):
+                found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
+                layers += [tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found
+            for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
+                print(json.dumps(dict(model=which, length=arguments.tile or length) | row | where), flush=True)
     return 0
 
 

@@ -9,10 +9,10 @@ chances, so the interval is a little too narrow where `contexts` is less than `q
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.progress import track
 
 import icejax
+from bench import panel
+from bench.flags import listed, numbers
 from bench.needle import task
 from bench.needle.reader import Reader
 from icejax import memory
@@ -28,7 +30,7 @@ from icejax.cache.options import cache_options, make_policy
 from icejax.generation import ASSETS
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
-SHORTEST = 512  # tokens of a text
+SHORTEST = 512  # tokens of a text, or facts do not fit
 EARLY_PROMPT = 64  # tokens before the model's own turn, in the first quarter of which the facts stand
 
 
@@ -98,23 +100,10 @@ def _answers(reader: Reader, form: task.Task, context: task.Context, prompt: lis
     return found
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise icejax.InputError(f"{option} must be numbers with commas, got {text!r}") from None
-
-
-def _tasks(text: str) -> Sequence[str]:
-    unknown = [name for name in text.split(",") if name not in task.TASKS]
-    if unknown:
-        raise icejax.InputError(f"--tasks must be of {', '.join(task.TASKS)}, got {', '.join(unknown)!r}")
-    return text.split(",")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--tasks", default="single", help=f"comma-separated, of {', '.join(task.TASKS)} (default: %(default)s)")
     parser.add_argument("--lengths", default="2048,8192", help="tokens of the texts, comma-separated (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=100, help="per task and length (default: %(default)s)")
@@ -130,16 +119,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         budget = None if arguments.cache == "full" else arguments.budget
         policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=budget))
-        names, lengths = _tasks(arguments.tasks), _numbers("--lengths", arguments.lengths)
+        names, lengths = listed("--tasks", arguments.tasks, task.TASKS), numbers("--lengths", arguments.lengths, least=SHORTEST)
         if arguments.questions < 1:
             raise icejax.InputError(f"--questions must be at least 1, got {arguments.questions}")
-        if min(lengths) < SHORTEST:
-            raise icejax.InputError(f"--lengths must be at least {SHORTEST}, or facts do not fit, got {min(lengths)}")
-        model, _ = icejax.load(arguments.model)
-        for name in names:
-            for length in lengths:
-                row = evaluate(model, policy, name, length=length, questions=arguments.questions, seed=arguments.seed)
-                print(json.dumps(row | dict(cache_options=arguments.cache_option)), flush=True)
+        options = dict(questions=arguments.questions, seed=arguments.seed)
+        for which, model in panel.models(arguments.model, panel=arguments.panel):
+            for name, length in itertools.product(names, lengths):
+                row = evaluate(model, policy, name, length=length, **options)
+                print(json.dumps(row | dict(cache_options=arguments.cache_option, model=which)), flush=True)
     except icejax.InputError as error:
         print(f"bench.needle.evaluate: error: {error}", file=sys.stderr)
         return 2

@@ -18,11 +18,10 @@ import jax
 from rich.console import Console
 
 from bench import shapes
-from bench.flags import flag
+from bench.flags import flag, numbers
 from bench.program import compile, estimate, report, targets
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
-from icejax.ranges import whole
 
 
 def rows(arguments: argparse.Namespace):
@@ -31,7 +30,7 @@ def rows(arguments: argparse.Namespace):
     flags = dict(map(flag, arguments.flag))
     named = [targets.target(name) for name in arguments.target.split(",")]
     policies = {name: make_policy(name, options if name == "clustered" else {}) for name in arguments.cache.split(",")}
-    contexts, batches = _numbers("--context", arguments.context), _numbers("--batch", arguments.batch)
+    contexts, batches = numbers("--context", arguments.context), numbers("--batch", arguments.batch)
     for target in named:
         compile.check_compiler(target)
     model = compile.abstract_model(arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
@@ -48,14 +47,6 @@ def versions(target: targets.Target) -> dict[str, str]:
     """Returns the versions of what compiled."""
     plugin = "jax-cuda12-plugin" if target.platform == "gpu" else "libtpu"
     return dict(jax=jax.__version__, plugin=f"{plugin} {importlib.metadata.version(plugin)}")
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
-    return [whole(option, number, least=1, most=2**30) for number in found]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,153 @@
+"""What a comparison runs: subjects, cells, and a line for every text that a subject has read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from bench.compare.subject import Subject
+from bench.compare.text import Text
+from bench.needle import task
+from icejax.cache import CachePolicy
+from icejax.cache.options import make_policy
+from icejax.errors import InputError
+from icejax.models import CausalLM
+
+Protocol = Literal["dense", "sparse"]
+TASKS = tuple(name for name, form in task.TASKS.items() if not (form.together or form.early))
+ROOM = 256  # tokens behind a text: a question and its answer
+KEY = ("model", "policy", "budget", "length", "task", "protocol", "text")
+GROUP_BYTES = 4 * 2**30  # of texts that wait for the next subject
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy as a table names it.
+
+    Attributes:
+        asked: its budget as it was asked for, a number or a share; `all` for a policy without one.
+    """
+
+    name: str
+    asked: str
+    policy: CachePolicy
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Texts of one length and task.
+
+    Attributes:
+        questions: asked, over all texts.
+    """
+
+    length: int
+    task: str
+    questions: int
+
+    @property
+    def texts(self) -> int:
+        """Texts that hold so many questions."""
+        return -(-self.questions // _asked(self.task))
+
+    def draw(self, number: int) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+        """Returns the tokens of a text, and of each question about it and its answer; the same for all subjects."""
+        form = task.TASKS[self.task]
+        rng = np.random.default_rng((number, self.length, *self.task.encode()))
+        context = task.context(rng, length=self.length, facts=form.facts, split="heldout")
+        pairs = [(list(each.text.encode()), list(each.answer.encode())) for each in context.asked(form)]
+        return list(context.text), pairs[: self.questions - number * len(pairs)]
+
+
+def _asked(name: str) -> int:
+    form = task.TASKS[name]
+    return {"key": form.facts.keys, "values": form.facts.chains, "hop": form.facts.hops}[form.asked]
+
+
+def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tuple[list[Contender], list[str]]:
+    """Returns every policy with every budget, and a line for each that cannot have it."""
+    able, left_out = [], []
+    for name in names:
+        policy = make_policy(name, {})
+        if policy.budget is None:
+            able.append(Contender(name, "all", policy))
+            continue
+        for asked in budgets:
+            tokens = _tokens(asked, length)
+            try:
+                able.append(Contender(name, asked, make_policy(name, {"budget": tokens})))
+            except InputError as error:
+                left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
+    return able, left_out
+
+
+def _tokens(budget: str, length: int) -> int:
+    try:
+        return int(budget) if not budget.endswith("%") else round(length * float(budget[:-1]) / 100)
+    except ValueError:
+        raise InputError(f"--budgets must be numbers of tokens or shares such as 10%, got {budget!r}") from None
+
+
+def read(subject: Subject, text: Text, pairs: list[tuple[list[int], list[int]]], protocol: Protocol) -> dict:
+    """Returns what a subject answers to the questions about a text, what it cost, and what it did to the attention."""
+    hits, kept, seconds, moved, measured = [], [], [], [], []
+    if protocol == "sparse":
+        subject.take(text)
+        kept.append(subject.kept_s)
+    for question, answer in pairs:
+        asked = text.then(question)
+        if protocol == "dense":
+            subject.take(asked)
+            kept.append(subject.kept_s)
+            first, rest = [asked.next], len(answer) - 1
+            measured.append(subject.measure(asked.then(answer)))
+        else:
+            first, rest = question, len(answer)
+        given, steps, bytes_moved = subject.timed(first, rest)
+        hits.append((first if protocol == "dense" else []) + given == answer)
+        seconds += steps
+        moved.append(bytes_moved)
+    if protocol == "sparse":
+        measured.append(subject.measure(text.then([*pairs[0][0], *pairs[0][1]])))
+    errors, whole, attended = (np.concatenate([getattr(x, name) for x in measured]) for name in ("errors", "whole", "attended"))
+    return dict(
+        asked=len(hits), right=sum(hits), error=float(errors.mean()), error_whole=float(whole.mean()),
+        attended=float(attended.mean()), attended_95=float(np.quantile(attended, 0.95)),
+        first_token_s=text.seconds + float(np.median(kept)), tpot_s=float(np.median(seconds)),
+        moved_bytes=float(np.mean(moved)),
+    ) | subject.sizes()  # fmt: skip
+
+
+def groups(model: CausalLM, cell: Cell) -> Iterator[list[int]]:
+    """Yields the numbers of texts that may stand in memory together."""
+    config = model.config
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
+    each = 4 * heads * config.head_dim * config.num_hidden_layers * (cell.length + ROOM) * 3 // 2
+    together = max(1, GROUP_BYTES // each)
+    for first in range(0, cell.texts, together):
+        yield list(range(first, min(cell.texts, first + together)))
+
+
+def lines(path: Path) -> dict[tuple, dict]:
+    """Returns the lines that a file holds, by what tells them apart; one that was cut off is none."""
+    found = {}
+    for text in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError):
+            line = json.loads(text)
+            found[tuple(line[name] for name in KEY)] = line
+    return found
+
+
+def add(path: Path, line: dict) -> None:
+    """Adds a line to a file, whose last one may have been cut off."""
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":
+            file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")

@@ -1,0 +1,117 @@
+"""The rows of a comparison, its tables and its plots."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from bench.needle.evaluate import wilson
+from icejax import memory
+
+KEY = ("model", "policy", "budget", "length", "task", "protocol")
+MEANS = (
+    "error", "error_whole", "attended", "attended_95", "first_token_s", "tpot_s", "moved_bytes", "device_bytes", "digest_bytes",
+    "host_bytes",
+)  # fmt: skip
+EXACT = ("full", "topk", "topp", "topk-pages")  # and oracles: at the top of a table
+
+
+def summed(lines: Iterable[dict]) -> list[dict]:
+    """Returns a row per model, policy, budget, length, task and protocol from the lines of all texts."""
+    by: dict[tuple, list[dict]] = defaultdict(list)
+    for line in lines:
+        by[tuple(line[name] for name in KEY)].append(line)
+    found = []
+    for key, of in by.items():
+        asked, right = (sum(line[name] for line in of) for name in ("asked", "right"))
+        low, high = wilson(right, asked)
+        row = dict(zip(KEY, key, strict=True)) | dict(tokens=of[0]["tokens"], questions=asked, exact=right / asked)
+        row |= dict(low=round(low, 4), high=round(high, 4), texts=len(of))
+        row |= {name: float(f"{np.mean([line[name] for line in of]):.5g}") for name in MEANS}
+        found.append(row | dict(device=memory.device_name(), jax=jax.__version__))
+    return found
+
+
+def tables(found: list[dict]) -> Iterator[Table]:
+    """Yields a table per model, length and protocol: the oracles first, then by answers and error."""
+    for key in dict.fromkeys((row["model"], row["length"], row["protocol"]) for row in found):
+        of = [row for row in found if (row["model"], row["length"], row["protocol"]) == key]
+        tasks = list(dict.fromkeys(row["task"] for row in of))
+        table = Table(title=f"{key[0]}, {key[1]:,} tokens, {key[2]} question", box=None, header_style="bold", padding=(0, 1))
+        heads = ("attended", "95%", "error", "whole", "device", "moved/token", "first token", "ms/token")
+        for name in ("policy", "budget", *tasks, *heads):
+            table.add_column(name, justify="left" if name == "policy" else "right")
+        lines = defaultdict(dict)
+        for row in of:
+            lines[row["policy"], row["budget"]][row["task"]] = row
+        for (policy, budget), by_task in sorted(lines.items(), key=_order):
+            rows = list(by_task.values())
+            mean = {name: float(np.mean([row[name] for row in rows])) for name in MEANS}
+            answers = (
+                f"{by_task[name]['exact']:.0%} ({by_task[name]['low']:.0%}-{by_task[name]['high']:.0%})"
+                if name in by_task
+                else ""
+                for name in tasks
+            )
+            table.add_row(
+                policy, budget, *answers, f"{mean['attended']:.0f}", f"{mean['attended_95']:.0f}", f"{mean['error']:.3f}",
+                f"{mean['error_whole']:.3f}", f"{mean['device_bytes'] / 2**20:.2f} MiB",
+                f"{mean['moved_bytes'] / 2**10:.0f} KiB", f"{mean['first_token_s']:.2f} s", f"{1e3 * mean['tpot_s']:.2f}",
+            )  # fmt: skip
+        yield table
+
+
+def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
+    (policy, budget), by_task = item
+    rows = by_task.values()
+    return policy not in EXACT, budget, -np.mean([row["exact"] for row in rows]), np.mean([row["error"] for row in rows])
+
+
+def plot(found: list[dict], picture: Path) -> None:
+    """Draws answers against budget, device bytes and bytes moved, error against budget, and time per token against context.
+
+    Answers are means over models, tasks and protocols; every policy has its own colour and marker, so that it is told apart in
+    grey too.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = (
+        ("tokens", "exact", "budget, tokens", "answers that are right"),
+        ("device_bytes", "exact", "bytes of the cache on the device", "answers that are right"),
+        ("moved_bytes", "exact", "bytes moved from the host per token", "answers that are right"),
+        ("tokens", "error", "budget, tokens", "relative error of the attention output"),
+        ("length", "tpot_s", "tokens of the text", "seconds per token"),
+    )
+    figure, axes = plt.subplots(2, 3, figsize=(18, 10), layout="constrained")
+    names = sorted({row["policy"] for row in found}, key=lambda name: (name not in EXACT, name))
+    colours, markers = plt.get_cmap("turbo")(np.linspace(0.02, 0.95, len(names))), "osv^<>DPX*hd"
+    for (x, y, xlabel, ylabel), each in zip(panels, axes.flat, strict=False):
+        for i, name in enumerate(names):
+            points = defaultdict(list)
+            for row in found:
+                if row["policy"] == name and row[x] is not None:
+                    at = row["length"] if x == "length" else row["budget"]
+                    points[at].append((row[x], row[y]))
+            pairs = sorted(np.mean(of, axis=0).tolist() for of in points.values())
+            if pairs:
+                style = dict(
+                    color=colours[i], marker=markers[i % len(markers)], linestyle=("-", "--", ":")[i // len(markers) % 3]
+                )
+                each.plot(*zip(*pairs, strict=True), label=name, markersize=7, **style)
+        each.set(xlabel=xlabel, ylabel=ylabel)
+        each.set_xscale("symlog", linthresh=1) if x == "moved_bytes" else each.set_xscale("log", base=2)
+        each.grid(alpha=0.3)
+    axes.flat[-1].axis("off")
+    axes.flat[-1].legend(*axes.flat[-2].get_legend_handles_labels(), loc="center", ncols=2, frameon=False)
+    part = picture.with_name(f".{picture.name}.part")
+    figure.savefig(part, dpi=110, format=picture.suffix[1:])
+    plt.close(figure)
+    part.replace(picture)

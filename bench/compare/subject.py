@@ -1,0 +1,104 @@
+"""A policy on a model: what it answers, and how far its attention is from the exact one."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.compare.text import Text
+from bench.needle.reader import Reader
+from icejax.cache.policy import CachePolicy, Heads, KVCache
+from icejax.decoding import view_of
+from icejax.models import CausalLM
+from icejax.plan import Plan, reports
+
+STEPS = 6  # of an answer, in which attention is compared: five digits and a full stop; no page leaves the window meanwhile
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a policy does to the attention of a few steps.
+
+    Attributes:
+        errors: relative L2 error of a head's output, f64[steps, layers, heads].
+        whole: of the output of all heads of a layer, f64[steps, layers].
+        attended: tokens attended exactly per layer and KV head, f64[steps, layers].
+    """
+
+    errors: np.ndarray
+    whole: np.ndarray
+    attended: np.ndarray
+
+
+class Subject(Reader):
+    """A policy that reads texts which have attended already.
+
+    Attributes:
+        kept_s: seconds it took to keep the newest text.
+    """
+
+    def __init__(self, model: CausalLM, policy: CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
+        super().__init__(model, policy, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        self.kept_s = 0.0
+
+    def take(self, text: Text) -> None:
+        """Keeps of a text what the policy keeps."""
+        if not self.kept_s:  # what is compiled is not timed
+            self.read(text.tokens, text.under(self._plan))
+            self.ask([0], 1)
+            self.seconds.clear()
+        started = time.perf_counter()
+        self.read(text.tokens, text.under(self._plan))
+        jax.block_until_ready(self._state)
+        self.kept_s = time.perf_counter() - started
+
+    def measure(self, text: Text) -> Measured:
+        """Compares the attention of the tokens behind the text taken, which are the last of `text`, with the exact one."""
+        cache, found = self._state.cache, []
+        first = int(cache.lengths.seen[0])
+        for at in range(first, min(len(text.tokens), first + STEPS)):
+            steps = [(tuple(x[:, at : at + 1] for x in heads), attended.out[:, at : at + 1]) for heads, attended in text.layers]
+            cache, *values = _probe(self._model, cache, self._pool, steps, plan=self._plan)
+            found.append([np.asarray(value, np.float64) for value in values])
+        return Measured(*(np.stack(values) for values in zip(*found, strict=True)))
+
+    def sizes(self) -> dict[str, int]:
+        """Returns bytes of the cache on the device, of what describes it there, and of the pool's pages of the text."""
+        told, state = reports(self._plan, self._state.cache), self._state.cache
+        pages = 0 if state.table is None else len(np.unique(state.table)) - 1
+        return dict(
+            device_bytes=sum(x.nbytes for x in jax.tree.leaves(state.layers)),
+            digest_bytes=sum(each.digest_bytes for each in told),
+            host_bytes=0 if self._pool is None else pages * (self._pool.nbytes // len(self._pool)),
+        )
+
+    def timed(self, question: Sequence[int], count: int) -> tuple[list[int], list[float], float]:
+        """Returns an answer as `ask` does, the seconds of its steps, and the bytes that a step moved from the host."""
+        before, moved = len(self.seconds), len(self.moved)
+        answer = self.ask(question, count)
+        return answer, self.seconds[before:], float(np.mean(self.moved[moved:])) * self._plan.fetched_bytes
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, steps, *, plan: Plan):
+    """Decodes a token whose heads are given; returns the cache, and what `Measured` says of a step."""
+    lengths, states, shared, errors, whole, attended = cache.lengths, [], None, [], [], []
+    after = replace(lengths, clock=lengths.clock + 1)
+    for i, (layer, (heads, exact)) in enumerate(zip(model.model.layers, steps, strict=True)):
+        own = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
+        view = view_of(layer, lengths, plan.pages(i, pool, cache.table), shared)
+        outcome = plan.policies[i].decode(cache.layers[i], own, view)
+        shared = outcome.shared or shared
+        states.append(outcome.state)
+        apart = (outcome.attended.out - exact)[0, 0].astype(jnp.float32)
+        norm = jnp.linalg.norm(exact[0, 0].astype(jnp.float32), axis=-1)
+        errors.append(jnp.linalg.norm(apart, axis=-1) / norm)
+        whole.append(jnp.linalg.norm(apart) / jnp.linalg.norm(norm))
+        attended.append(plan.policies[i].report(outcome.state, after).attended[0] / plan.spec.num_kv_heads)
+    return KVCache(tuple(states), after, cache.table), jnp.stack(errors), jnp.stack(whole), jnp.stack(attended)

@@ -1,0 +1,155 @@
+"""The comparison of policies: texts that have attended once, what is made of them, and the lines that a run keeps."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bench.compare import __main__ as compare
+from bench.compare import cells, rows
+from bench.compare.subject import STEPS, Subject
+from bench.compare.text import Text
+from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
+from icejax.inference import prefill
+from tests import families, tolerances
+from tests.layer import attention
+
+PROMPT, MORE, ROOM = 150, 9, 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return families.load(families.build(families.row("llama-gqa")), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    """A text, the same with tokens behind it, and all of it read at once."""
+    tokens = families.tokens(PROMPT + MORE)
+    text = Text.read(model, tokens[:PROMPT], room=ROOM)
+    return text, text.then(tokens[PROMPT:]), Text.read(model, tokens, room=ROOM - MORE)
+
+
+def subject(model, policy) -> Subject:
+    return Subject(model, policy, prompt_tokens=PROMPT + ROOM, new_tokens=ROOM)
+
+
+def test_tokens_behind_a_text_have_the_heads_of_one_text(texts):
+    _, found, expected = texts
+    assert found.tokens == expected.tokens and found.next == expected.next
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        for x, y in zip(jax.tree.leaves(layer), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(*(z[:, : len(found.tokens)] for z in (x, y)), rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.parametrize("policy", [Full(), Clustered(budget=64), SnapKV(budget=64)], ids=lambda policy: type(policy).__name__)
+def test_a_policy_keeps_of_a_text_what_it_keeps_of_a_prompt(model, texts, policy):
+    text = texts[0]
+    one = subject(model, policy)
+    one.take(text)
+    state, step, _ = prefill(model, [text.tokens], one._plan)
+    assert int(step.tokens_and_pages[0, 0]) == text.next
+    for x, y in zip(jax.tree.leaves(one._state.cache.layers), jax.tree.leaves(state.cache.layers), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_errors_are_those_of_attention_to_what_is_kept(model, texts):
+    """Of the full cache none; of the first tokens and the newest what float64 says, per head and of all heads."""
+    text, longer, _ = texts
+    full = subject(model, Full())
+    full.take(text)
+    measured = full.measure(longer)
+    assert measured.errors.shape == (STEPS, 3, 4) and measured.errors.max() < tolerances.EXACT
+    np.testing.assert_array_equal(measured.attended, np.arange(PROMPT + 1, PROMPT + 1 + STEPS)[:, None] + np.zeros((1, 3)))
+    some = subject(model, Streaming(budget=32, reassign=False))
+    some.take(text)
+    measured = some.measure(longer)
+    for step in range(STEPS):
+        newest = PROMPT + step
+        for i, ((q, k, v), _) in enumerate(longer.layers):
+            q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
+            kept = [*range(4), *range(newest - 27, newest + 1)]
+            out, exact = (attention(q[newest], x, y) for x, y in ((k[kept], v[kept]), (k[: newest + 1], v[: newest + 1])))
+            expected = np.linalg.norm(out - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+            np.testing.assert_allclose(measured.errors[step, i], expected, rtol=1e-3)
+            np.testing.assert_allclose(measured.whole[step, i], np.linalg.norm(out - exact) / np.linalg.norm(exact), rtol=1e-3)
+    assert (measured.attended == 32).all()
+
+
+def test_what_query_heads_choose_for_themselves_is_counted_once(model, texts):
+    text, longer, _ = texts
+    one = subject(model, Quest(budget=65, page_size=16))
+    one.take(text)
+    attended = one.measure(longer).attended  # a window of 17 at most, and three pages of each of two query heads
+    assert attended.min() >= 1 + 3 * 16 and attended.max() <= 17 + 6 * 16
+
+
+@pytest.fixture
+def run(monkeypatch, model, tmp_path):
+    """Runs the command on a tiny model and returns its status."""
+    monkeypatch.setattr(compare.panel, "models", lambda **_: iter([("tiny", model)]))
+    monkeypatch.setattr(cells.Cell, "draw", lambda self, number: (families.tokens(600, seed=number), [([1, 2, 3], [4, 5, 6])]))
+
+    where = ["--out", str(tmp_path / "run"), "--lengths", "600", "--questions", "2", "--tasks", "single"]
+    return lambda *arguments: compare.main([*where, *arguments])
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, monkeypatch, capsys):
+    few = ("--policies", "full,streaming,quest", "--budgets", "32,10%")
+    read, calls = cells.read, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return read(*arguments)
+
+    monkeypatch.setattr(cells, "read", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(*few)
+    path = tmp_path / "run" / "lines.jsonl"
+    path.write_text(path.read_text()[:-20])  # the last line was cut off
+    status, lines = run(*few), cells.lines(path)
+    # Two texts and protocols, of the full cache, streaming with two budgets, and quest with the larger one.
+    assert status == 0 and len(lines) == 2 * 2 * 4 and len(calls) == 4 + 16 - 2
+    assert "quest, budget 32 of 600 tokens: left out: budget must be at least 33, got 32" in capsys.readouterr().err
+    found = [json.loads(line) for line in (tmp_path / "run" / "compare.jsonl").read_text().splitlines()]
+    assert {(r["policy"], r["budget"], r["tokens"]) for r in found} == {
+        ("full", "all", None), ("streaming", "32", 32), ("streaming", "10%", 60), ("quest", "10%", 60),
+    }  # fmt: skip
+    assert all(r["questions"] == 2 and r["texts"] == 2 and 0 <= r["low"] <= r["exact"] <= r["high"] <= 1 for r in found)
+    by = {(r["policy"], r["budget"], r["protocol"]): r for r in found}
+    for protocol in ("dense", "sparse"):
+        assert by["full", "all", protocol]["error"] < 1e-5 < by["streaming", "10%", protocol]["error"]
+        assert by["streaming", "32", protocol]["attended"] == 32 and by["quest", "10%", protocol]["moved_bytes"] > 0
+    assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_answers_and_costs_of_texts_are_summed():
+    base = dict(zip(rows.KEY, ("m", "p", "64", 600, "single", "dense"), strict=True)) | dict.fromkeys(rows.MEANS, 1.0)
+    lines = [base | dict(tokens=64, asked=4, right=3, error=0.2), base | dict(tokens=64, asked=1, right=1, error=0.4)]
+    (row,) = rows.summed(lines)
+    assert (row["questions"], row["exact"], row["error"], row["texts"]) == (5, 0.8, 0.3, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--policies", "nothing"), "unknown cache 'nothing'"),
+        (("--budgets", "few"), "--budgets must be numbers of tokens or shares such as 10%, got 'few'"),
+        (("--lengths", "100"), "--lengths must be at least 512, got 100"),
+        (("--lengths", "x"), "--lengths must be whole numbers, comma-separated, got 'x'"),
+        (
+            ("--tasks", "early"),
+            "--tasks must be of single, multikey-4, multikey-8, multikey-16, multivalue-4, hops, got 'early'",
+        ),
+        (("--questions", "1"), "--questions must be at least 2, got 1"),
+        (("--protocols", "both"), "--protocols must be of dense, sparse, got 'both'"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):
+    assert compare.main(["--out", str(tmp_path / "run"), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"bench.compare: error: {message}") and told.count("\n") == 1 and not (tmp_path / "run").exists()
