@@ -78,3 +78,17 @@ def test_a_model_of_the_panel_is_read_as_it_was_trained(name, tiny, tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0].numpy()
     np.testing.assert_allclose(all_logits(model, tokens, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_tokens_behind_a_jump_of_positions_see_those_before_it():
+    stage = stages.Stage(length=96, steps=1, batch=1, keys=1)
+    batch = next(
+        b for b in (stages.batch(stage, np.random.default_rng(i)) for i in range(9)) if (np.diff(b.positions) > 1).any()
+    )
+    model = train.untrained(members.MEMBERS["uncrowded"])
+    tokens = torch.from_numpy(batch.tokens).long().repeat(2, 1)
+    tokens[1, 0] += 1
+    with torch.no_grad():
+        positions, mask = torch.from_numpy(batch.positions).long(), train._mask(batch).float()
+        logits = model(tokens, attention_mask=mask.expand(2, -1, -1, -1), position_ids=positions.expand(2, -1)).logits
+    assert not batch.crowding.any() and (logits[0, -1] != logits[1, -1]).any()

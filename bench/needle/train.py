@@ -86,8 +86,11 @@ class Trainer:
 
 
 def _mask(batch: stages.Batch) -> torch.Tensor | None:
-    """The causal mask with the crowding of distant keys, or None where nothing is crowded (the fast causal path)."""
-    if not batch.crowding.any():
+    """The causal mask with the crowding of distant keys, or None where there is none (the fast causal path).
+
+    Not without one where position ids jump: transformers would take every jump for the beginning of another text.
+    """
+    if not batch.crowding.any() and (np.diff(batch.positions) == 1).all():
         return None
     length = batch.tokens.shape[1]
     row, column = torch.arange(length)[:, None], torch.arange(length)
