@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import PRESETS, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming
+from icejax.cache import H2O, PRESETS, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ POLICIES = (
     ),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
+    Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )
 

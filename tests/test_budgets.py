@@ -25,9 +25,6 @@ class Uneven(Streaming):
     def most(self) -> int:
         return int(SHARES.max() * self.budget)
 
-    def num_slots(self, spec) -> int:
-        return self.most
-
     def budgets(self, tokens: Slots):
         shares = (SHARES * self.budget).astype(np.int32)
         return jnp.broadcast_to(jnp.asarray(shares)[None], tokens.positions.shape[:2])
@@ -40,9 +37,6 @@ class Adaptive(SnapKV):
     @property
     def most(self) -> int:
         return KV_HEADS * self.budget
-
-    def num_slots(self, spec) -> int:
-        return min(self.most + spec.new_capacity, spec.capacity)
 
     def budgets(self, tokens: Slots):
         scores = jnp.where(tokens.there, tokens.scores, -jnp.inf)

@@ -46,6 +46,8 @@ FAULTS = (
     ("cache/eviction.py", "jnp.where(here, view.lengths.seen", "jnp.where(~here, view.lengths.seen", "peers"),
     ("cache/policies/streaming.py", "tokens.positions.max((1, 2)) + 1", "tokens.positions.max((1, 2))", "peers"),
     ("cache/policies/snapkv.py", "tokens.positions < first)", "tokens.positions <= first)", "peers"),
+    ("cache/policies/h2o.py", "-1, keepdims=True) - recent + 1", "-1, keepdims=True) - recent", "eviction_peers"),
+    ("cache/eviction.py", "jnp.where(tokens.there, self.worth(tokens), -jnp.inf)", "jnp.where(tokens.there, tokens.scores, -jnp.inf)", "eviction_peers"),
     ("cache/policies/quest.py", "products(jnp.minimum(q, 0), low)", "products(jnp.minimum(q, 0), high)", "peers"),
     ("ops/observed.py", "jnp.exp(scores - lse)", "jnp.exp(scores)", "peers"),
     ("cache/policies/full.py", "2 if of >= 16", "2 if of > 16", "inference"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
+from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -18,6 +19,7 @@ LOG = logging.getLogger(__name__)
 POLICIES: dict[str, type[CachePolicy]] = {
     "clustered": Clustered,
     "full": Full,
+    "h2o": H2O,
     "quest": Quest,
     "snapkv": SnapKV,
     "streaming": Streaming,

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from icejax.cache.eviction import Eviction, Group, Slots, grouped
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
-from icejax.cache.spec import CacheSpec
 from icejax.errors import InputError
 from icejax.ops.attention import Attended
 from icejax.ops.observed import observed
@@ -55,9 +54,6 @@ class SnapKV(Eviction):
         one_of("group", self.group, typing.get_args(Group))
 
     on_top = True
-
-    def num_slots(self, spec: CacheSpec) -> int:
-        return min(self.budget + spec.new_capacity, spec.capacity)
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         number = heads.new[:, None] - self.window + jnp.arange(self.window)[None]

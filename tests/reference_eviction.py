@@ -1,0 +1,109 @@
+"""Evicting methods of other papers in plain numpy, one row: lists of token positions and their scores for every KV head.
+
+N query heads share K KV heads, G = N // K in a row each; all is float64. A method is made of a prompt's queries [T, N, H], keys
+and values [T, K, H], is given every new token's key and value [K, H] by `append`, and then asked for the attention output of
+that token's query [N, H]; `extend` does both for a text. Positions count from 0 at the prompt's first token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.reference_peers import Tokens, best, softmax
+
+GROUPS = {"mean": np.mean, "max": np.max, "sum": np.sum}
+
+
+class Evicting:
+    """State: for every KV head the kept positions in order, and a score of each."""
+
+    room = True  # whether decoded tokens are kept without another one's leaving
+
+    def __init__(self, budget: int, *, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        self.budget, self.tokens, heads = budget, Tokens(k, v), range(k.shape[1])
+        self.positions = [list(range(len(k))) for _ in heads]
+        self.scores = [np.zeros(len(k)) for _ in heads]
+        self._text(self.tokens.grouped(q))
+
+    def rank(self, q: np.ndarray) -> None:
+        """Sets the scores of all tokens after a text whose queries are [n, K, G, H]."""
+        raise NotImplementedError
+
+    def step(self, weights: list[np.ndarray]) -> None:
+        """Sets the scores after a decoded token, by what its query heads weighed each KV head's tokens [G, n]."""
+
+    def worth(self, head: int) -> np.ndarray:
+        """Returns what a KV head's tokens are worth: the least leaves first."""
+        return self.scores[head]
+
+    def sizes(self) -> list[int]:
+        """Returns how many tokens each KV head keeps after a text."""
+        return [self.budget] * len(self.positions)
+
+    def kept(self, head: int) -> list[int]:
+        """Returns the kept positions of a KV head."""
+        return self.positions[head]
+
+    def append(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Appends a token's key and value [K, H], for which the least one leaves where there is no room."""
+        for head, positions in enumerate(self.positions):
+            if not self.room and len(positions) == self.budget:
+                self._keep(head, len(positions) - 1)
+            self.positions[head] = [*self.positions[head], len(self.tokens)]
+            self.scores[head] = np.append(self.scores[head], 0.0)
+        self.tokens.append(k[None], v[None])
+
+    def attend(self, q: np.ndarray) -> np.ndarray:
+        """Returns the attention [N, H] of the newest token's queries over the kept tokens, and takes note of it."""
+        weights = [self.weights(q[None], head)[0] for head, q in enumerate(self.tokens.grouped(q))]
+        self.step(weights)
+        return np.concatenate([w @ self.tokens.v[self.positions[head], head] for head, w in enumerate(weights)])
+
+    def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Appends n tokens [n, K, H], returns the attention [n, N, H] of their queries [n, N, H], and applies the rule anew."""
+        q, count, n = self.tokens.grouped(q), len(self.tokens), len(k)
+        self.tokens.append(k, v)
+        self.positions = [[*positions, *range(count, count + n)] for positions in self.positions]
+        self.scores = [np.append(scores, np.zeros(n)) for scores in self.scores]
+        values = [self.tokens.v[positions, head] for head, positions in enumerate(self.positions)]
+        outputs = [self.weights(q[:, head], head) @ values[head] for head in range(len(values))]
+        self._text(q)
+        return np.concatenate(outputs, axis=1)
+
+    def weights(self, q: np.ndarray, head: int) -> np.ndarray:
+        """Returns the weights [n, G, S] of the newest n tokens' queries [n, G, H] over a KV head's tokens up to each."""
+        positions = np.asarray(self.positions[head])
+        logits = np.einsum("ngh,sh->ngs", q, self.tokens.k[positions, head]) / q.shape[-1] ** 0.5
+        seen = positions <= np.arange(len(self.tokens) - len(q), len(self.tokens))[:, None]
+        return softmax(np.where(seen[:, None], logits, -np.inf))
+
+    def _text(self, q: np.ndarray) -> None:
+        self.rank(q)
+        for head, size in enumerate(self.sizes()):
+            self._keep(head, size)
+
+    def _keep(self, head: int, count: int) -> None:
+        chosen = best(self.worth(head), count)
+        self.positions[head] = [self.positions[head][i] for i in chosen]
+        self.scores[head] = self.scores[head][chosen]
+
+
+class H2O(Evicting):
+    """H2O: weights summed over all queries; the newest `recent` tokens stay."""
+
+    room = False
+
+    def __init__(self, budget: int, recent: int, group: str = "mean", **heads: np.ndarray) -> None:
+        self.recent, self.group = recent, GROUPS[group]
+        super().__init__(budget, **heads)
+
+    def rank(self, q: np.ndarray) -> None:
+        for head, scores in enumerate(self.scores):
+            self.scores[head] = scores + self.group(self.weights(q[:, head], head).sum(0), axis=0)
+
+    def step(self, weights: list[np.ndarray]) -> None:
+        self.scores = [scores + self.group(w, axis=0) for scores, w in zip(self.scores, weights, strict=True)]
+
+    def worth(self, head: int) -> np.ndarray:
+        newest = np.arange(len(self.scores[head]))[::-1] < self.recent
+        return np.where(newest, np.inf, self.scores[head])

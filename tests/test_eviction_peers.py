@@ -1,0 +1,78 @@
+"""Evicting methods of other papers against plain numpy: which tokens stay, and what comes of it."""
+
+import numpy as np
+import pytest
+
+import icejax
+from icejax.cache import H2O
+from tests import reference_eviction as reference
+from tests import tolerances
+from tests.layer import KV_HEADS, Layer, draw
+from tests.test_peers import LENGTHS, STEPS, compare, kept, row_of
+
+TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
+
+
+@pytest.mark.parametrize(
+    "policy, theirs",
+    [
+        (H2O(budget=48, recent=8), lambda **row: reference.H2O(48, 8, **row)),
+        (H2O(budget=48, group="max"), lambda **row: reference.H2O(48, 24, "max", **row)),
+    ],
+    ids=str,
+)
+def test_what_stays_and_what_comes_of_it_equal_plain_numpy(policy, theirs):
+    """After a prompt, decoded tokens, and more text with steps between."""
+    prompt, new = draw(LENGTHS, STEPS + sum(TEXTS) + len(TEXTS), sharp=2.0)
+    theirs = [theirs(**row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
+    close = dict(rtol=0, atol=tolerances.EXACT)
+
+    def check(layer, row, one, q):
+        assert all(kept(layer, row, head) == sorted(one.kept(head)) for head in range(KV_HEADS))
+
+    layer, step = compare(policy, theirs, prompt, [x[:STEPS] for x in new], check), STEPS
+    for count in TEXTS:
+        more = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in new]
+        for x, part in zip(new, more, strict=True):
+            part[:, :count] = x[step : step + count].swapaxes(0, 1)
+        found = layer.extend(*more, [count] * 3)
+        for row, one in enumerate(theirs):
+            expected = one.extend(*(x[step : step + count, row] for x in new))
+            np.testing.assert_allclose(found[row, :count], expected, err_msg=f"{count} tokens, row {row}", **close)
+            check(layer, row, one, None)
+        found = layer.step(*(x[step + count] for x in new))
+        for row, one in enumerate(theirs):
+            one.append(*(x[step + count, row] for x in new[1:]))
+            np.testing.assert_allclose(found[row], one.attend(new[0][step + count, row]), **close)
+            check(layer, row, one, None)
+        step += count + 1
+
+
+def test_h2o_keeps_a_heavy_hitter_until_another_has_had_more():
+    """Thirty keys have most of the attention and one has that of one query, until a later one has that of eight."""
+    prompt, new = draw((200,), 40)
+    asked, once, often, later = 100, *10 * np.eye(16, dtype=np.float32)[:3]
+    for x in (*prompt[:2], *new[:2]):
+        x[:] = 0
+    prompt[1][0, :30], prompt[1][0, asked], new[1][20] = often, once, later
+    prompt[0][:], prompt[0][0, asked + 1], new[0][:20], new[0][20:] = often, once, often, later
+    layer = Layer(H2O(budget=40, recent=8), (200,), *prompt)
+    for step in range(40):
+        layer.step(*(x[step] for x in new))
+        for head in range(KV_HEADS):  # the later one leaves the newest eight after the step 28
+            assert (asked in kept(layer, 0, head)) == (step <= 28) and set(range(30)) <= set(kept(layer, 0, head))
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (H2O, dict(budget=0), "budget must be at least 1, got 0"),
+        (H2O, dict(budget=8, recent=8), "recent must be at most 7, got 8"),
+        (H2O, dict(recent=-1), "recent must be at least 0, got -1"),
+        (H2O, dict(group="all"), "group must be one of mean, max, sum, got 'all'"),
+    ],
+    ids=str,
+)
+def test_bad_options_say_what_is_expected(kind, options, message):
+    with pytest.raises(icejax.InputError, match=f"^{message}$"):
+        kind(**options)
