@@ -107,3 +107,31 @@ class H2O(Evicting):
     def worth(self, head: int) -> np.ndarray:
         newest = np.arange(len(self.scores[head]))[::-1] < self.recent
         return np.where(newest, np.inf, self.scores[head])
+
+
+class TOVA(Evicting):
+    """TOVA: the newest query's weights, for every KV head or of one set for the layer."""
+
+    room = False
+
+    def __init__(self, budget: int, group: str = "layer", **heads: np.ndarray) -> None:
+        self.group = group
+        super().__init__(budget, **heads)
+
+    def rank(self, q: np.ndarray) -> None:
+        self.step([self.weights(q[-1:, head], head)[0] for head in range(len(self.scores))])
+
+    def step(self, weights: list[np.ndarray]) -> None:
+        of_heads = [GROUPS[self.group](w, axis=0) for w in weights] if self.group != "layer" else None
+        self.scores = of_heads or [np.concatenate(weights).mean(0)] * len(weights)
+
+
+class KeyDiff(Evicting):
+    """KeyDiff: minus the cosine of a key and the mean of all keys' directions."""
+
+    def rank(self, q: np.ndarray) -> None:
+        for head, positions in enumerate(self.positions):
+            keys = self.tokens.k[positions, head]
+            keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+            mean = keys.mean(0)
+            self.scores[head] = -keys @ mean / np.linalg.norm(mean)

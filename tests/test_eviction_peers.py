@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import H2O
+from icejax.cache import H2O, TOVA, KeyDiff
 from tests import reference_eviction as reference
 from tests import tolerances
 from tests.layer import KV_HEADS, Layer, draw
@@ -18,6 +18,9 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
     [
         (H2O(budget=48, recent=8), lambda **row: reference.H2O(48, 8, **row)),
         (H2O(budget=48, group="max"), lambda **row: reference.H2O(48, 24, "max", **row)),
+        (TOVA(budget=48), lambda **row: reference.TOVA(48, **row)),
+        (TOVA(budget=48, group="mean"), lambda **row: reference.TOVA(48, "mean", **row)),
+        (KeyDiff(budget=48), lambda **row: reference.KeyDiff(48, **row)),
     ],
     ids=str,
 )
@@ -63,6 +66,31 @@ def test_h2o_keeps_a_heavy_hitter_until_another_has_had_more():
             assert (asked in kept(layer, 0, head)) == (step <= 28) and set(range(30)) <= set(kept(layer, 0, head))
 
 
+@pytest.mark.parametrize("group", ["layer", "sum"])
+def test_tova_lets_go_what_the_newest_query_ignores(group):
+    """All queries of a prompt ask for one key of the first KV head, and the first decoded one for any other."""
+    prompt, new = draw((200,), 2, sharp=0.01)
+    asked, direction = 190, 10 * np.eye(16, dtype=np.float32)[0]
+    prompt[0][:, :, :2], prompt[1][0, asked, 0], new[0][0, :, :2] = direction, direction, -direction
+    layer, both = Layer(TOVA(budget=40, group=group), (200,), *prompt), range(KV_HEADS)
+    assert asked in kept(layer, 0, 0) and (kept(layer, 0, 0) == kept(layer, 0, 1)) == (group == "layer")
+    layer.step(*(x[0] for x in new))
+    assert asked in kept(layer, 0, 0) and 200 in kept(layer, 0, 0)
+    layer.step(*(x[1] for x in new))
+    assert asked not in kept(layer, 0, 0) and all(201 in kept(layer, 0, head) for head in both)
+    assert (kept(layer, 0, 0) == kept(layer, 0, 1)) == (group == "layer")
+
+
+def test_keydiff_keeps_an_odd_key():
+    """However long or short it is."""
+    prompt, _ = draw((200,), 1)
+    prompt[1][:] = prompt[1][:, :, :, :1] * 0.1 + np.eye(16, dtype=np.float32)[0]
+    for at, odd in ((50, 3.0), (120, 0.01)):
+        prompt[1][0, at] = -odd * np.eye(16, dtype=np.float32)[0]
+    layer = Layer(KeyDiff(budget=2), (200,), *prompt)
+    assert all(kept(layer, 0, head) == [50, 120] for head in range(KV_HEADS))
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -70,6 +98,9 @@ def test_h2o_keeps_a_heavy_hitter_until_another_has_had_more():
         (H2O, dict(budget=8, recent=8), "recent must be at most 7, got 8"),
         (H2O, dict(recent=-1), "recent must be at least 0, got -1"),
         (H2O, dict(group="all"), "group must be one of mean, max, sum, got 'all'"),
+        (TOVA, dict(budget=0), "budget must be at least 1, got 0"),
+        (TOVA, dict(group="all"), "group must be one of layer, mean, max, sum, got 'all'"),
+        (KeyDiff, dict(budget=0), "budget must be at least 1, got 0"),
     ],
     ids=str,
 )

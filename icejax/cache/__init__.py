@@ -8,9 +8,11 @@ from typing import Any
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
+from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
+from icejax.cache.policies.tova import TOVA
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
 
@@ -20,9 +22,11 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "clustered": Clustered,
     "full": Full,
     "h2o": H2O,
+    "keydiff": KeyDiff,
     "quest": Quest,
     "snapkv": SnapKV,
     "streaming": Streaming,
+    "tova": TOVA,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
 ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")

@@ -64,6 +64,18 @@ def grouped(weights: Float[Array, "B K G S"], group: Group) -> Float[Array, "B K
     return dict(mean=jnp.mean, max=jnp.max, sum=jnp.sum)[group](weights, axis=2)
 
 
+def last_queries(
+    heads: Heads, attended: Attended, view: View, count: int
+) -> tuple[Float[Array, "B W N H"], Float[Array, "B W N"], Int[Array, "B W"]]:
+    """Returns the last queries of a text, their log-sum-exp and their positions: -1 for one that a shorter text has not."""
+    number = heads.new[:, None] - count + jnp.arange(count)[None]
+    q, lse = (
+        jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
+        for x in (heads.q, attended.lse)
+    )
+    return q, lse, jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
+
+
 def _text(heads: Heads, view: View) -> Slots:
     """Returns the tokens of a text, without scores; padding as empty slots."""
     number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]

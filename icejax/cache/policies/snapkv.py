@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Group, Slots, grouped
+from icejax.cache.eviction import Eviction, Group, Slots, grouped, last_queries
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
 from icejax.errors import InputError
@@ -56,12 +56,7 @@ class SnapKV(Eviction):
     on_top = True
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        number = heads.new[:, None] - self.window + jnp.arange(self.window)[None]
-        q, lse = (
-            jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
-            for x in (heads.q, attended.lse)
-        )
-        asking = jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
+        q, lse, asking = last_queries(heads, attended, view, self.window)
         keys = apart(self.keys(tokens, view), heads.k.shape[2])
         weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scoring=heads.scoring)
         first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
