@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import H2O, PRESETS, TOVA, CachePolicy, Clustered, Full, KeyDiff, Quest, SnapKV, Streaming
+from icejax.cache import H2O, PRESETS, TOVA, CachePolicy, Clustered, Full, KeyDiff, PyramidKV, Quest, SnapKV, Streaming
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,13 @@ POLICIES = (
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
     Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False),
     Row("keydiff", KeyDiff(budget=64), lambda n: KeyDiff(budget=n), keeps_all=False, slow=True),
+    Row(
+        "pyramidkv",
+        PyramidKV(budget=64, window=16),
+        lambda n: PyramidKV(budget=4 * n, beta=4),  # the last layer has the least
+        keeps_all=False,
+        slow=True,
+    ),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )

@@ -1,4 +1,4 @@
-"""Evicting policies whose KV heads have budgets of their own."""
+"""Evicting policies whose layers or KV heads have budgets of their own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import SnapKV, Streaming
+import icejax
+from icejax import inference
+from icejax.cache import PyramidKV, SnapKV, Streaming
 from icejax.cache.eviction import Slots
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, attention, draw
+from tests.run import plan_for
 
 LENGTHS, STEPS = (250, 9, 120), 64
 SHARES = np.asarray([0.5, 1.5])  # of the mean budget
@@ -58,6 +61,54 @@ def assert_attends_to(layer: Layer, found: np.ndarray, prompt, new, step: int) -
             of = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
             expected = attention(new[0][step, row, of], k[positions, head : head + 1], v[positions, head : head + 1])
             np.testing.assert_allclose(found[row, of], expected, rtol=0, atol=tolerances.EXACT)
+
+
+def test_a_pyramid_is_that_of_its_own_code_where_that_rounds_nothing():
+    """KVCache-Factory's steps are whole with 13 and with 20 layers."""
+    low, high = (128 - 8) // 20, 2 * (128 - 8) - (128 - 8) // 20
+    for layers, step in ((13, 19), (20, 12)):
+        found = PyramidKV(budget=128, window=8).for_layers(range(layers), of=layers)
+        assert [each.budget for each in found] == [8 + high - step * i for i in range(layers)] and found[-1].budget == 8 + low
+    assert PyramidKV(budget=128).for_layers([3], of=4)[0].budget == 128
+
+
+def test_budgets_of_a_pyramid_sum_up_to_what_was_asked():
+    options = dict(window=12, kernel=3, pooling="max", group="sum")
+    for layers in range(1, 40):
+        for budget, beta in ((12, 20), (64, 20), (77, 1), (101, 3), (1000, 7)):
+            found = PyramidKV(budget=budget, beta=beta, **options).for_layers(range(layers), of=layers + 2)
+            sizes = [each.budget for each in found]
+            assert sum(sizes) == layers * budget and sizes == sorted(sizes, reverse=True)
+            assert found == [SnapKV(budget=size, **options) for size in sizes]
+
+
+def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
+    model, prompt = bundled[0], np.random.default_rng(0).integers(0, 256, 200).tolist()
+    sizes = [102, 77, 51, 26]
+
+    def kept_by(policy) -> list[np.ndarray]:
+        state, *_ = inference.prefill(model, [prompt], plan_for(model, policy, [prompt], 8))
+        return [np.asarray(layer.positions[0]) for layer in state.cache.layers]
+
+    found, first, last = (
+        kept_by(x) for x in (PyramidKV(budget=64, window=24), *(SnapKV(budget=n, window=24) for n in (102, 26)))
+    )
+    assert [(layer >= 0).sum(-1).tolist() for layer in found] == [[n] * len(found[0]) for n in sizes]
+    for layer, expected in ((found[0], first[0]), (found[-1], last[-1])):
+        np.testing.assert_array_equal(layer[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (PyramidKV, dict(beta=0), "beta must be at least 1, got 0"),
+        (PyramidKV, dict(budget=31), "budget must be at least 32, got 31"),
+    ],
+    ids=str,
+)
+def test_bad_options_say_what_is_expected(kind, options, message):
+    with pytest.raises(icejax.InputError, match=f"^{message}$"):
+        kind(**options)
 
 
 def test_each_kv_head_evicts_within_its_own_room():

@@ -50,6 +50,7 @@ FAULTS = (
     ("cache/policies/tova.py", "weights.mean((1, 2))", "weights.max((1, 2))", "eviction_peers"),
     ("cache/eviction.py", "jnp.where(tokens.there, self.worth(tokens), -jnp.inf)", "jnp.where(tokens.there, tokens.scores, -jnp.inf)", "eviction_peers"),
     ("cache/policies/keydiff.py", "directions = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)", "directions = keys", "eviction_peers"),
+    ("cache/policies/pyramidkv.py", "layers - 1 - 2 * rank", "layers - 2 * rank", "budgets"),
     ("cache/policies/quest.py", "products(jnp.minimum(q, 0), low)", "products(jnp.minimum(q, 0), high)", "peers"),
     ("ops/observed.py", "jnp.exp(scores - lse)", "jnp.exp(scores)", "peers"),
     ("cache/policies/full.py", "2 if of >= 16", "2 if of > 16", "inference"),

@@ -9,6 +9,7 @@ from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -23,6 +24,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "full": Full,
     "h2o": H2O,
     "keydiff": KeyDiff,
+    "pyramidkv": PyramidKV,
     "quest": Quest,
     "snapkv": SnapKV,
     "streaming": Streaming,
