@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.reference_peers import Tokens, best, softmax
+from tests.reference_peers import Tokens, best, observed, pool, softmax
 
 GROUPS = {"mean": np.mean, "max": np.max, "sum": np.sum}
 
@@ -135,3 +135,25 @@ class KeyDiff(Evicting):
             keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
             mean = keys.mean(0)
             self.scores[head] = -keys @ mean / np.linalg.norm(mean)
+
+
+class AdaKV(Evicting):
+    """AdaKV over SnapKV's score: each KV head's best `floor` of the budget stay, and the best of all others up to the sum."""
+
+    def __init__(self, budget: int, window: int, floor: float, **heads: np.ndarray) -> None:
+        self.window, self.floor = window, floor
+        super().__init__(budget, **heads)
+
+    def rank(self, q: np.ndarray) -> None:
+        w = min(self.window, len(q))
+        for head, positions in enumerate(self.positions):
+            weights = observed(q[len(q) - w :, head], self.tokens.k[positions, head])
+            pooled = pool(weights[:, : len(positions) - w], 5, "avg").mean(0)
+            self.scores[head] = np.append(pooled, np.full(w, np.inf))
+
+    def sizes(self) -> list[int]:
+        total, safe = self.budget * len(self.positions), int(self.floor * self.budget)
+        ranks = [np.argsort(np.argsort(-scores, kind="stable"), kind="stable") for scores in self.scores]
+        worth = np.concatenate([np.where(r < safe, np.inf, s) for r, s in zip(ranks, self.scores, strict=True)])
+        of = np.repeat(np.arange(len(ranks)), [len(r) for r in ranks])
+        return [np.sum(of[best(worth, total)] == head) for head in range(len(ranks))]

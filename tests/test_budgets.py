@@ -10,7 +10,7 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import PyramidKV, SnapKV, Streaming
+from icejax.cache import AdaKV, PyramidKV, SnapKV, Streaming
 from icejax.cache.eviction import Slots
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, attention, draw
@@ -24,27 +24,12 @@ SHARES = np.asarray([0.5, 1.5])  # of the mean budget
 class Uneven(Streaming):
     """The first KV head keeps a third of what the second does, and goes on so."""
 
-    @property
-    def most(self) -> int:
+    def most(self, kv_heads) -> int:
         return int(SHARES.max() * self.budget)
 
     def budgets(self, tokens: Slots):
         shares = (SHARES * self.budget).astype(np.int32)
         return jnp.broadcast_to(jnp.asarray(shares)[None], tokens.positions.shape[:2])
-
-
-@dataclass(frozen=True)
-class Adaptive(SnapKV):
-    """AdaKV's rule (arXiv 2407.11550) without its floor: the heads' best tokens compete for the budget of all of them."""
-
-    @property
-    def most(self) -> int:
-        return KV_HEADS * self.budget
-
-    def budgets(self, tokens: Slots):
-        scores = jnp.where(tokens.there, tokens.scores, -jnp.inf)
-        least = jnp.sort(scores.reshape(len(scores), -1), axis=1)[:, -self.budget * scores.shape[1]]
-        return (tokens.there & (scores >= least[:, None, None])).sum(-1, dtype=jnp.int32)
 
 
 def kept(layer: Layer) -> list[list[np.ndarray]]:
@@ -101,6 +86,8 @@ def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
 @pytest.mark.parametrize(
     "kind, options, message",
     [
+        (AdaKV, dict(floor=1.5), "floor must be a number from 0 to 1, got 1.5"),
+        (AdaKV, dict(kernel=2), "kernel must be an odd number, got 2"),
         (PyramidKV, dict(beta=0), "beta must be at least 1, got 0"),
         (PyramidKV, dict(budget=31), "budget must be at least 32, got 31"),
     ],
@@ -140,7 +127,8 @@ def test_each_kv_head_evicts_within_its_own_room():
 def test_heads_compete_for_the_budget_of_all(budget):
     """As many tokens as the even rule keeps, of which each is worth at least any that left; decoded tokens come on top."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
-    even, own = (Layer(policy(budget=budget, window=16), LENGTHS, *prompt) for policy in (SnapKV, Adaptive))
+    policies = SnapKV(budget=budget, window=16), AdaKV(budget=budget, window=16, floor=0.0)
+    even, own = (Layer(policy, LENGTHS, *prompt) for policy in policies)
     scores = np.asarray(Layer(SnapKV(budget=256, window=16), LENGTHS, *prompt).state.scores)  # of all tokens
     for row, length in enumerate(LENGTHS):
         sizes = [len(x) for x in kept(own)[row]]
@@ -155,3 +143,17 @@ def test_heads_compete_for_the_budget_of_all(budget):
         found = own.step(*(x[step] for x in new))
         assert_attends_to(own, found, prompt, new, step)
     assert [[len(x) - STEPS for x in row] for row in kept(own)] == before
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor):
+    """The first KV head's queries ask for one key each, the second's for all; what is allocated is room for the largest."""
+    prompt, _ = draw((250,), 1, sharp=0.01)
+    prompt[0][:, :, :2] = prompt[1][:, 40, None, 0] * 40
+    policy = AdaKV(budget=64, window=8, kernel=1, floor=floor)
+    layer = Layer(policy, (250,), *prompt)
+    first, second = (len(x) for x in kept(layer)[0])
+    assert first + second == 128 and first == max(8 + 1, int(floor * 64)) if floor < 1 else first == second == 64
+    slots = layer.state.positions.shape[2]
+    assert slots == 128 - int(floor * 64) + layer.spec.new_capacity
+    assert policy.report(layer.state, layer.lengths).allocated == 2 * slots

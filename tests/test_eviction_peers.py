@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import H2O, TOVA, KeyDiff
+from icejax.cache import H2O, TOVA, AdaKV, KeyDiff
 from tests import reference_eviction as reference
 from tests import tolerances
 from tests.layer import KV_HEADS, Layer, draw
@@ -21,6 +21,8 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
         (TOVA(budget=48), lambda **row: reference.TOVA(48, **row)),
         (TOVA(budget=48, group="mean"), lambda **row: reference.TOVA(48, "mean", **row)),
         (KeyDiff(budget=48), lambda **row: reference.KeyDiff(48, **row)),
+        (AdaKV(budget=48, window=16), lambda **row: reference.AdaKV(48, 16, 0.2, **row)),
+        (AdaKV(budget=48, window=8, floor=0.9), lambda **row: reference.AdaKV(48, 8, 0.9, **row)),
     ],
     ids=str,
 )

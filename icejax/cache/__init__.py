@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from icejax.cache.policies.adakv import AdaKV
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
@@ -20,6 +21,7 @@ from icejax.config import ModelConfig
 LOG = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[CachePolicy]] = {
+    "adakv": AdaKV,
     "clustered": Clustered,
     "full": Full,
     "h2o": H2O,

@@ -105,9 +105,9 @@ class Eviction(CachePolicy):
 
     on_top: bool = False  # whether decoded tokens come on top of the budgets, in slots of their own, and none leaves for them
 
-    @property
-    def most(self) -> int:
-        """The largest budget of a KV head."""
+    def most(self, kv_heads: int) -> int:
+        """Returns the largest budget of a KV head, of so many in a layer."""
+        del kv_heads
         return self.budget
 
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
@@ -130,7 +130,7 @@ class Eviction(CachePolicy):
 
     def num_slots(self, spec: CacheSpec) -> int:
         """Returns how many slots there are per KV head."""
-        return min(self.most + (spec.new_capacity if self.on_top else 0), spec.capacity)
+        return min(self.most(spec.num_kv_heads) + (spec.new_capacity if self.on_top else 0), spec.capacity)
 
     def init(self, spec: CacheSpec) -> Slots:
         shape = (spec.batch_size, spec.num_kv_heads, self.num_slots(spec))
@@ -162,7 +162,9 @@ class Eviction(CachePolicy):
             tokens = replace(tokens, scores=jnp.maximum(self.score(tokens, heads, attended, view), least))
             budgets = self.budgets(tokens)
             # Of equal worth the earlier one stays. The sort, once per text and no step, is of as many numbers as may stay.
-            worth, best = jax.lax.top_k(jnp.where(tokens.there, self.worth(tokens), -jnp.inf), min(self.most, size, count))
+            worth, best = jax.lax.top_k(
+                jnp.where(tokens.there, self.worth(tokens), -jnp.inf), min(self.most(heads.k.shape[2]), size, count)
+            )
             within = jnp.arange(best.shape[2])[None, None] < budgets[..., None]
             best = jnp.sort(jnp.where(within & (worth > -jnp.inf), best, count), axis=2)
             best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
