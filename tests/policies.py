@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import H2O, PRESETS, TOVA, AdaKV, CachePolicy, Clustered, Full, KeyDiff, PyramidKV, Quest, SnapKV, Streaming
+from icejax.cache import (
+    H2O,
+    PRESETS,
+    TOVA,
+    AdaKV,
+    CachePolicy,
+    Clustered,
+    ExpectedAttention,
+    Full,
+    KeyDiff,
+    PyramidKV,
+    Quest,
+    SnapKV,
+    Streaming,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,7 @@ POLICIES = (
         slow=True,
     ),
     Row("adakv", AdaKV(budget=64, window=16), lambda n: AdaKV(budget=n), keeps_all=False, slow=True),
+    Row("expected-attention", ExpectedAttention(budget=64), lambda n: ExpectedAttention(budget=n), keeps_all=False, slow=True),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.reference_peers import Tokens, best, observed, pool, softmax
+from tests.reference_peers import Tokens, best, observed, pool, rotate, softmax
 
 GROUPS = {"mean": np.mean, "max": np.max, "sum": np.sum}
 
@@ -157,3 +157,29 @@ class AdaKV(Evicting):
         worth = np.concatenate([np.where(r < safe, np.inf, s) for r, s in zip(ranks, self.scores, strict=True)])
         of = np.repeat(np.arange(len(ranks)), [len(r) for r in ranks])
         return [np.sum(of[best(worth, total)] == head) for head in range(len(ranks))]
+
+
+class ExpectedAttention(Evicting):
+    """Expected attention: a Gaussian of the queries before RoPE, its mean and covariance turned by a mean rotation."""
+
+    def __init__(self, budget: int, sinks: int, future: int, theta: float, **heads: np.ndarray) -> None:
+        self.sinks, self.future, self.theta = sinks, future, theta
+        super().__init__(budget, **heads)
+
+    def rank(self, q: np.ndarray) -> None:
+        seen, size = len(self.tokens), q.shape[-1]
+        positions = np.arange(seen - len(q), seen)
+        plain = rotate(q, -positions, self.theta)[positions >= self.sinks]  # n K G H
+        at = range(seen, seen + self.future)
+        turn = np.mean([rotate(np.eye(size), np.full(size, p), self.theta).T for p in at], axis=0)  # takes a column
+        for head, kept in enumerate(self.positions):
+            others, weights = np.asarray(kept) >= self.sinks, []
+            if not others.any():
+                continue
+            keys, values = self.tokens.k[kept, head][others], self.tokens.v[kept, head][others]
+            for group in range(plain.shape[2]):
+                mean = turn @ plain[:, head, group].mean(0)
+                covariance = turn @ np.cov(plain[:, head, group].T, bias=True) @ turn.T
+                weights.append(softmax(keys @ mean / size**0.5 + np.sum(keys @ covariance * keys, axis=1) / size / 2))
+            self.scores[head] = np.full(len(kept), np.inf)
+            self.scores[head][others] = np.mean(weights, axis=0) * np.linalg.norm(values, axis=1)

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import H2O, TOVA, AdaKV, KeyDiff
+from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff
+from icejax.cache.policies.expected_attention import log_mean_exp
+from icejax.ops.attention import Scoring
 from tests import reference_eviction as reference
 from tests import tolerances
-from tests.layer import KV_HEADS, Layer, draw
+from tests.layer import KV_HEADS, THETA, Layer, draw
+from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, kept, row_of
 
 TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
@@ -23,6 +26,10 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
         (KeyDiff(budget=48), lambda **row: reference.KeyDiff(48, **row)),
         (AdaKV(budget=48, window=16), lambda **row: reference.AdaKV(48, 16, 0.2, **row)),
         (AdaKV(budget=48, window=8, floor=0.9), lambda **row: reference.AdaKV(48, 8, 0.9, **row)),
+        (
+            ExpectedAttention(budget=48, sinks=3, future=100),
+            lambda **row: reference.ExpectedAttention(48, 3, 100, THETA, **row),
+        ),
     ],
     ids=str,
 )
@@ -93,6 +100,19 @@ def test_keydiff_keeps_an_odd_key():
     assert all(kept(layer, 0, head) == [50, 120] for head in range(KV_HEADS))
 
 
+@pytest.mark.parametrize("softcap, rtol", [(None, 0), (3.0, 0.03)])
+def test_expected_attention_is_the_mean_over_drawn_queries(softcap, rtol):
+    """Of exp(score), within five standard errors; a soft cap is taken to first order, by so much."""
+    rng, draws = np.random.default_rng(0), 100_000
+    root, key = rng.standard_normal((8, 8)) / 6, rng.standard_normal(8)
+    scoring = Scoring(8**-0.5, softcap)
+    products = (key + rng.standard_normal((draws, 8)) @ root.T) @ key
+    found = np.exp(products * scoring.scale if softcap is None else softcap * np.tanh(products * scoring.scale / softcap))
+    heads = [x.astype(np.float32) for x in (key[None, None], key[None, None, None], (root @ root.T)[None, None, None])]
+    log = jitted(log_mean_exp, *heads, scoring=scoring).item()
+    np.testing.assert_allclose(np.exp(log), found.mean(), rtol=rtol, atol=5 * found.std() / draws**0.5)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -103,6 +123,9 @@ def test_keydiff_keeps_an_odd_key():
         (TOVA, dict(budget=0), "budget must be at least 1, got 0"),
         (TOVA, dict(group="all"), "group must be one of layer, mean, max, sum, got 'all'"),
         (KeyDiff, dict(budget=0), "budget must be at least 1, got 0"),
+        (ExpectedAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (ExpectedAttention, dict(budget=4), "budget must be at least 5, got 4"),
+        (ExpectedAttention, dict(future=5000), "future must be at most 4096, got 5000"),
     ],
     ids=str,
 )

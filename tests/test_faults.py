@@ -52,6 +52,7 @@ FAULTS = (
     ("cache/policies/keydiff.py", "directions = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)", "directions = keys", "eviction_peers"),
     ("cache/policies/pyramidkv.py", "layers - 1 - 2 * rank", "layers - 2 * rank", "budgets"),
     ("cache/policies/adakv.py", "jnp.arange(several)[None, None] < self._safe", "jnp.arange(several)[None, None] < 0", "budgets"),
+    ("cache/policies/expected_attention.py", "& (positions >= self.sinks)", "", "eviction_peers"),
     ("cache/policies/quest.py", "products(jnp.minimum(q, 0), low)", "products(jnp.minimum(q, 0), high)", "peers"),
     ("ops/observed.py", "jnp.exp(scores - lse)", "jnp.exp(scores)", "peers"),
     ("cache/policies/full.py", "2 if of >= 16", "2 if of > 16", "inference"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from icejax.cache.policies.adakv import AdaKV
 from icejax.cache.policies.clustered import Clustered
+from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
@@ -23,6 +24,7 @@ LOG = logging.getLogger(__name__)
 POLICIES: dict[str, type[CachePolicy]] = {
     "adakv": AdaKV,
     "clustered": Clustered,
+    "expected-attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
     "keydiff": KeyDiff,
