@@ -147,13 +147,12 @@ def test_heads_compete_for_the_budget_of_all(budget):
 
 @pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
 def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor):
-    """The first KV head's queries ask for one key each, the second's for all; what is allocated is room for the largest."""
-    prompt, _ = draw((250,), 1, sharp=0.01)
-    prompt[0][:, :, :2] = prompt[1][:, 40, None, 0] * 40
+    """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest."""
+    prompt, _ = draw((250,), 1, sharp=0.01, kv_heads=4)
+    prompt[0][:, :, :3] = prompt[1][:, 40, None, :3] * 400
     policy = AdaKV(budget=64, window=8, kernel=1, floor=floor)
-    layer = Layer(policy, (250,), *prompt)
-    first, second = (len(x) for x in kept(layer)[0])
-    assert first + second == 128 and first == max(8 + 1, int(floor * 64)) if floor < 1 else first == second == 64
+    layer, least = Layer(policy, (250,), *prompt), max(8 + 1, int(floor * 64))
+    assert [len(x) for x in kept(layer)[0]] == [least] * 3 + [4 * 64 - 3 * least]
     slots = layer.state.positions.shape[2]
-    assert slots == 128 - int(floor * 64) + layer.spec.new_capacity
-    assert policy.report(layer.state, layer.lengths).allocated == 2 * slots
+    assert slots == 4 * 64 - 3 * int(floor * 64) + layer.spec.new_capacity
+    assert policy.report(layer.state, layer.lengths).allocated == 4 * slots
