@@ -19,6 +19,7 @@ from icejax.cache import (
     KeyDiff,
     PyramidKV,
     Quest,
+    ReSTKV,
     SnapKV,
     Streaming,
 )
@@ -79,6 +80,7 @@ POLICIES = (
     ),
     Row("adakv", AdaKV(budget=64, window=16), lambda n: AdaKV(budget=n), keeps_all=False, slow=True),
     Row("expected-attention", ExpectedAttention(budget=64), lambda n: ExpectedAttention(budget=n), keeps_all=False, slow=True),
+    Row("restkv", ReSTKV(budget=64, window=16), lambda n: ReSTKV(budget=n), keeps_all=False, slow=True),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )

@@ -183,3 +183,54 @@ class ExpectedAttention(Evicting):
                 weights.append(softmax(keys @ mean / size**0.5 + np.sum(keys @ covariance * keys, axis=1) / size / 2))
             self.scores[head] = np.full(len(kept), np.inf)
             self.scores[head][others] = np.mean(weights, axis=0) * np.linalg.norm(values, axis=1)
+
+
+class ReSTKV(Evicting):
+    """ReST-KV: how much each query head's projected output changes without a token, by a moving average of weights."""
+
+    def __init__(
+        self,
+        budget: int,
+        window: int,
+        kernel: int = 5,
+        *,
+        alpha: float = 0.3,
+        tau: float = 1.0,
+        scale: int,
+        output: np.ndarray,
+        **heads: np.ndarray,
+    ) -> None:
+        """Takes the `output` matrix [N, H, D] too."""
+        self.window, self.kernel, self.alpha, self.tau, self.scale = window, kernel, alpha, tau, scale
+        self.output = output.astype(np.float64)
+        super().__init__(budget, **heads)
+
+    def rank(self, q: np.ndarray) -> None:
+        w = min(self.window, len(q))
+        for head, positions in enumerate(self.positions):
+            n, values = len(positions) - w, self.tokens.v[positions, head]
+            if not n:
+                continue
+            weights, found = self.weights(q[len(q) - w :, head], head), []
+            for group in range(q.shape[2]):
+                average = weights[0, group, :n]
+                for each in weights[1:, group, :n]:
+                    average = self.alpha * each + (1 - self.alpha) * average
+                change = (average @ values[:n] - values[:n]) @ self.output[head * q.shape[2] + group]
+                score = average / (1 - average) * np.linalg.norm(change, axis=1) ** self.tau
+                found.append(self.pool(score, self.shift(weights[:, group])))
+            self.scores[head] = np.append(np.mean(found, axis=0), np.full(w, np.inf))
+
+    def shift(self, weights: np.ndarray) -> int:
+        """Returns how far the tokens of most weight [w, n] move to the left between the halves of the queries, in places."""
+        half = len(weights) // 2
+        if not half:
+            return 0
+        best = np.argsort(-weights, axis=1, kind="stable")[:, : self.budget - self.window].mean(1)
+        return int((best[:half].mean() - best[-half:].mean()) / self.scale)
+
+    def pool(self, score: np.ndarray, shift: int) -> np.ndarray:
+        """Returns the mean over neighbours, on which side there are more of by the shift; ends are repeated."""
+        kernel = max(self.kernel, 2 * abs(shift) + 1)
+        padded = np.pad(score, (kernel // 2 - shift, kernel // 2 + shift), mode="edge")
+        return np.lib.stride_tricks.sliding_window_view(padded, kernel).mean(-1)

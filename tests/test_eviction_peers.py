@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff
+from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, ReSTKV
 from icejax.cache.policies.expected_attention import log_mean_exp
 from icejax.ops.attention import Scoring
 from tests import reference_eviction as reference
 from tests import tolerances
-from tests.layer import KV_HEADS, THETA, Layer, draw
+from tests.layer import HEADS, KV_HEADS, SIZE, THETA, Layer, attention, draw, output_matrix
 from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, kept, row_of
 
@@ -29,6 +29,14 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
         (
             ExpectedAttention(budget=48, sinks=3, future=100),
             lambda **row: reference.ExpectedAttention(48, 3, 100, THETA, **row),
+        ),
+        (
+            ReSTKV(budget=48, window=16, scale=2),
+            lambda **row: reference.ReSTKV(48, 16, scale=2, output=output_matrix(HEADS, SIZE), **row),
+        ),
+        (
+            ReSTKV(budget=48, window=5, kernel=1, alpha=1.0, tau=0.5),
+            lambda **row: reference.ReSTKV(48, 5, 1, alpha=1.0, tau=0.5, scale=2000, output=output_matrix(HEADS, SIZE), **row),
         ),
     ],
     ids=str,
@@ -113,6 +121,21 @@ def test_expected_attention_is_the_mean_over_drawn_queries(softcap, rtol):
     np.testing.assert_allclose(np.exp(log), found.mean(), rtol=rtol, atol=5 * found.std() / draws**0.5)
 
 
+def test_restkv_scores_a_token_by_what_changes_without_it():
+    """In the output of the last query, whose own value is 0, the mean over the query heads of a KV head."""
+    (q, k, v), _ = draw((60,), 1, sharp=2.0)
+    v[0, 59] = 0
+    layer = Layer(ReSTKV(budget=256, window=1, kernel=1), (60,), q, k, v)
+    output, group = output_matrix(HEADS, SIZE), HEADS // KV_HEADS
+    exact = attention(q[0, 59], k[0, :60], v[0, :60])
+    for token in range(59):
+        left = np.arange(60) != token
+        changes = exact - attention(q[0, 59], k[0, :60][left], v[0, :60][left])
+        lengths = [np.linalg.norm(change @ matrix) for change, matrix in zip(changes, output, strict=True)]
+        found = np.asarray(layer.state.scores)[0, :, token]
+        np.testing.assert_allclose(found, np.reshape(lengths, (-1, group)).mean(1), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -126,6 +149,12 @@ def test_expected_attention_is_the_mean_over_drawn_queries(softcap, rtol):
         (ExpectedAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (ExpectedAttention, dict(budget=4), "budget must be at least 5, got 4"),
         (ExpectedAttention, dict(future=5000), "future must be at most 4096, got 5000"),
+        (ReSTKV, dict(budget=32), "budget must be at least 33, got 32"),
+        (ReSTKV, dict(window=0), "window must be at least 1, got 0"),
+        (ReSTKV, dict(kernel=2), "kernel must be an odd number, got 2"),
+        (ReSTKV, dict(alpha=0), "alpha must be a number above 0 and at most 1, got 0"),
+        (ReSTKV, dict(tau=-1), "tau must be a number from 0 to 16, got -1"),
+        (ReSTKV, dict(scale=0), "scale must be at least 1, got 0"),
     ],
     ids=str,
 )

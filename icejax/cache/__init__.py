@@ -13,6 +13,7 @@ from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
+from icejax.cache.policies.restkv import ReSTKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
 from icejax.cache.policies.tova import TOVA
@@ -30,6 +31,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "keydiff": KeyDiff,
     "pyramidkv": PyramidKV,
     "quest": Quest,
+    "restkv": ReSTKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
     "tova": TOVA,
