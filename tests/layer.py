@@ -46,7 +46,7 @@ def programs(policy: CachePolicy) -> Programs:
     def view(lengths, pool) -> View:
         """`pool` is the pool and the table of extents, or None."""
         pages = host.PoolLayer(*pool, None, 0, backend, "float32") if pool is not None else None
-        return View(lengths, pages, turn=turned)
+        return View(lengths, pages, turn=turned, project=projected)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
@@ -84,11 +84,21 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def output_matrix(heads: int, size: int) -> np.ndarray:
+    """Returns the projection f32[heads, size, 24] of as many heads."""
+    return np.random.default_rng(7).standard_normal((heads, size, 24)).astype(np.float32)
+
+
+def projected(heads: jax.Array) -> jax.Array:
+    """Takes heads [B, T, N, H] to a layer's output [B, T, 24], as a projection with a bias does."""
+    return jnp.einsum("btnh,nhd->btd", heads, output_matrix(*heads.shape[2:])) + 1.0
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _prefill(q, k, v, lengths, *, policy, spec):
     scoring = Scoring(q.shape[-1] ** -0.5)
     attended = causal(q, k, v, lengths=lengths.seen, window=None, scoring=scoring)
-    view = View(Lengths.none(len(q)), turn=turned)
+    view = View(Lengths.none(len(q)), turn=turned, project=projected)
     found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, scoring), attended, view)
     return found.state, found.pages
 

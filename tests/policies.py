@@ -7,7 +7,22 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import PRESETS, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming
+from icejax.cache import (
+    H2O,
+    PRESETS,
+    TOVA,
+    AdaKV,
+    CachePolicy,
+    Clustered,
+    ExpectedAttention,
+    Full,
+    KeyDiff,
+    PyramidKV,
+    Quest,
+    ReSTKV,
+    SnapKV,
+    Streaming,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,19 @@ POLICIES = (
     ),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
+    Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False),
+    Row("keydiff", KeyDiff(budget=64), lambda n: KeyDiff(budget=n), keeps_all=False, slow=True),
+    Row(
+        "pyramidkv",
+        PyramidKV(budget=64, window=16),
+        lambda n: PyramidKV(budget=4 * n, beta=4),  # the last layer has the least
+        keeps_all=False,
+        slow=True,
+    ),
+    Row("adakv", AdaKV(budget=64, window=16), lambda n: AdaKV(budget=n), keeps_all=False, slow=True),
+    Row("expected-attention", ExpectedAttention(budget=64), lambda n: ExpectedAttention(budget=n), keeps_all=False, slow=True),
+    Row("restkv", ReSTKV(budget=64, window=16), lambda n: ReSTKV(budget=n), keeps_all=False, slow=True),
+    Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )
 

@@ -1,4 +1,4 @@
-"""Evicting policies whose KV heads have budgets of their own."""
+"""Evicting policies whose layers or KV heads have budgets of their own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import SnapKV, Streaming
+import icejax
+from icejax import inference
+from icejax.cache import AdaKV, PyramidKV, SnapKV, Streaming
 from icejax.cache.eviction import Slots
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, attention, draw
+from tests.run import plan_for
 
 LENGTHS, STEPS = (250, 9, 120), 64
 SHARES = np.asarray([0.5, 1.5])  # of the mean budget
@@ -21,33 +24,12 @@ SHARES = np.asarray([0.5, 1.5])  # of the mean budget
 class Uneven(Streaming):
     """The first KV head keeps a third of what the second does, and goes on so."""
 
-    @property
-    def most(self) -> int:
+    def most(self, kv_heads) -> int:
         return int(SHARES.max() * self.budget)
-
-    def num_slots(self, spec) -> int:
-        return self.most
 
     def budgets(self, tokens: Slots):
         shares = (SHARES * self.budget).astype(np.int32)
         return jnp.broadcast_to(jnp.asarray(shares)[None], tokens.positions.shape[:2])
-
-
-@dataclass(frozen=True)
-class Adaptive(SnapKV):
-    """AdaKV's rule (arXiv 2407.11550) without its floor: the heads' best tokens compete for the budget of all of them."""
-
-    @property
-    def most(self) -> int:
-        return KV_HEADS * self.budget
-
-    def num_slots(self, spec) -> int:
-        return min(self.most + spec.new_capacity, spec.capacity)
-
-    def budgets(self, tokens: Slots):
-        scores = jnp.where(tokens.there, tokens.scores, -jnp.inf)
-        least = jnp.sort(scores.reshape(len(scores), -1), axis=1)[:, -self.budget * scores.shape[1]]
-        return (tokens.there & (scores >= least[:, None, None])).sum(-1, dtype=jnp.int32)
 
 
 def kept(layer: Layer) -> list[list[np.ndarray]]:
@@ -64,6 +46,56 @@ def assert_attends_to(layer: Layer, found: np.ndarray, prompt, new, step: int) -
             of = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
             expected = attention(new[0][step, row, of], k[positions, head : head + 1], v[positions, head : head + 1])
             np.testing.assert_allclose(found[row, of], expected, rtol=0, atol=tolerances.EXACT)
+
+
+def test_a_pyramid_is_that_of_its_own_code_where_that_rounds_nothing():
+    """KVCache-Factory's steps are whole with 13 and with 20 layers."""
+    low, high = (128 - 8) // 20, 2 * (128 - 8) - (128 - 8) // 20
+    for layers, step in ((13, 19), (20, 12)):
+        found = PyramidKV(budget=128, window=8).for_layers(range(layers), of=layers)
+        assert [each.budget for each in found] == [8 + high - step * i for i in range(layers)] and found[-1].budget == 8 + low
+    assert PyramidKV(budget=128).for_layers([3], of=4)[0].budget == 128
+
+
+def test_budgets_of_a_pyramid_sum_up_to_what_was_asked():
+    options = dict(window=12, kernel=3, pooling="max", group="sum")
+    for layers in range(1, 40):
+        for budget, beta in ((12, 20), (64, 20), (77, 1), (101, 3), (1000, 7)):
+            found = PyramidKV(budget=budget, beta=beta, **options).for_layers(range(layers), of=layers + 2)
+            sizes = [each.budget for each in found]
+            assert sum(sizes) == layers * budget and sizes == sorted(sizes, reverse=True)
+            assert found == [SnapKV(budget=size, **options) for size in sizes]
+
+
+def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
+    model, prompt = bundled[0], np.random.default_rng(0).integers(0, 256, 200).tolist()
+    sizes = [102, 77, 51, 26]
+
+    def kept_by(policy) -> list[np.ndarray]:
+        state, *_ = inference.prefill(model, [prompt], plan_for(model, policy, [prompt], 8))
+        return [np.asarray(layer.positions[0]) for layer in state.cache.layers]
+
+    found, first, last = (
+        kept_by(x) for x in (PyramidKV(budget=64, window=24), *(SnapKV(budget=n, window=24) for n in (102, 26)))
+    )
+    assert [(layer >= 0).sum(-1).tolist() for layer in found] == [[n] * len(found[0]) for n in sizes]
+    for layer, expected in ((found[0], first[0]), (found[-1], last[-1])):
+        np.testing.assert_array_equal(layer[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (AdaKV, dict(floor=1.5), "floor must be a number from 0 to 1, got 1.5"),
+        (AdaKV, dict(kernel=2), "kernel must be an odd number, got 2"),
+        (PyramidKV, dict(beta=0), "beta must be at least 1, got 0"),
+        (PyramidKV, dict(budget=31), "budget must be at least 32, got 31"),
+    ],
+    ids=str,
+)
+def test_bad_options_say_what_is_expected(kind, options, message):
+    with pytest.raises(icejax.InputError, match=f"^{message}$"):
+        kind(**options)
 
 
 def test_each_kv_head_evicts_within_its_own_room():
@@ -95,7 +127,8 @@ def test_each_kv_head_evicts_within_its_own_room():
 def test_heads_compete_for_the_budget_of_all(budget):
     """As many tokens as the even rule keeps, of which each is worth at least any that left; decoded tokens come on top."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
-    even, own = (Layer(policy(budget=budget, window=16), LENGTHS, *prompt) for policy in (SnapKV, Adaptive))
+    policies = SnapKV(budget=budget, window=16), AdaKV(budget=budget, window=16, floor=0.0)
+    even, own = (Layer(policy, LENGTHS, *prompt) for policy in policies)
     scores = np.asarray(Layer(SnapKV(budget=256, window=16), LENGTHS, *prompt).state.scores)  # of all tokens
     for row, length in enumerate(LENGTHS):
         sizes = [len(x) for x in kept(own)[row]]
@@ -110,3 +143,16 @@ def test_heads_compete_for_the_budget_of_all(budget):
         found = own.step(*(x[step] for x in new))
         assert_attends_to(own, found, prompt, new, step)
     assert [[len(x) - STEPS for x in row] for row in kept(own)] == before
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor):
+    """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest."""
+    prompt, _ = draw((250,), 1, sharp=0.01, kv_heads=4)
+    prompt[0][:, :, :3] = prompt[1][:, 40, None, :3] * 400
+    policy = AdaKV(budget=64, window=8, kernel=1, floor=floor)
+    layer, least = Layer(policy, (250,), *prompt), max(8 + 1, int(floor * 64))
+    assert [len(x) for x in kept(layer)[0]] == [least] * 3 + [4 * 64 - 3 * least]
+    slots = layer.state.positions.shape[2]
+    assert slots == 4 * 64 - 3 * int(floor * 64) + layer.spec.new_capacity
+    assert policy.report(layer.state, layer.lengths).allocated == 4 * slots

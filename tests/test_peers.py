@@ -17,7 +17,7 @@ def row_of(arrays, row: int, length: int) -> dict[str, np.ndarray]:
     return {name: x[row, :length] for name, x in zip("qkv", arrays, strict=True)}
 
 
-def compare(policy, theirs: list, prompt, new, check) -> None:
+def compare(policy, theirs: list, prompt, new, check) -> Layer:
     """Steps both through the new tokens; `check` is given the layer, a row and its reference after every step."""
     layer = Layer(policy, LENGTHS, *prompt)
     for step in range(STEPS):
@@ -27,6 +27,7 @@ def compare(policy, theirs: list, prompt, new, check) -> None:
             expected = one.attend(new[0][step, row])
             np.testing.assert_allclose(found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}")
             check(layer, row, one, new[0][step, row])
+    return layer
 
 
 def kept(layer: Layer, row: int, head: int) -> list[int]:

@@ -5,22 +5,36 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from icejax.cache.policies.adakv import AdaKV
 from icejax.cache.policies.clustered import Clustered
+from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
+from icejax.cache.policies.h2o import H2O
+from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
+from icejax.cache.policies.restkv import ReSTKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
+from icejax.cache.policies.tova import TOVA
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
 
 LOG = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[CachePolicy]] = {
+    "adakv": AdaKV,
     "clustered": Clustered,
+    "expected-attention": ExpectedAttention,
     "full": Full,
+    "h2o": H2O,
+    "keydiff": KeyDiff,
+    "pyramidkv": PyramidKV,
     "quest": Quest,
+    "restkv": ReSTKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
+    "tova": TOVA,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
 ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")

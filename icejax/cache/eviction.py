@@ -28,7 +28,7 @@ class Slots:
         k, v: keys (after RoPE) and values, rows and KV heads in one axis as in `TokenState`, also of a latent layer; 0 in an
             empty slot.
         positions: of the tokens; NO_TOKEN in an empty slot.
-        scores: the tokens of lowest score leave first; 0 in an empty slot.
+        scores: what a policy has found them worth; 0 in an empty slot.
         room: slots that a KV head may use.
     """
 
@@ -64,6 +64,18 @@ def grouped(weights: Float[Array, "B K G S"], group: Group) -> Float[Array, "B K
     return dict(mean=jnp.mean, max=jnp.max, sum=jnp.sum)[group](weights, axis=2)
 
 
+def last_queries(
+    heads: Heads, attended: Attended, view: View, count: int
+) -> tuple[Float[Array, "B W N H"], Float[Array, "B W N"], Int[Array, "B W"]]:
+    """Returns the last queries of a text, their log-sum-exp and their positions: -1 for one that a shorter text has not."""
+    number = heads.new[:, None] - count + jnp.arange(count)[None]
+    q, lse = (
+        jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
+        for x in (heads.q, attended.lse)
+    )
+    return q, lse, jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
+
+
 def _text(heads: Heads, view: View) -> Slots:
     """Returns the tokens of a text, without scores; padding as empty slots."""
     number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
@@ -82,10 +94,6 @@ class Eviction(CachePolicy):
     """
 
     @abc.abstractmethod
-    def num_slots(self, spec: CacheSpec) -> int:
-        """Returns how many slots there are per KV head."""
-
-    @abc.abstractmethod
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         """Returns the fp32 scores of all tokens after a text; empty slots stand at both ends.
 
@@ -97,14 +105,18 @@ class Eviction(CachePolicy):
 
     on_top: bool = False  # whether decoded tokens come on top of the budgets, in slots of their own, and none leaves for them
 
-    @property
-    def most(self) -> int:
-        """The largest budget of a KV head."""
+    def most(self, kv_heads: int) -> int:
+        """Returns the largest budget of a KV head, of so many in a layer."""
+        del kv_heads
         return self.budget
 
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
         """Returns how many of the tokens each KV head keeps after a text, at most `most`; they have their scores."""
         return jnp.full(tokens.positions.shape[:2], self.budget, jnp.int32)
+
+    def worth(self, tokens: Slots) -> Float[Array, "B K S"]:
+        """Returns what tokens are worth: the one that is worth least leaves first. Here it is their scores."""
+        return tokens.scores
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         """Returns the fp32 scores after a decoded token, by what its attention weighed the slots."""
@@ -115,6 +127,10 @@ class Eviction(CachePolicy):
         """Returns the keys that are attended to."""
         del view
         return tokens.k
+
+    def num_slots(self, spec: CacheSpec) -> int:
+        """Returns how many slots there are per KV head."""
+        return min(self.most(spec.num_kv_heads) + (spec.new_capacity if self.on_top else 0), spec.capacity)
 
     def init(self, spec: CacheSpec) -> Slots:
         shape = (spec.batch_size, spec.num_kv_heads, self.num_slots(spec))
@@ -142,11 +158,13 @@ class Eviction(CachePolicy):
         """Returns what stays of tokens, the last of which are a text, in `size` slots: as they stood, and empty ones last."""
         with jax.named_scope("evict"):
             count = tokens.positions.shape[2]
-            scores = jnp.maximum(self.score(tokens, heads, attended, view), jnp.finfo(jnp.float32).min)
-            tokens = replace(tokens, scores=scores)
+            least = jnp.finfo(jnp.float32).min
+            tokens = replace(tokens, scores=jnp.maximum(self.score(tokens, heads, attended, view), least))
             budgets = self.budgets(tokens)
-            # Of equal scores the earlier one stays. The sort, once per text and no step, is of as many numbers as may stay.
-            worth, best = jax.lax.top_k(jnp.where(tokens.there, scores, -jnp.inf), min(self.most, size, count))
+            # Of equal worth the earlier one stays. The sort, once per text and no step, is of as many numbers as may stay.
+            worth, best = jax.lax.top_k(
+                jnp.where(tokens.there, self.worth(tokens), -jnp.inf), min(self.most(heads.k.shape[2]), size, count)
+            )
             within = jnp.arange(best.shape[2])[None, None] < budgets[..., None]
             best = jnp.sort(jnp.where(within & (worth > -jnp.inf), best, count), axis=2)
             best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
@@ -155,7 +173,7 @@ class Eviction(CachePolicy):
     def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("append"):
             empty = jnp.where(state.there.sum(-1) < state.room, -jnp.inf, jnp.inf)[..., None]
-            slot = jnp.argmin(jnp.where(state.there, state.scores, empty), axis=2).astype(jnp.int32)
+            slot = jnp.argmin(jnp.where(state.there, self.worth(state), empty), axis=2).astype(jnp.int32)
             here = jnp.arange(state.positions.shape[2])[None, None] == slot[..., None]
             state = Slots(
                 append_apart(state.k, heads.k[:, 0], slot),

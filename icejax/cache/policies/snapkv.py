@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Group, Slots, grouped
+from icejax.cache.eviction import Eviction, Group, Slots, grouped, last_queries
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
-from icejax.cache.spec import CacheSpec
 from icejax.errors import InputError
 from icejax.ops.attention import Attended
 from icejax.ops.observed import observed
@@ -56,16 +55,8 @@ class SnapKV(Eviction):
 
     on_top = True
 
-    def num_slots(self, spec: CacheSpec) -> int:
-        return min(self.budget + spec.new_capacity, spec.capacity)
-
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        number = heads.new[:, None] - self.window + jnp.arange(self.window)[None]
-        q, lse = (
-            jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
-            for x in (heads.q, attended.lse)
-        )
-        asking = jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
+        q, lse, asking = last_queries(heads, attended, view, self.window)
         keys = apart(self.keys(tokens, view), heads.k.shape[2])
         weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scoring=heads.scoring)
         first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]

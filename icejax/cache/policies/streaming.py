@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart, by_head, joined
-from icejax.cache.spec import CacheSpec
 from icejax.errors import InputError, quoted
 from icejax.ops.attention import Attended
 from icejax.ranges import whole
@@ -44,9 +43,6 @@ class Streaming(Eviction):
     @property
     def turns(self) -> bool:
         return self.reassign
-
-    def num_slots(self, spec: CacheSpec) -> int:
-        return min(self.budget, spec.capacity)
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         return self._newest(tokens)
