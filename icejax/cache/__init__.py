@@ -10,6 +10,9 @@ from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
+from icejax.cache.policies.topk import TopK
+from icejax.cache.policies.topk_pages import TopKPages
+from icejax.cache.policies.topp import TopP
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
 
@@ -21,6 +24,9 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "quest": Quest,
     "snapkv": SnapKV,
     "streaming": Streaming,
+    "topk": TopK,
+    "topk-pages": TopKPages,
+    "topp": TopP,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
 ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")
@@ -62,6 +68,6 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     full = [i for i, window in enumerate(config.windows) if window is None or window >= capacity]
     own = dict(zip(full, policy.for_layers(full, of=len(config.windows)), strict=True))
     policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
-    if not isinstance(policy, Full) and all(isinstance(each, (Full, Ring)) for each in policies):
+    if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))
     return policies

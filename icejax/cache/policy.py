@@ -160,7 +160,11 @@ class Outcome:
     shared: Shared | None = None
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=["allocated", "digest_bytes"],
+    data_fields=["found", "slots", "attended"],
+)
 @dataclass(frozen=True)
 class Report:
     """What a layer's state says of the newest step, and of itself.
@@ -171,12 +175,14 @@ class Report:
         slots: tokens that stand on the device, over KV heads, i32[B].
         allocated: slots that there are for them in each row, over KV heads.
         digest_bytes: bytes of the state that describe tokens and are no keys or values.
+        attended: tokens that a query head attended to, the mean over query heads, f32[B]; None: it is not counted.
     """
 
     found: jax.Array | None
     slots: jax.Array
     allocated: int
     digest_bytes: int
+    attended: jax.Array | None = None
 
 
 class CachePolicy(abc.ABC):

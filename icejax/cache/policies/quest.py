@@ -11,15 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.index import PageIndex
-from icejax.cache.policies.full import behind_dense
+from icejax.cache.policies.full import behind_dense, check_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
-from icejax.errors import InputError
 from icejax.ops.attention import products
 from icejax.ops.topk import best
-from icejax.ranges import whole
+from icejax.ranges import power_of_two, whole
 
 
 @jax.tree_util.register_dataclass
@@ -69,12 +68,9 @@ class Quest(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("page_size", self.page_size, least=4, most=128)
-        if self.page_size & (self.page_size - 1):
-            raise InputError(f"page_size must be a power of two, got {self.page_size}")
+        power_of_two("page_size", self.page_size, least=4, most=128)
         whole("budget", self.budget, least=2 * self.page_size + 1)
-        if self.dense_layers is not None:
-            whole("dense_layers", self.dense_layers, least=0, most=1024)
+        check_dense(self.dense_layers)
 
     per_query_head = True
 
