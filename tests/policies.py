@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import PRESETS, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming, TopK, TopKPages, TopP
+from icejax.cache import PRESETS, ArkVale, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming, TopK, TopKPages, TopP
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ POLICIES = (
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
+    Row("arkvale", ArkVale(budget=64, page_size=8), lambda n: ArkVale(budget=2 * n, page_size=8)),
+    Row("arkvale-kv", ArkVale(budget=64, page_size=8, heads="kv"), lambda n: ArkVale(budget=2 * n, heads="kv"), slow=True),
     Row("topk", TopK(budget=64), lambda n: TopK(budget=n)),
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full

@@ -82,3 +82,61 @@ class TopKPages(Chooser):
             mass[-1] = np.inf
             found += [[p for i in best(mass, self.count) for p in pages[i]]] * len(weights)
         return found
+
+
+class Paged(Chooser):
+    """Sinks, pages in order of position, and a window of the newest tokens; a page leaves it in every `page_size`-th step.
+
+    The window has room for a page more than the `fill` tokens that a prompt leaves there, of which a short prompt has fewer. A
+    page may be empty for that reason: it has its number.
+    """
+
+    def __init__(self, page_size: int, *, sinks: int, fill: int, **prompt: np.ndarray) -> None:
+        super().__init__(**prompt)
+        n = len(self.tokens)
+        self.page_size, self.sinks, self.fill, self.steps = page_size, min(sinks, n), fill, 0
+        self.start = max(n - fill, self.sinks)  # of the window
+        self.pages = [list(range(i, min(i + page_size, self.start))) for i in range(self.sinks, self.start, page_size)]
+
+    def near(self) -> list[int]:
+        """Returns the positions of sinks and window."""
+        return [*range(self.sinks), *range(self.start, len(self.tokens))]
+
+    def paged(self) -> list[int]:
+        """Returns the positions of the tokens in pages."""
+        return list(range(self.sinks, self.start))
+
+    def end_step(self) -> None:
+        """Moves the window's oldest slots behind the other pages, as a page, in every `page_size`-th step."""
+        self.steps += 1
+        if self.steps % self.page_size == 0:
+            end = max(len(self.tokens) - self.fill, self.start)
+            self.pages.append(list(range(self.start, end)))
+            self.start = end
+
+
+class ArkVale(Paged):
+    """ArkVale: the pages of highest mean score; a page is a box of the mean distance from the middle of its keys' bounds."""
+
+    def __init__(self, page_size: int, count: int, heads: str = "layer", **options) -> None:
+        super().__init__(page_size, **options)
+        self.count, self.heads = count, heads
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the numbers of each KV head's pages, sorted."""
+        grouped = self.tokens.grouped(q)
+        worth = np.full((len(grouped), len(self.pages)), -np.inf)
+        for i, page in enumerate(self.pages):
+            if page:
+                keys = self.tokens.k[page]  # n K H
+                middle = (keys.max(0) + keys.min(0)) / 2
+                far = np.abs(keys - middle).mean(0)
+                ends = [grouped * x[:, None] for x in (middle - far, middle + far)]
+                worth[:, i] = np.maximum(*ends).sum(-1).mean(1)
+        if self.heads == "layer":
+            worth[:] = worth.mean(0)
+        return [[i for i in best(each, self.count) if self.pages[i]] for each in worth]
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        group = len(q) // self.tokens.k.shape[1]
+        return [[*self.near(), *(p for i in chosen for p in self.pages[i])] for chosen in self.chosen(q) for _ in range(group)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.quest import Quest
@@ -19,6 +20,7 @@ from icejax.config import ModelConfig
 LOG = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[CachePolicy]] = {
+    "arkvale": ArkVale,
     "clustered": Clustered,
     "full": Full,
     "quest": Quest,
