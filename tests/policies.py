@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import PRESETS, ArkVale, CachePolicy, Clustered, Full, Quest, SnapKV, Streaming, TopK, TopKPages, TopP
+from icejax.cache import PRESETS, ArkVale, CachePolicy, Clustered, Full, OmniKV, Quest, SnapKV, Streaming, TopK, TopKPages, TopP
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ POLICIES = (
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
     Row("arkvale", ArkVale(budget=64, page_size=8), lambda n: ArkVale(budget=2 * n, page_size=8)),
     Row("arkvale-kv", ArkVale(budget=64, page_size=8, heads="kv"), lambda n: ArkVale(budget=2 * n, heads="kv"), slow=True),
+    Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
     Row("topk", TopK(budget=64), lambda n: TopK(budget=n)),
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full

@@ -140,3 +140,20 @@ class ArkVale(Paged):
     def selected(self, q: np.ndarray) -> list[list[int]]:
         group = len(q) // self.tokens.k.shape[1]
         return [[*self.near(), *(p for i in chosen for p in self.pages[i])] for chosen in self.chosen(q) for _ in range(group)]
+
+
+class OmniKV(Chooser):
+    """A layer of OmniKV behind a filter with keys of its own: the filter's best tokens, and the newest decoded ones.
+
+    The filter has the same queries, and keys that are `mirror` times this layer's [H].
+    """
+
+    def __init__(self, budget: int, generated: int, mirror: np.ndarray, **prompt: np.ndarray) -> None:
+        super().__init__(**prompt)
+        self.budget, self.generated, self.mirror, self.text = budget, generated, mirror, len(self.tokens)
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        n = len(self.tokens)
+        first = max(self.text, n - self.generated)
+        worth = np.einsum("kgh,nkh->nkg", self.tokens.grouped(q), self.tokens.k[:first] * self.mirror).max((1, 2))
+        return [[*best(worth, self.budget), *range(first, n)]] * len(q)

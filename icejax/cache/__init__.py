@@ -8,6 +8,7 @@ from typing import Any
 from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
+from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -23,6 +24,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "arkvale": ArkVale,
     "clustered": Clustered,
     "full": Full,
+    "omnikv": OmniKV,
     "quest": Quest,
     "snapkv": SnapKV,
     "streaming": Streaming,
