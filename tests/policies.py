@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import PRESETS, ArkVale, CachePolicy, Clustered, Full, OmniKV, Quest, SnapKV, Streaming, TopK, TopKPages, TopP
+from icejax.cache import (
+    PRESETS,
+    ArkVale,
+    CachePolicy,
+    Clustered,
+    Full,
+    OmniKV,
+    PQCache,
+    Quest,
+    SnapKV,
+    Streaming,
+    TopK,
+    TopKPages,
+    TopP,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,7 @@ POLICIES = (
     Row("arkvale", ArkVale(budget=64, page_size=8), lambda n: ArkVale(budget=2 * n, page_size=8)),
     Row("arkvale-kv", ArkVale(budget=64, page_size=8, heads="kv"), lambda n: ArkVale(budget=2 * n, heads="kv"), slow=True),
     Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
+    Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
     Row("topk", TopK(budget=64), lambda n: TopK(budget=n)),
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full

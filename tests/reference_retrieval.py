@@ -157,3 +157,91 @@ class OmniKV(Chooser):
         first = max(self.text, n - self.generated)
         worth = np.einsum("kgh,nkh->nkg", self.tokens.grouped(q), self.tokens.k[:first] * self.mirror).max((1, 2))
         return [[*best(worth, self.budget), *range(first, n)]] * len(q)
+
+
+def kmeans(x: np.ndarray, count: int, iterations: int, *, cosine: bool = False) -> np.ndarray:
+    """Returns the centroids [count, d] of x [n, d] after Lloyd's iterations that begin at vectors at even steps."""
+    if not len(x):
+        return np.zeros((count, x.shape[1]))
+    centroids = np.stack([x[i * len(x) // count] for i in range(count)])
+    for _ in range(iterations):
+        codes = nearest(x, centroids, cosine=cosine)
+        centroids = np.stack([x[codes == i].mean(0) if (codes == i).any() else old for i, old in enumerate(centroids)])
+    return centroids
+
+
+def nearest(x: np.ndarray, centroids: np.ndarray, *, cosine: bool = False) -> np.ndarray:
+    """Returns which centroid [count, d] each of x [n, d] is nearest to, by angle or by distance."""
+    if cosine:
+        x, centroids = (y / np.maximum(np.linalg.norm(y, axis=-1, keepdims=True), 1e-30) for y in (x, centroids))
+    return np.square(x[:, None] - centroids[None]).sum(-1).argmin(1)
+
+
+class Coded(Paged):
+    """Tokens in pages have, part by part of their keys, the nearest of centroids made of the first of them that there were."""
+
+    def __init__(self, parts: int, centroids: int, iterations: int, *, cosine: bool = False, **options) -> None:
+        super().__init__(16, **options)
+        self.parts, self.made_by, self.cosine, self.centroids = parts, (centroids, iterations), cosine, None
+        self._make()
+
+    def _make(self) -> None:
+        """Makes centroids for each KV head and part [count, H / parts], if there are none and there are tokens."""
+        if self.centroids is None and self.paged():
+            self.centroids = [[kmeans(x, *self.made_by, cosine=self.cosine) for x in parts] for parts in self.keys()]
+
+    def keys(self) -> list[list[np.ndarray]]:
+        """Returns the keys of the tokens in pages [n, H / parts] of each KV head and part."""
+        return [np.split(x, self.parts, axis=1) for x in self.tokens.k[self.paged()].swapaxes(0, 1)]
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._make()
+
+    def codes(self) -> list[list[np.ndarray]]:
+        """Returns which centroids the tokens in pages have, [n] of each KV head and part."""
+        pairs = (zip(*each, strict=True) for each in zip(self.keys(), self.centroids, strict=True))
+        return [[nearest(x, centroids, cosine=self.cosine) for x, centroids in each] for each in pairs]
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions of the tokens in pages that each query head attends to, sorted."""
+        raise NotImplementedError
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        return [[*self.near(), *positions] for positions in (self.chosen(q) if self.paged() else [[]] * len(q))]
+
+
+class PQCache(Coded):
+    """PQCache: the tokens whose rebuilt keys have most softmax weight, summed over a KV head's query heads."""
+
+    def __init__(self, count: int, **options) -> None:
+        super().__init__(**options)
+        self.count = count
+
+    def rebuilt(self) -> np.ndarray:
+        """Returns the keys [K, n, H] of the tokens in pages, made of their centroids."""
+        pairs = (zip(*each, strict=True) for each in zip(self.codes(), self.centroids, strict=True))
+        return np.stack([np.concatenate([centroids[codes] for codes, centroids in each], axis=1) for each in pairs])
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        scores = np.einsum("kgh,knh->kgn", self.tokens.grouped(q), self.rebuilt()) / q.shape[-1] ** 0.5
+        found = [[self.sinks + i for i in best(weights, self.count)] for weights in softmax(scores).sum(1)]
+        return [positions for positions in found for _ in range(scores.shape[1])]
+
+
+class ClusterKV(Coded):
+    """ClusterKV: of each query head whole clusters by its product with their centroids, the last of them cut to the budget."""
+
+    def __init__(self, count: int, **options) -> None:
+        super().__init__(parts=1, cosine=True, **options)
+        self.count = count
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        found, codes = [], self.codes()
+        for head, queries in enumerate(self.tokens.grouped(q)):
+            for query in queries:
+                taken = []
+                for cluster in np.argsort(-(self.centroids[head][0] @ query), kind="stable"):
+                    taken += [self.sinks + i for i in np.flatnonzero(codes[head][0] == cluster)]
+                found.append(sorted(taken[: self.count]))
+        return found

@@ -8,11 +8,13 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import ArkVale, Full, OmniKV
+from icejax.cache import ArkVale, Full, OmniKV, PQCache
+from icejax.cache.codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.follower import Follower
 from icejax.cache.policies.quest import bound
 from icejax.decoding import Decoding
+from icejax.plan import make_plan
 from tests import families, tolerances
 from tests import reference_retrieval as reference
 from tests.layer import KV_HEADS, PROMPT, Layer, draw
@@ -176,6 +178,50 @@ def test_omnikv_goes_on_after_more_text(tmp_path, model):
     assert first.new_tokens == 40 and second.token_ids == again.token_ids == expected.token_ids
 
 
+def at_positions(layer: Layer, row: int, one: reference.Paged, positions: list[int]) -> list[int]:
+    """Returns where in the pool the tokens at `positions` are, sorted."""
+    places = zip(numbers(layer, row, one), one.pages, strict=True)
+    slots = {p: number * one.page_size + i for number, page in places for i, p in enumerate(page)}
+    return sorted(slots[p] for p in positions)
+
+
+def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    policy = PQCache(budget=64, sinks=8, bits=4)
+    assert policy.window_of.slots == 28 and policy.num_fetched(1000) == 28
+    own = dict(count=28, parts=2, centroids=16, iterations=10, sinks=8, fill=12)
+
+    def check(layer, row, one, q):
+        for head, chosen in enumerate(one.chosen(q)[::2] if one.paged() else ()):
+            ids = np.asarray(layer.state.ids)[row, head]
+            assert sorted(ids[ids >= 0]) == at_positions(layer, row, one, chosen)
+        one.end_step()
+        if one.centroids is not None:
+            found = np.asarray(layer.state.index.centroids)[row]
+            np.testing.assert_allclose(found, one.centroids, rtol=0, atol=tolerances.EXACT)
+
+    compare(policy, [reference.PQCache(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+
+
+def test_pqcache_scores_are_products_with_rebuilt_keys():
+    prompt, new = draw(LENGTHS, 1)
+    index = Layer(PQCache(budget=64, sinks=8, parts=4, bits=5), LENGTHS, *prompt).state.index
+    q = new[0][0].reshape(len(LENGTHS), KV_HEADS, 2, -1)
+    found = np.asarray(jitted(approximate, jnp.asarray(q), index))
+    centroids, codes = (np.asarray(x) for x in (index.centroids, index.codes))
+    codes = codes.reshape(*codes.shape[:2], -1, 4)
+    for row, head in np.ndindex(codes.shape[:2]):
+        rebuilt = np.concatenate([centroids[row, head, part][codes[row, head, :, part]] for part in range(4)], axis=-1)
+        np.testing.assert_allclose(found[row, head], q[row, head] @ rebuilt.T, rtol=0, atol=tolerances.EXACT)
+    assert index.codes.dtype == np.uint8
+
+
+def test_a_key_that_cannot_be_cut_is_told(bundled):
+    message = "^parts must divide the 64 channels of a key, got 3$"
+    with pytest.raises(icejax.InputError, match=message):
+        make_plan(bundled[0], PQCache(parts=3), batch_size=1, prompt_tokens=99, new_tokens=6)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -185,6 +231,12 @@ def test_omnikv_goes_on_after_more_text(tmp_path, model):
         (ArkVale, dict(window=1), "window must be at least 2, got 1"),
         (ArkVale, dict(heads="all"), "heads must be one of layer, kv, got 'all'"),
         (ArkVale, dict(dense_layers=-1), "dense_layers must be at least 0, got -1"),
+        (PQCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (PQCache, dict(window=16), "window must be at least 17, got 16"),
+        (PQCache, dict(budget=49), "budget must be at least 50, got 49"),
+        (PQCache, dict(parts=0), "parts must be at least 1, got 0"),
+        (PQCache, dict(bits=13), "bits must be at most 12, got 13"),
+        (PQCache, dict(iterations=-1), "iterations must be at least 0, got -1"),
         (OmniKV, dict(budget=0), "budget must be at least 1, got 0"),
         (OmniKV, dict(generated=15), "generated must be at least 16, got 15"),
         (OmniKV, dict(first=-1), "first must be at least 0, got -1"),

@@ -9,6 +9,7 @@ from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.omnikv import OmniKV
+from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -25,6 +26,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "clustered": Clustered,
     "full": Full,
     "omnikv": OmniKV,
+    "pqcache": PQCache,
     "quest": Quest,
     "snapkv": SnapKV,
     "streaming": Streaming,

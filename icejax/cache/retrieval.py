@@ -25,6 +25,7 @@ from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by
 from icejax.ops.paged_attention import attend_whole
 
 NOTHING = np.int32(-1)
+PAGE = 16  # page size of policies that find single slots: to them it is only how many tokens leave the window together
 # Keys, values and which of them are tokens: of sinks and window, and of what was found, where single slots are pages of one.
 Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"], Bool[Array, "B K S"]]
 Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p Hv"], Bool[Array, "B K M p"]]

@@ -11,11 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.found import Found
 from icejax.cache.index import PageIndex
 from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import Retrieval
+from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
-
-PAGE = 16  # tokens that come to the host together; it reads them one by one
 
 
 @jax.tree_util.register_dataclass

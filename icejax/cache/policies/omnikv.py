@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.policies.follower import PAGE, Follower
+from icejax.cache.policies.follower import Follower
 from icejax.cache.policies.full import Full, TokenState
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
+from icejax.cache.retrieval import PAGE
 from icejax.cache.slots import joined
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Attended, masked_scores
