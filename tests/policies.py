@@ -12,6 +12,7 @@ from icejax.cache import (
     ArkVale,
     CachePolicy,
     Clustered,
+    ClusterKV,
     Full,
     OmniKV,
     PQCache,
@@ -73,6 +74,7 @@ POLICIES = (
     Row("arkvale-kv", ArkVale(budget=64, page_size=8, heads="kv"), lambda n: ArkVale(budget=2 * n, heads="kv"), slow=True),
     Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
     Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
+    Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
     Row("topk", TopK(budget=64), lambda n: TopK(budget=n)),
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full

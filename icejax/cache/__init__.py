@@ -7,6 +7,7 @@ from typing import Any
 
 from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
+from icejax.cache.policies.clusterkv import ClusterKV
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.pqcache import PQCache
@@ -24,6 +25,7 @@ LOG = logging.getLogger(__name__)
 POLICIES: dict[str, type[CachePolicy]] = {
     "arkvale": ArkVale,
     "clustered": Clustered,
+    "clusterkv": ClusterKV,
     "full": Full,
     "omnikv": OmniKV,
     "pqcache": PQCache,
