@@ -17,6 +17,7 @@ from icejax.cache import (
     OmniKV,
     PQCache,
     Quest,
+    ShadowKV,
     SnapKV,
     Streaming,
     TopK,
@@ -75,6 +76,13 @@ POLICIES = (
     Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
     Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
     Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
+    Row(
+        "shadowkv",
+        ShadowKV(budget=64, window=1, outliers=2, rank=8),
+        lambda n: ShadowKV(budget=2 * n, rank=4096),  # every direction there is
+        keeps_all=False,
+        slow=True,
+    ),
     Row("topk", TopK(budget=64), lambda n: TopK(budget=n)),
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.reference_peers import Tokens, attention, best, softmax
+from tests.reference_peers import Tokens, attention, best, rotate, softmax
 
 
 class Chooser:
@@ -29,11 +29,15 @@ class Chooser:
         """Returns the sorted positions that each query head attends to."""
         raise NotImplementedError
 
+    def keys_of(self, head: int, positions: list[int]) -> np.ndarray:
+        """Returns the keys [n, H] that are attended to at positions."""
+        return self.tokens.k[positions, head]
+
     def attend(self, q: np.ndarray) -> np.ndarray:
         """Returns the attention [N, H] of the newest token's queries."""
         outputs, group = [], len(q) // self.tokens.k.shape[1]
         for n, positions in enumerate(self.selected(q)):
-            k, v = (x[positions, n // group] for x in (self.tokens.k, self.tokens.v))
+            k, v = self.keys_of(n // group, positions), self.tokens.v[positions, n // group]
             outputs.append(attention(np.asarray(q[n], np.float64), k, v))
         return np.stack(outputs)
 
@@ -245,3 +249,44 @@ class ClusterKV(Coded):
                     taken += [self.sinks + i for i in np.flatnonzero(codes[head][0] == cluster)]
                 found.append(sorted(taken[: self.count]))
         return found
+
+
+class ShadowKV(Paged):
+    """ShadowKV: `outliers` pages of a prompt, and those whose mean key has most softmax weight with a query head, the largest.
+
+    The other pages of a prompt have keys of a low rank, all KV heads together, before they are turned by RoPE of base `theta`.
+    """
+
+    def __init__(self, outliers: int, count: int, rank: int, theta: float, **options) -> None:
+        super().__init__(8, sinks=0, **options)
+        self.count, k = count, self.tokens.k
+        where = np.arange(len(k))
+        u, s, v = np.linalg.svd(rotate(k, -where, theta).reshape(len(k), -1), full_matrices=False)
+        self.rebuilt = rotate(((u[:, :rank] * s[:rank]) @ v[:rank]).reshape(k.shape), where, theta)
+        self.prompt_pages = len(self.pages)
+        cosine = np.zeros((k.shape[1], self.prompt_pages))
+        for i, page in enumerate(self.pages):
+            keys, mean = k[page], k[page].mean(0)
+            cosine[:, i] = ((keys * mean).sum(-1) / np.linalg.norm(keys, axis=-1) / np.linalg.norm(mean, axis=-1)).min(0)
+        self.kept = [best(-each, outliers) for each in cosine]
+
+    def keys_of(self, head: int, positions: list[int]) -> np.ndarray:
+        low = {p for i in range(self.prompt_pages) if i not in self.kept[head] for p in self.pages[i]}
+        return np.stack([(self.rebuilt if p in low else self.tokens.k)[p, head] for p in positions])
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the numbers of each KV head's pages, sorted."""
+        found = []
+        for head, queries in enumerate(self.tokens.grouped(q)):
+            free = [i for i, page in enumerate(self.pages) if page and i not in self.kept[head]]
+            taken = []
+            if free:
+                means = np.stack([self.tokens.k[self.pages[i], head].mean(0) for i in free])
+                worth = softmax(queries @ means.T / q.shape[-1] ** 0.5).max(0)
+                taken = [free[i] for i in best(worth, self.count)]
+            found.append(sorted([*self.kept[head], *taken]))
+        return found
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        group = len(q) // self.tokens.k.shape[1]
+        return [[*(p for i in chosen for p in self.pages[i]), *self.near()] for chosen in self.chosen(q) for _ in range(group)]

@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import ArkVale, ClusterKV, PQCache
+from icejax import explain
+from icejax.cache import ArkVale, ClusterKV, PQCache, ShadowKV
 from icejax.cache.codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
 from icejax.plan import make_plan
 from tests import reference_retrieval as reference
 from tests import tolerances
-from tests.layer import KV_HEADS, PROMPT, Layer, draw
+from tests.layer import KV_HEADS, PROMPT, THETA, Layer, draw, stored
+from tests.reference_peers import rotate
 from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, row_of
 
@@ -120,6 +122,45 @@ def test_a_key_that_cannot_be_cut_is_told(bundled):
         make_plan(bundled[0], PQCache(parts=3), batch_size=1, prompt_tokens=99, new_tokens=6)
 
 
+def test_shadowkv_attends_to_pages_of_low_rank_keys_and_to_those_that_differ():
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    mix = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
+    plain = (prompt[1].reshape(3, PROMPT, 32) * 3 * 0.85 ** np.arange(32)) @ mix  # some directions hold more than others
+    prompt[1][:] = np.stack([rotate(x, np.arange(PROMPT), THETA) for x in plain.reshape(3, PROMPT, KV_HEADS, 16)])
+    policy = ShadowKV(budget=96, window=1, outliers=3, rank=12)
+    own = dict(outliers=3, count=7, rank=12, theta=THETA, fill=8)
+    assert policy.num_fetched(1000) == 10
+
+    def check(layer, row, one, q):
+        at = numbers(layer, row, one)
+        for head, chosen in enumerate(one.chosen(q)):
+            ids = np.asarray(layer.state.ids)[row, head]
+            assert sorted(ids[ids >= 0]) == sorted(at[i] for i in chosen)
+        one.end_step()
+
+    compare(policy, [reference.ShadowKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+
+
+def test_shadowkv_keeps_the_keys_of_a_page_that_has_one_unlike_the_others():
+    prompt, _ = draw((200,), 1)
+    prompt[1][0] = prompt[1][0, :1] + 0.1 * prompt[1][0]
+    prompt[1][0, 83, 1] *= -1  # of the second KV head, in the page from 80 on
+    layer = Layer(ShadowKV(budget=96, window=1, outliers=1, rank=1), (200,), *prompt)
+    keys = stored(layer.pool, layer.table)[0, :24, 0, :, 0].reshape(24, KV_HEADS, 8, 16)
+    same = (keys == prompt[1][0, :192].reshape(24, 8, KV_HEADS, 16).swapaxes(1, 2)).all((2, 3))
+    assert same.sum(0).tolist() == [1, 1] and same[10].tolist() == [False, True]
+    np.testing.assert_array_equal(np.asarray(layer.state.index.kept)[0, :, :24], same.T)
+
+
+def test_pages_of_rebuilt_keys_are_explained(bundled):
+    """By their positions, which rebuilt keys stand at too."""
+    model, prompt = bundled[0], list(range(3, 200))
+    policy = ShadowKV(dense_layers=3, rank=8)
+    plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=9)
+    found = explain._positions(model, prompt, plan)[3]
+    assert (found.reshape(len(found), -1)[:, :165] == np.arange(165)).all()  # the last four pages are in the window
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -133,6 +174,15 @@ def test_a_key_that_cannot_be_cut_is_told(bundled):
         (ClusterKV, dict(budget=32), "budget must be at least 33, got 32"),
         (ClusterKV, dict(clusters=0), "clusters must be at least 1, got 0"),
         (ClusterKV, dict(iterations=1.5), "iterations must be a whole number, got 1.5"),
+        (
+            ShadowKV,
+            dict(budget=48),
+            "budget must hold a window of 4 pages and one, 1 outliers and a page of 8: at least 56, got 48",
+        ),
+        (ShadowKV, dict(page_size=12), "page_size must be a power of two, got 12"),
+        (ShadowKV, dict(window=-1), "window must be at least 0, got -1"),
+        (ShadowKV, dict(outliers=-1), "outliers must be at least 0, got -1"),
+        (ShadowKV, dict(rank=0), "rank must be at least 1, got 0"),
         (PQCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (PQCache, dict(window=16), "window must be at least 17, got 16"),
         (PQCache, dict(budget=49), "budget must be at least 50, got 49"),
