@@ -130,7 +130,7 @@ def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy:
 
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
-        view = View(Lengths.none(len(new)), shared=shared)
+        view = View(Lengths.none(len(new)), shared=shared, turn=layer.turn)
         return policy.prefill(policy.init(spec), Heads(q, k, where, new, layer.scoring), attended, view)
 
     x, outcome = exact(layer, x, new, keep)

@@ -21,6 +21,13 @@ def whole(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
     return value
 
 
+def power_of_two(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
+    """Returns a whole number that is a power of two; InputError for anything else, or one that is out of range."""
+    if whole(name, value, least=least, most=most) & (value - 1):
+        raise InputError(f"{name} must be a power of two, got {value}")
+    return value
+
+
 def number(name: str, value: Any, *, least: float, most: float, above: bool = False) -> float:
     """Returns a finite number from `least` to `most`, or `above` the least; InputError for anything else."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most  # no NaN is

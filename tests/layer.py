@@ -53,7 +53,7 @@ def programs(policy: CachePolicy) -> Programs:
         traces[0] += 1
         heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), Scoring(q.shape[-1] ** -0.5))
         found = policy.decode(state, heads, view(lengths, pool))
-        return found.attended.out[:, 0], found.state
+        return found.attended.out[:, 0], found.state, found.tokens
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
@@ -104,7 +104,11 @@ def _prefill(q, k, v, lengths, *, policy, spec):
 
 
 class Layer:
-    """Drives `policy` over a prompt and then token by token."""
+    """Drives `policy` over a prompt and then token by token.
+
+    Attributes:
+        tokens: how many were attended to in the newest step, by a query head and by any of a KV head, f32[2, B].
+    """
 
     def __init__(
         self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray, *, latent: bool = False
@@ -136,7 +140,7 @@ class Layer:
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
-        out, self.state = self.programs.decode(self.state, q, k, v, self.lengths, self._pool)
+        out, self.state, self.tokens = self.programs.decode(self.state, q, k, v, self.lengths, self._pool)
         self.lengths = replace(self.lengths, clock=self.lengths.clock + 1)
         clock = int(self.lengths.clock)
         if self.pool is not None and clock % self.policy.page_size == 0:

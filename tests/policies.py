@@ -12,16 +12,24 @@ from icejax.cache import (
     PRESETS,
     TOVA,
     AdaKV,
+    ArkVale,
     CachePolicy,
     Clustered,
+    ClusterKV,
     ExpectedAttention,
     Full,
     KeyDiff,
+    OmniKV,
+    PQCache,
     PyramidKV,
     Quest,
     ReSTKV,
+    ShadowKV,
     SnapKV,
     Streaming,
+    TopK,
+    TopKPages,
+    TopP,
 )
 
 
@@ -83,6 +91,22 @@ POLICIES = (
     Row("restkv", ReSTKV(budget=64, window=16), lambda n: ReSTKV(budget=n), keeps_all=False, slow=True),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
+    Row("arkvale", ArkVale(budget=64, page_size=8), lambda n: ArkVale(budget=2 * n, page_size=8)),
+    Row("arkvale-kv", ArkVale(budget=64, page_size=8, heads="kv"), lambda n: ArkVale(budget=2 * n, heads="kv"), slow=True),
+    Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
+    Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
+    Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
+    Row(
+        "shadowkv",
+        ShadowKV(budget=64, window=1, outliers=2, rank=8),
+        lambda n: ShadowKV(budget=2 * n, rank=4096),  # every direction there is
+        keeps_all=False,
+        slow=True,
+    ),
+    Row("topk", TopK(budget=64), lambda n: TopK(budget=n)),
+    Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
+    Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full
+    Row("topp", TopP(mass=0.5), lambda n: TopP(mass=1.0), slow=True),
 )
 
 

@@ -61,7 +61,7 @@ def test_errors_are_those_of_attention_to_what_is_kept(model, texts):
     full.take(text)
     measured = full.measure(longer)
     assert measured.errors.shape == (STEPS, 3, 4) and measured.errors.max() < tolerances.EXACT
-    np.testing.assert_array_equal(measured.attended, np.arange(PROMPT + 1, PROMPT + 1 + STEPS)[:, None] + np.zeros((1, 3)))
+    assert (measured.tokens == np.arange(PROMPT + 1, PROMPT + 1 + STEPS)[:, None, None]).all()
     some = subject(model, Streaming(budget=32, reassign=False))
     some.take(text)
     measured = some.measure(longer)
@@ -74,15 +74,17 @@ def test_errors_are_those_of_attention_to_what_is_kept(model, texts):
             expected = np.linalg.norm(out - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
             np.testing.assert_allclose(measured.errors[step, i], expected, rtol=1e-3)
             np.testing.assert_allclose(measured.whole[step, i], np.linalg.norm(out - exact) / np.linalg.norm(exact), rtol=1e-3)
-    assert (measured.attended == 32).all()
+    assert (measured.tokens == 32).all()
 
 
-def test_what_query_heads_choose_for_themselves_is_counted_once(model, texts):
+def test_what_query_heads_choose_for_themselves_is_counted_for_each_and_for_all(model, texts):
     text, longer, _ = texts
     one = subject(model, Quest(budget=65, page_size=16))
     one.take(text)
-    attended = one.measure(longer).attended  # a window of 17 at most, and three pages of each of two query heads
-    assert attended.min() >= 1 + 3 * 16 and attended.max() <= 17 + 6 * 16
+    single, several = np.moveaxis(
+        one.measure(longer).tokens, -1, 0
+    )  # a window of 1 to 17, and three pages of each of two heads
+    assert 1 + 2 * 16 < single.min() and single.max() <= 65 and (single <= several).all() and several.max() > single.max()
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ the cache token by token. A line per text and policy is added to DIR/lines.jsonl
 rows of the table are in DIR/compare.jsonl, the plots in DIR/compare.png. The table goes to stderr.
 
 A budget counts the tokens that a KV head of a layer attends to exactly in a step, sinks and window included; a share, as 10%,
-is one of the text. `attended` is what a step did attend to, mean and 95th percentile over steps and layers: where query heads
-choose for themselves, all that one of a KV head's chose.
+is one of the text. `attended` is what a query head did attend to, mean and 95th percentile over steps and layers; `distinct`
+what any of a KV head's query heads did.
 """
 
 from __future__ import annotations

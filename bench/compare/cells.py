@@ -116,10 +116,11 @@ def read(subject: Subject, text: Text, pairs: list[tuple[list[int], list[int]]],
         moved.append(bytes_moved)
     if protocol == "sparse":
         measured.append(subject.measure(text.then([*pairs[0][0], *pairs[0][1]])))
-    errors, whole, attended = (np.concatenate([getattr(x, name) for x in measured]) for name in ("errors", "whole", "attended"))
+    errors, whole, tokens = (np.concatenate([getattr(x, name) for x in measured]) for name in ("errors", "whole", "tokens"))
     return dict(
         asked=len(hits), right=sum(hits), error=float(errors.mean()), error_whole=float(whole.mean()),
-        attended=float(attended.mean()), attended_95=float(np.quantile(attended, 0.95)),
+        attended=float(tokens[..., 0].mean()), attended_95=float(np.quantile(tokens[..., 0], 0.95)),
+        distinct=float(tokens[..., 1].mean()),
         first_token_s=text.seconds + float(np.median(kept)), tpot_s=float(np.median(seconds)),
         moved_bytes=float(np.mean(moved)),
     ) | subject.sizes()  # fmt: skip

@@ -15,9 +15,9 @@ from icejax import memory
 
 KEY = ("model", "policy", "budget", "length", "task", "protocol")
 MEANS = (
-    "error", "error_whole", "attended", "attended_95", "first_token_s", "tpot_s", "moved_bytes", "device_bytes", "digest_bytes",
-    "host_bytes",
-)  # fmt: skip
+    *("error", "error_whole", "attended", "attended_95", "distinct"),
+    *("first_token_s", "tpot_s", "moved_bytes", "device_bytes", "digest_bytes", "host_bytes"),
+)
 EXACT = ("full", "topk", "topp", "topk-pages")  # and oracles: at the top of a table
 
 
@@ -43,7 +43,7 @@ def tables(found: list[dict]) -> Iterator[Table]:
         of = [row for row in found if (row["model"], row["length"], row["protocol"]) == key]
         tasks = list(dict.fromkeys(row["task"] for row in of))
         table = Table(title=f"{key[0]}, {key[1]:,} tokens, {key[2]} question", box=None, header_style="bold", padding=(0, 1))
-        heads = ("attended", "95%", "error", "whole", "device", "moved/token", "first token", "ms/token")
+        heads = ("attended", "95%", "distinct", "error", "whole", "device", "moved/token", "first token", "ms/token")
         for name in ("policy", "budget", *tasks, *heads):
             table.add_column(name, justify="left" if name == "policy" else "right")
         lines = defaultdict(dict)
@@ -58,11 +58,11 @@ def tables(found: list[dict]) -> Iterator[Table]:
                 else ""
                 for name in tasks
             )
-            table.add_row(
-                policy, budget, *answers, f"{mean['attended']:.0f}", f"{mean['attended_95']:.0f}", f"{mean['error']:.3f}",
-                f"{mean['error_whole']:.3f}", f"{mean['device_bytes'] / 2**20:.2f} MiB",
-                f"{mean['moved_bytes'] / 2**10:.0f} KiB", f"{mean['first_token_s']:.2f} s", f"{1e3 * mean['tpot_s']:.2f}",
-            )  # fmt: skip
+            tokens = (f"{mean[name]:.0f}" for name in ("attended", "attended_95", "distinct"))
+            errors = (f"{mean[name]:.3f}" for name in ("error", "error_whole"))
+            sizes = f"{mean['device_bytes'] / 2**20:.2f} MiB", f"{mean['moved_bytes'] / 2**10:.0f} KiB"
+            times = f"{mean['first_token_s']:.2f} s", f"{1e3 * mean['tpot_s']:.2f}"
+            table.add_row(policy, budget, *answers, *tokens, *errors, *sizes, *times)
         yield table
 
 

@@ -28,12 +28,12 @@ class Measured:
     Attributes:
         errors: relative L2 error of a head's output, f64[steps, layers, heads].
         whole: of the output of all heads of a layer, f64[steps, layers].
-        attended: tokens attended exactly per layer and KV head, f64[steps, layers].
+        tokens: how many were attended to exactly, by a query head and by any of a KV head, f64[steps, layers, 2].
     """
 
     errors: np.ndarray
     whole: np.ndarray
-    attended: np.ndarray
+    tokens: np.ndarray
 
 
 class Subject(Reader):
@@ -88,8 +88,7 @@ class Subject(Reader):
 @functools.partial(jax.jit, static_argnames="plan")
 def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, steps, *, plan: Plan):
     """Decodes a token whose heads are given; returns the cache, and what `Measured` says of a step."""
-    lengths, states, shared, errors, whole, attended = cache.lengths, [], None, [], [], []
-    after = replace(lengths, clock=lengths.clock + 1)
+    lengths, states, shared, errors, whole, tokens = cache.lengths, [], None, [], [], []
     for i, (layer, (heads, exact)) in enumerate(zip(model.model.layers, steps, strict=True)):
         own = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
         view = view_of(layer, lengths, plan.pages(i, pool, cache.table), shared)
@@ -100,5 +99,10 @@ def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, steps, *, pl
         norm = jnp.linalg.norm(exact[0, 0].astype(jnp.float32), axis=-1)
         errors.append(jnp.linalg.norm(apart, axis=-1) / norm)
         whole.append(jnp.linalg.norm(apart) / jnp.linalg.norm(norm))
-        attended.append(plan.policies[i].report(outcome.state, after).attended[0] / plan.spec.num_kv_heads)
-    return KVCache(tuple(states), after, cache.table), jnp.stack(errors), jnp.stack(whole), jnp.stack(attended)
+        tokens.append(outcome.tokens[:, 0])
+    return (
+        KVCache(tuple(states), replace(lengths, clock=lengths.clock + 1), cache.table),
+        jnp.stack(errors),
+        jnp.stack(whole),
+        jnp.stack(tokens),
+    )

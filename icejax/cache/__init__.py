@@ -6,16 +6,24 @@ import logging
 from typing import Any
 
 from icejax.cache.policies.adakv import AdaKV
+from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
+from icejax.cache.policies.clusterkv import ClusterKV
 from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.omnikv import OmniKV
+from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.restkv import ReSTKV
+from icejax.cache.policies.shadowkv import ShadowKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
+from icejax.cache.policies.topk import TopK
+from icejax.cache.policies.topk_pages import TopKPages
+from icejax.cache.policies.topp import TopP
 from icejax.cache.policies.tova import TOVA
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
@@ -24,16 +32,24 @@ LOG = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[CachePolicy]] = {
     "adakv": AdaKV,
+    "arkvale": ArkVale,
     "clustered": Clustered,
+    "clusterkv": ClusterKV,
     "expected-attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
     "keydiff": KeyDiff,
+    "omnikv": OmniKV,
+    "pqcache": PQCache,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "restkv": ReSTKV,
+    "shadowkv": ShadowKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
+    "topk": TopK,
+    "topk-pages": TopKPages,
+    "topp": TopP,
     "tova": TOVA,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
@@ -76,6 +92,6 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     full = [i for i, window in enumerate(config.windows) if window is None or window >= capacity]
     own = dict(zip(full, policy.for_layers(full, of=len(config.windows)), strict=True))
     policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
-    if not isinstance(policy, Full) and all(isinstance(each, (Full, Ring)) for each in policies):
+    if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))
     return policies

@@ -194,9 +194,10 @@ class Eviction(CachePolicy):
         with jax.named_scope("evict"):
             weights = weights.reshape(*state.positions.shape[:2], *weights.shape[1:])
             state = replace(state, scores=jnp.where(state.there, self.update(state, weights), 0))
-        return Outcome(state, Attended(out.reshape(*heads.q.shape[:3], -1).astype(heads.q.dtype), lse))
+        attended = Attended(out.reshape(*heads.q.shape[:3], -1).astype(heads.q.dtype), lse)
+        tokens = state.there.sum(-1).mean(1)
+        return Outcome(state, attended, tokens=jnp.stack([tokens, tokens]))
 
     def report(self, state: Slots, lengths: Lengths) -> Report:
         described = state.positions.nbytes + state.scores.nbytes + state.room.nbytes
-        slots = state.there.sum((1, 2))
-        return Report(None, slots, slots, state.positions[0].size, described)
+        return Report(None, state.there.sum((1, 2)), state.positions[0].size, described)

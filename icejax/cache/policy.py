@@ -148,6 +148,8 @@ class Outcome:
     Attributes:
         state: after the new tokens.
         attended: what their queries attended to; None after a prompt, which attends exactly.
+        tokens: after a decoded one how many tokens were attended to exactly, by a query head and by any of a KV head, means
+            over heads.
         pages: dtype[P', B, K, planes, p, W] for the pool; None if there are none to write.
         used: how many of them are not empty; None: all.
         shared: for the layers that follow.
@@ -155,14 +157,13 @@ class Outcome:
 
     state: Any
     attended: Attended | None = None
+    tokens: jax.Array | None = None  # f32[2, B]
     pages: jax.Array | None = None
     used: jax.Array | None = None
     shared: Shared | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots", "attended"]
-)
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots"])
 @dataclass(frozen=True)
 class Report:
     """What a layer's state says of the newest step, and of itself.
@@ -171,15 +172,12 @@ class Report:
         found: pages, or single slots where the policy finds those, that were attended to exactly, brought from the host and
             needed, over KV heads, i32[3, B]; None without a pool.
         slots: tokens that stand on the device, over KV heads, i32[B].
-        attended: tokens that were attended to exactly, over KV heads, i32[B]; of a KV head whose query heads choose for
-            themselves all that one of them chose.
         allocated: slots that there are for them in each row, over KV heads.
         digest_bytes: bytes of the state that describe tokens and are no keys or values.
     """
 
     found: jax.Array | None
     slots: jax.Array
-    attended: jax.Array
     allocated: int
     digest_bytes: int
 

@@ -25,6 +25,7 @@ from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by
 from icejax.ops.paged_attention import attend_whole
 
 NOTHING = np.int32(-1)
+PAGE = 16  # page size of policies that find single slots: to them it is only how many tokens leave the window together
 # Keys, values and which of them are tokens: of sinks and window, and of what was found, where single slots are pages of one.
 Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"], Bool[Array, "B K S"]]
 Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p Hv"], Bool[Array, "B K M p"]]
@@ -50,6 +51,17 @@ class PagedState:
     weights: jax.Array  # f32[B, K, M, p]
     held: tuple[jax.Array, ...]  # dtype[B, K, M or 0, p, W] each
     fetched: jax.Array  # i32[B]
+
+
+def _counted(near: Bool[Array, "B K S"], found: Found, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
+    """Returns how many tokens a step attended to exactly: by a query head, and by any of a KV head; means over heads."""
+    near = near.sum(-1, dtype=jnp.float32)
+    several = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
+    single = several
+    if found.bias is not None:
+        seen = jnp.where(found.bias > -jnp.inf, found.counts[:, :, None], 0)
+        single = near + seen.sum(-1, dtype=jnp.float32).mean(2)
+    return jnp.stack([single.mean(1), several.mean(1)])
 
 
 class Retrieval(CachePolicy):
@@ -170,7 +182,7 @@ class Retrieval(CachePolicy):
         )
         shape = heads.q.shape[:3]
         attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
-        return Outcome(state, attended, shared=Shared(choice=found.choice))
+        return Outcome(state, attended, tokens=_counted(mask, found, weights), shared=Shared(choice=found.choice))
 
     def extend(self, state: PagedState, heads: Heads, view: View) -> Outcome:
         """Appends more text, which attends exactly to all before it: the pages come from the pool block by block."""
@@ -271,5 +283,4 @@ class Retrieval(CachePolicy):
         heads = state.window.sinks[0].shape[1]
         slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
         described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
-        attended = slots + (state.weights > 0).sum((1, 2, 3))
-        return Report(pages, slots, attended, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))
+        return Report(pages, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.slots import apart, append, by_head, joined, per_head
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
+from icejax.ranges import whole
 
 
 def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None, of: int) -> list[CachePolicy]:
@@ -21,6 +23,12 @@ def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None,
     """
     dense = (2 if of >= 16 else 0) if dense is None else dense
     return [Full() if layer < dense else policy for layer in full]
+
+
+def check_dense(dense: int | None) -> None:
+    """Raises InputError for a number of dense layers that there cannot be."""
+    if dense is not None:
+        whole("dense_layers", dense, least=0, most=1024)
 
 
 @jax.tree_util.register_dataclass
@@ -56,16 +64,24 @@ def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.
         return Attended(*merge_by_lse(*own, *attend_all(heads.q, keys, values, mask, near=distance, scoring=heads.scoring)))
 
 
-def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
-    """Appends at `slot` [B] and attends to the slots up to `last` [B]."""
+def appended(
+    state: TokenState, heads: Heads, *, slot: Int[Array, " B"], last: Int[Array, " B"]
+) -> tuple[TokenState, Bool[Array, "R S"]]:
+    """Returns the slots with a token at `slot`, and which of them hold one: those up to `last`."""
     with jax.named_scope("append"):
         state = TokenState(append(state.k, heads.k[:, 0], slot), append(state.v, heads.v[:, 0], slot))
+    return state, joined(per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2]))
+
+
+def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
+    """Appends at `slot` [B] and attends to the slots up to `last` [B]."""
+    state, mask = appended(state, heads, slot=slot, last=last)
     with jax.named_scope("attend"):
-        mask = per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2])
-        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, joined(mask), scoring=heads.scoring)
+        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, mask, scoring=heads.scoring)
         shape = heads.q.shape[:3]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
-    return Outcome(state, attended)
+    tokens = mask.sum(-1).reshape(shape[0], -1).mean(1)
+    return Outcome(state, attended, tokens=jnp.stack([tokens, tokens]))
 
 
 def _newest_of(seen: jax.Array, slots: int) -> jax.Array:
@@ -88,8 +104,7 @@ def _replaced(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
 
 def _report(state: TokenState, lengths: Lengths) -> Report:
     heads = len(state.k) // len(lengths.origin)
-    slots = heads * jnp.minimum(lengths.seen, state.k.shape[1])
-    return Report(None, slots, slots, heads * state.k.shape[1], 0)
+    return Report(None, heads * jnp.minimum(lengths.seen, state.k.shape[1]), heads * state.k.shape[1], 0)
 
 
 @dataclass(frozen=True)

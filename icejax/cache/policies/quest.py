@@ -11,15 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.index import PageIndex
-from icejax.cache.policies.full import behind_dense
+from icejax.cache.policies.full import behind_dense, check_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
-from icejax.errors import InputError
 from icejax.ops.attention import products
 from icejax.ops.topk import best
-from icejax.ranges import whole
+from icejax.ranges import power_of_two, whole
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +50,16 @@ class BoundsIndex(PageIndex):
         return Bounds(jnp.where(filled, low, 0), jnp.where(filled, high, 0), mask.sum(-1, dtype=jnp.int32))
 
 
+def bound(q: Float[Array, "B K G H"], index: Bounds) -> Float[Array, "B K G P"]:
+    """Returns the largest product that a query has with a key between the bounds of each page; -inf for an empty page.
+
+    Neither scaled nor capped: both keep the order, and a cap would make far bounds equal.
+    """
+    q, low, high = (x.astype(jnp.float32) for x in (q, index.low, index.high))
+    found = products(jnp.minimum(q, 0), low) + products(jnp.maximum(q, 0), high)
+    return jnp.where(index.count[:, :, None] > 0, found, -jnp.inf)
+
+
 @dataclass(frozen=True)
 class Quest(Retrieval):
     """Quest: every query head attends to its own pages, those with the highest bound of its products with their keys.
@@ -69,12 +78,9 @@ class Quest(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("page_size", self.page_size, least=4, most=128)
-        if self.page_size & (self.page_size - 1):
-            raise InputError(f"page_size must be a power of two, got {self.page_size}")
+        power_of_two("page_size", self.page_size, least=4, most=128)
         whole("budget", self.budget, least=2 * self.page_size + 1)
-        if self.dense_layers is not None:
-            whole("dense_layers", self.dense_layers, least=0, most=1024)
+        check_dense(self.dense_layers)
 
     per_query_head = True
 
@@ -93,11 +99,7 @@ class Quest(Retrieval):
         return min(pages, (self.budget - self.window_of.slots) // self.page_size)
 
     def find(self, heads: Heads, index: Bounds, view: View) -> Found:
-        q = heads.by_group().astype(jnp.float32)
-        low, high = (x.astype(jnp.float32) for x in (index.low, index.high))
-        # Neither scaled nor capped: both keep the order, and a cap would make far bounds equal.
-        bound = products(jnp.minimum(q, 0), low) + products(jnp.maximum(q, 0), high)
-        bound = jnp.where(index.count[:, :, None] > 0, bound, -jnp.inf)
-        counts = jnp.broadcast_to(index.count[:, :, None], bound.shape)
-        page_ids, _, (counts,) = best(bound, self.num_fetched(bound.shape[-1]), counts)
+        worth = bound(heads.by_group(), index)
+        counts = jnp.broadcast_to(index.count[:, :, None], worth.shape)
+        page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), counts)
         return of_query_heads(page_ids, counts)

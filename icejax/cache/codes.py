@@ -1,0 +1,112 @@
+"""An index of tokens by centroids of their keys: of every token the device keeps which ones it is nearest to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.index import PageIndex
+from icejax.cache.spec import CacheSpec
+from icejax.ops.attention import EINSUM
+from icejax.ops.kmeans import kmeans, nearest
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Codes:
+    """Centroids of each part of the keys, and which of them every token has.
+
+    Attributes:
+        centroids: those of a row are made of the first text that leaves tokens in pages; 0 before.
+        made: whether a row has them.
+        codes: of the slots of every page.
+        count: tokens of every page, in its first slots.
+    """
+
+    centroids: jax.Array  # f32[B, K, parts, C, H / parts]
+    made: jax.Array  # bool[B, K]
+    codes: jax.Array  # uint[B, K, P, p, parts]
+    count: jax.Array  # i32[B, K, P]
+
+
+@dataclass(frozen=True)
+class CodesIndex(PageIndex):
+    """k-means over the keys of a row's first text, part by part; later tokens go to the nearest centroids there are.
+
+    Attributes:
+        page_size: slots of a page.
+        parts: runs of channels, each with centroids of its own; divides the channels.
+        centroids: of every part.
+        iterations: of k-means.
+        cosine: whether the nearest centroid is the one of the smallest angle.
+    """
+
+    page_size: int
+    parts: int
+    centroids: int
+    iterations: int
+    cosine: bool = False
+
+    def empty(self, spec: CacheSpec, pages: int) -> Codes:
+        shape, size = (spec.batch_size, spec.num_kv_heads), spec.head_dim // self.parts
+        return Codes(
+            jnp.zeros((*shape, self.parts, self.centroids, size)),
+            jnp.zeros(shape, bool),
+            jnp.zeros((*shape, pages, self.page_size, self.parts), np.min_scalar_type(self.centroids - 1)),
+            jnp.zeros((*shape, pages), jnp.int32),
+        )
+
+    def counts(self, index: Codes) -> Int[Array, "B K P"]:
+        return index.count
+
+    def describe(
+        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
+    ) -> tuple[Float[Array, "B K P p H"], Bool[Array, "B K P p"]]:
+        return jnp.where(mask[..., None], k, 0), mask
+
+    def prepared(self, index: Codes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Codes:
+        keys, mask = described
+        batch, heads, _, p, size = keys.shape
+        keys = keys.reshape(batch, heads, -1, self.parts, size // self.parts).swapaxes(2, 3)
+        there = jnp.broadcast_to(mask.reshape(batch, heads, 1, -1), keys.shape[:4])
+
+        def made_now() -> jax.Array:
+            found = kmeans(keys, there, count=self.centroids, iterations=self.iterations, cosine=self.cosine)
+            return jnp.where(index.made[..., None, None, None], index.centroids, found)
+
+        centroids = jax.lax.cond(index.made.all(), lambda: index.centroids, made_now)
+        codes = nearest(keys, centroids, cosine=self.cosine).swapaxes(2, 3).reshape(batch, heads, -1, p, self.parts)
+        count = mask.sum(-1, dtype=jnp.int32)
+        return Codes(centroids, index.made | (count > 0).any(-1), codes.astype(index.codes.dtype), count)
+
+    def put(self, index: Codes, prepared: Codes, first: Int[Array, ""]) -> Codes:
+        old, new = ((x.codes, x.count) for x in (index, prepared))
+        codes, count = super().put(old, new, first)
+        return replace(prepared, codes=codes, count=count)
+
+    def moved(
+        self, index: Codes, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+    ) -> Codes:
+        codes, count = super().moved((index.codes, index.count), ids, there, first, behind=behind)
+        return replace(index, codes=codes, count=count)
+
+
+def slots_there(index: Codes) -> Bool[Array, "B K S"]:
+    """Returns which slots of all pages, one behind another, hold a token."""
+    slots = jnp.arange(index.codes.shape[3])[None, None, None]
+    return (slots < index.count[..., None]).reshape(*index.count.shape[:2], -1)
+
+
+def approximate(q: Float[Array, "B K G H"], index: Codes) -> Float[Array, "B K G S"]:
+    """Returns the products of queries with the centroids in the place of keys, of the slots of all pages; fp32."""
+    batch, heads, group, _ = q.shape
+    parts = index.centroids.shape[2]
+    queries = q.reshape(batch, heads, group, parts, -1).astype(jnp.float32)
+    table = EINSUM("bkgmh,bkmch->bkgmc", queries, index.centroids)
+    codes = index.codes.reshape(batch, heads, 1, -1, parts).astype(jnp.int32)
+    codes = jnp.broadcast_to(codes, (batch, heads, group, *codes.shape[3:]))
+    return sum(jnp.take_along_axis(table[..., part, :], codes[..., part], axis=-1) for part in range(parts))

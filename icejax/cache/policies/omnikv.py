@@ -1,0 +1,112 @@
+"""OmniKV (ICLR 2025): few layers look at all tokens, and those behind them attend to what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from icejax.cache.policies.follower import Follower
+from icejax.cache.policies.full import Full, TokenState
+from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
+from icejax.cache.retrieval import PAGE
+from icejax.cache.slots import joined
+from icejax.cache.spec import CacheSpec
+from icejax.ops.attention import Attended, masked_scores
+from icejax.ops.topk import best
+from icejax.ranges import whole
+
+NOWHERE = -1  # in the place of a position
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FilterState:
+    """Keys and values of every token, and how many of each row came as text; those behind were decoded."""
+
+    tokens: TokenState
+    text: jax.Array  # i32[B]
+
+
+@dataclass(frozen=True)
+class OmniKV(Full):
+    """OmniKV: a filter layer attends to all tokens, and the layers behind it to those with its highest scores.
+
+    A filter ranks tokens by the largest score that any of its query heads gives them: all heads of all layers up to the next
+    filter attend to the same ones, and to what was decoded. Its code lists the filters of each model (2, 8 and 18 of the 32
+    layers of Llama 3 8B); here they are evenly spaced, from `first` on. There all decoded tokens are kept, and its example
+    leaves all tokens on the device; here the followers' are in host memory.
+
+    Attributes:
+        budget: tokens of the text that the layers behind a filter attend to; decoded ones come on top.
+        generated: newest decoded tokens, all of which are attended to; older ones are ranked with the text.
+        first: layers before the first filter, which keep the full cache; None: 2 for models of 16 layers and more, else 0.
+        every: layers from one filter to the next.
+        wait: layers right behind a filter that keep the full cache too, while in its code the tokens come from the host.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    budget: int = 256
+    generated: int = 512
+    first: int | None = None
+    every: int = 8
+    wait: int = 1
+
+    def __post_init__(self) -> None:
+        whole("budget", self.budget)
+        whole("generated", self.generated, least=PAGE, most=2**20)
+        if self.first is not None:
+            whole("first", self.first, least=0, most=1024)
+        whole("wait", self.wait, least=0, most=1024)
+        whole("every", self.every, least=self.wait + 2, most=2048)
+
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        first = (2 if of >= 16 else 0) if self.first is None else self.first
+        follower, found = Follower(self.budget, self.generated), []
+        for rank in range(len(full)):
+            behind = (rank - first) % self.every
+            dense = rank < first or 0 < behind <= self.wait
+            found.append(Full() if dense else follower if behind else self)
+        return found
+
+    def init(self, spec: CacheSpec) -> FilterState:
+        return FilterState(super().init(spec), jnp.zeros(spec.batch_size, jnp.int32))
+
+    def prefill(self, state: FilterState, heads: Heads, attended: Attended, view: View) -> Outcome:
+        found = super().prefill(state.tokens, heads, attended, view)
+        return replace(found, state=FilterState(found.state, heads.new))
+
+    def extend(self, state: FilterState, heads: Heads, view: View) -> Outcome:
+        found = super().extend(state.tokens, heads, view)
+        return replace(found, state=FilterState(found.state, view.lengths.seen + heads.new))
+
+    def decode(self, state: FilterState, heads: Heads, view: View) -> Outcome:
+        found = super().decode(state.tokens, heads, view)
+        with jax.named_scope("select"):
+            choice = self._choice(found.state.k, heads, first=self._ranked(state, view.lengths), seen=view.lengths.seen)
+        return replace(found, state=replace(state, tokens=found.state), shared=Shared(choice=choice))
+
+    def _ranked(self, state: FilterState, lengths: Lengths) -> Int[Array, " B"]:
+        """Returns how many tokens are ranked: all but the decoded ones that are kept."""
+        return jnp.maximum(state.text, lengths.seen + 1 - self.generated)
+
+    def _choice(
+        self, k: Float[Array, "R S H"], heads: Heads, *, first: Int[Array, " B"], seen: Int[Array, " B"]
+    ) -> Int[Array, "B M"]:
+        """Returns the positions of the best tokens before `first`, and of those from there on; NOWHERE for no more."""
+        number = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+        mask = jnp.repeat(number < first[:, None], heads.k.shape[2], axis=0)
+        scores = masked_scores(joined(heads.by_group()), k, mask[:, None], scoring=heads.scoring)
+        worth = scores.reshape(len(first), -1, k.shape[1]).max(1)
+        ranked, *_ = best(worth, min(self.budget, k.shape[1]))
+        kept = first[:, None] + jnp.arange(self.generated, dtype=jnp.int32)[None]
+        ranked, kept = jnp.where(ranked < first[:, None], ranked, NOWHERE), jnp.where(kept <= seen[:, None], kept, NOWHERE)
+        return jnp.concatenate([ranked, kept], axis=1)
+
+    def report(self, state: FilterState, lengths: Lengths) -> Report:
+        return super().report(state.tokens, lengths)

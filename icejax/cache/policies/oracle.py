@@ -1,0 +1,56 @@
+"""What oracles share: every token on the device, of which a step attends only to those that its exact scores rank highest.
+
+They tell what a method of their kind and budget can reach at best; nothing is saved by them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.policies.full import Full, TokenState, appended, behind_dense
+from icejax.cache.policy import CachePolicy, Heads, Outcome, View
+from icejax.cache.slots import apart, joined
+from icejax.ops.attention import EINSUM, Attended, masked_scores
+
+
+class Oracle(Full):
+    """What the oracles share: all but which tokens are chosen."""
+
+    dense_layers: int | None
+
+    @abc.abstractmethod
+    def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
+        """Returns the tokens to attend to, for all query heads or for each; what has no token may be chosen.
+
+        Args:
+            scores: those that softmax takes; -inf where there is no token.
+            newest: slot of the newest token.
+        """
+
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        return behind_dense(self, full, dense=self.dense_layers, of=of)
+
+    def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        seen, kv_heads = view.lengths.seen, heads.k.shape[2]
+        state, mask = appended(state, heads, slot=seen, last=seen)
+        scores = masked_scores(joined(heads.by_group()), state.k, mask[:, None], scoring=heads.scoring)
+        with jax.named_scope("select"):
+            scores = jnp.where(self.chosen(scores, jnp.repeat(seen, kv_heads)), scores, -jnp.inf)
+            chosen = apart(scores > -jnp.inf, kv_heads)
+        with jax.named_scope("attend"):
+            lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.v.dtype), state.v)
+        shape = heads.q.shape[:3]
+        attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
+        counts = chosen.sum(-1).mean((1, 2)), chosen.any(2).sum(-1).mean(1)
+        return Outcome(state, attended, tokens=jnp.stack(counts))
+
+
+def ranks(worth: Float[Array, "*R n"]) -> Int[Array, "*R n"]:
+    """Returns how many values of a row come before each, the largest first; of equal ones the first comes first."""
+    return jnp.argsort(jnp.argsort(-worth, axis=-1, stable=True), axis=-1)

@@ -1,0 +1,120 @@
+"""ShadowKV (arXiv 2410.21465): chunks of text chosen by their mean keys, with keys of a low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from icejax.cache.found import Found
+from icejax.cache.landmarks import LandmarkIndex, Landmarks, least_cosine
+from icejax.cache.policies.full import behind_dense, check_dense
+from icejax.cache.policy import CachePolicy, Heads, Outcome, View
+from icejax.cache.retrieval import PagedState, Retrieval
+from icejax.cache.window import Window
+from icejax.errors import InputError
+from icejax.ops.attention import Attended, products
+from icejax.ops.low_rank import low_rank
+from icejax.ops.topk import best
+from icejax.ranges import power_of_two, whole
+
+
+@dataclass(frozen=True)
+class ShadowKV(Retrieval):
+    """ShadowKV: the newest pages, those of a prompt whose keys differ most, and those whose mean key the queries ask for.
+
+    The keys of a prompt's other pages are what few directions hold of them, in which all KV heads of the layer share, before
+    they are turned by their positions. Its code rebuilds them on the device and fetches values alone; here they come with the
+    values, rebuilt before, so that answers are those of the method and not memory and time. There the budget has neither
+    window, differing pages nor decoded tokens, which all stay on the device; here decoded tokens leave the window in pages,
+    with whole keys.
+
+    Attributes:
+        budget: tokens attended exactly per KV head and layer, window and differing pages included.
+        page_size: tokens of a page, which stand behind one another in the text.
+        window: newest pages kept on the device, and up to one more.
+        outliers: pages of a prompt that every step attends to, with whole keys: those of the least cosine of a key with the
+            mean; None: 24 for every 1,024 tokens of the budget.
+        rank: directions that hold the keys.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in its code).
+
+    Raises:
+        InputError: an option is out of range, or the budget leaves no room for a page.
+    """
+
+    budget: int = 256
+    page_size: int = 8
+    window: int = 4
+    outliers: int | None = None
+    rank: int = 160
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        power_of_two("page_size", self.page_size, least=4, most=128)
+        whole("budget", self.budget)
+        whole("window", self.window, least=0, most=1024)
+        if self.outliers is not None:
+            whole("outliers", self.outliers, least=0, most=2**20)
+        whole("rank", self.rank)
+        check_dense(self.dense_layers)
+        if self._selected < 1:
+            least = (self.window + self._outliers + 2) * self.page_size
+            held = f"a window of {self.window} pages and one, {self._outliers} outliers and a page"
+            raise InputError(f"budget must hold {held} of {self.page_size}: at least {least}, got {self.budget}")
+
+    turns = True
+
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        return behind_dense(self, full, dense=self.dense_layers, of=of)
+
+    @property
+    def _outliers(self) -> int:
+        return self.budget * 24 // 1024 if self.outliers is None else self.outliers
+
+    @property
+    def _selected(self) -> int:
+        """Pages that a query chooses."""
+        return self.budget // self.page_size - self.window - 1 - self._outliers
+
+    @property
+    def window_of(self) -> Window:
+        return Window(0, (self.window + 1) * self.page_size, self.page_size)
+
+    @property
+    def index(self) -> LandmarkIndex:
+        return LandmarkIndex()
+
+    def num_fetched(self, pages: int) -> int:
+        return min(pages, self._outliers + self._selected)
+
+    def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
+        found = super().prefill(state, heads, attended, view)
+        rebuilt = super().prefill(state, replace(heads, k=self._rebuilt(heads, view)), attended, view).pages
+        index, pages = found.state.index, len(found.pages)
+        apart = least_cosine(found.pages[:, :, :, 0, :, : heads.k.shape[3]], index)
+        kept = best(-apart, min(self._outliers, pages))[1] & (index.count[:, :, :pages] > 0)
+        index = replace(index, kept=index.kept.at[:, :, :pages].set(kept))
+        written = jnp.where(kept.transpose(2, 0, 1)[..., None, None, None], found.pages, rebuilt)
+        return replace(found, state=replace(found.state, index=index), pages=written)
+
+    def _rebuilt(self, heads: Heads, view: View) -> Float[Array, "B T K H"]:
+        """Returns the keys of a prompt as few directions hold them."""
+        batch, tokens, kv_heads, size = heads.k.shape
+        position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (batch, tokens))
+        there = (position < heads.new[:, None])[..., None, None]
+        plain = view.turn(jnp.where(there, heads.k, 0).astype(jnp.float32), -position).reshape(batch, tokens, -1)
+        found = low_rank(plain, min(self.rank, kv_heads * size)).reshape(heads.k.shape)
+        return view.turn(found, position).astype(heads.k.dtype)
+
+    def find(self, heads: Heads, index: Landmarks, view: View) -> Found:
+        free = (index.count > 0) & ~index.kept
+        q, mean = heads.by_group().astype(jnp.float32), index.mean.astype(jnp.float32)
+        scores = jnp.where(free[:, :, None], heads.scoring(products(q, mean)), -jnp.inf)
+        # Where no page is free no weight means anything, and none is looked at.
+        worth = jnp.where(free, jax.nn.softmax(scores, axis=-1).max(2), -jnp.inf)
+        worth = jnp.where(index.kept, jnp.inf, worth)
+        page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), index.count)
+        return Found(page_ids, counts)

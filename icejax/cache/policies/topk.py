@@ -1,0 +1,44 @@
+"""The exact top tokens of a budget."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policies.oracle import Oracle, ranks
+from icejax.ranges import one_of, whole
+
+Group = Literal["none", "sum"]
+
+
+@dataclass(frozen=True)
+class TopK(Oracle):
+    """The exact top tokens: every query head attends to those of highest score.
+
+    Attributes:
+        budget: tokens attended to.
+        group: sum: the query heads of a KV head attend to the same tokens, those of largest softmax weight, summed over them;
+            none: each has its own.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    budget: int = 256
+    group: Group = "none"
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("budget", self.budget)
+        one_of("group", self.group, typing.get_args(Group))
+        check_dense(self.dense_layers)
+
+    def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
+        worth = scores if self.group == "none" else jax.nn.softmax(scores, axis=-1).sum(1, keepdims=True)
+        return ranks(worth) < self.budget

@@ -1,0 +1,43 @@
+"""The exact top pages of a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policies.oracle import Oracle, ranks
+from icejax.ranges import power_of_two, whole
+
+
+@dataclass(frozen=True)
+class TopKPages(Oracle):
+    """The exact top pages: a KV head attends to the pages in order of position that have most of its query heads' attention.
+
+    Attributes:
+        budget: tokens of the pages attended to, the newest page always among them, also while it is not full.
+        page_size: tokens of a page, which stand behind one another in the text from its beginning on.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    budget: int = 256
+    page_size: int = 16
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        power_of_two("page_size", self.page_size, most=128)
+        whole("budget", self.budget, least=self.page_size)
+        check_dense(self.dense_layers)
+
+    def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R 1 S"]:
+        # A page's share of the softmax ranks it as its log-sum-exp does, and can be summed over query heads.
+        weights = jax.nn.softmax(scores, axis=-1).sum(1)
+        mass = weights.reshape(len(weights), -1, self.page_size).sum(-1)
+        mass = jnp.where(jnp.arange(mass.shape[1])[None] == newest[:, None] // self.page_size, jnp.inf, mass)
+        return jnp.repeat(ranks(mass) < self.budget // self.page_size, self.page_size, axis=1)[:, None]
