@@ -4,6 +4,8 @@ BIN := .venv/bin
 
 # An environment of its own: where compilers are and no device is, JAX says so at every start, and tests read what commands print.
 AOT := .venv-aot
+# kvpress pins transformers.
+KVPRESS := .venv-kvpress
 
 .PHONY: run test test-slow test-aot lint
 
@@ -13,7 +15,7 @@ run: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile  # more processes would take more than 3 GB
 
-test-slow: .venv/installed-dev
+test-slow: .venv/installed-dev $(KVPRESS)/installed
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow
 
 test-aot: $(AOT)/installed
@@ -33,6 +35,11 @@ $(BIN)/python:
 
 .venv/installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .[dev]
+	touch $@
+
+$(KVPRESS)/installed: pyproject.toml
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5 torch==2.13.0
 	touch $@
 
 $(AOT)/installed: pyproject.toml
