@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from icejax import explain
-from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
+from icejax.cache import Clustered, ExpectedAttention, Full, Quest, ReSTKV, SnapKV, Streaming
 from icejax.cache.policies.full import Ring
 from icejax.plan import make_plan
 from tests import tolerances
@@ -47,7 +47,13 @@ def run(policy, q, k, v, *, latent: bool = False):
 
 
 BOTH = dict(full=Full(), quest=Quest(budget=2 * TOTAL), clustered=ALL, pages=replace(ALL, budget=2 * TOTAL, rerank=False))
-APART = dict(ring=Ring(TOTAL), streaming=Streaming(budget=TOTAL), snapkv=SnapKV(budget=TOTAL))  # keep latent values apart
+APART = dict(  # keep latent values apart
+    ring=Ring(TOTAL),
+    streaming=Streaming(budget=TOTAL),
+    snapkv=SnapKV(budget=TOTAL),
+    expected=ExpectedAttention(budget=TOTAL),
+    restkv=ReSTKV(budget=TOTAL),
+)
 
 
 @pytest.mark.parametrize(
