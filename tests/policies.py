@@ -17,6 +17,7 @@ from icejax.cache import (
     ExpectedAttention,
     Full,
     KeyDiff,
+    LaCache,
     PyramidKV,
     Quest,
     ReSTKV,
@@ -81,6 +82,7 @@ POLICIES = (
     Row("adakv", AdaKV(budget=64, window=16), lambda n: AdaKV(budget=n), keeps_all=False, slow=True),
     Row("expected-attention", ExpectedAttention(budget=64), lambda n: ExpectedAttention(budget=n), keeps_all=False, slow=True),
     Row("restkv", ReSTKV(budget=64, window=16), lambda n: ReSTKV(budget=n), keeps_all=False, slow=True),
+    Row("lacache", LaCache(budget=64), lambda n: LaCache(budget=n), keeps_all=False, slow=True),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
 )

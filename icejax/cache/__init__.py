@@ -11,6 +11,7 @@ from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.lacache import LaCache
 from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.restkv import ReSTKV
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "full": Full,
     "h2o": H2O,
     "keydiff": KeyDiff,
+    "lacache": LaCache,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "restkv": ReSTKV,
