@@ -48,7 +48,7 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
             lambda **row: reference.ReSTKV(48, 5, 1, alpha=1.0, tau=0.5, scale=2000, output=output_matrix(HEADS, SIZE), **row),
         ),
     ],
-    ids=str,
+    ids=lambda x: "numpy" if callable(x) else str(x),
 )
 def test_what_stays_and_what_comes_of_it_equal_plain_numpy(policy, theirs):
     """After a prompt, decoded tokens, and more text with steps between."""
