@@ -73,9 +73,14 @@ class Evicting:
     def weights(self, q: np.ndarray, head: int) -> np.ndarray:
         """Returns the weights [n, G, S] of the newest n tokens' queries [n, G, H] over a KV head's tokens up to each."""
         positions = np.asarray(self.positions[head])
-        logits = np.einsum("ngh,sh->ngs", q, self.tokens.k[positions, head]) / q.shape[-1] ** 0.5
+        logits = np.einsum("ngh,sh->ngs", q, self.keys(head, len(q))) / q.shape[-1] ** 0.5
         seen = positions <= np.arange(len(self.tokens) - len(q), len(self.tokens))[:, None]
         return softmax(np.where(seen[:, None], logits, -np.inf))
+
+    def keys(self, head: int, count: int) -> np.ndarray:
+        """Returns a KV head's keys as the newest `count` tokens' queries see them."""
+        del count
+        return self.tokens.k[self.positions[head], head]
 
     def _text(self, q: np.ndarray) -> None:
         self.rank(q)
@@ -234,3 +239,58 @@ class ReSTKV(Evicting):
         kernel = max(self.kernel, 2 * abs(shift) + 1)
         padded = np.pad(score, (kernel // 2 - shift, kernel // 2 + shift), mode="edge")
         return np.lib.stride_tricks.sliding_window_view(padded, kernel).mean(-1)
+
+
+class LaCache(Evicting):
+    """LaCache: lists of positions that stay, in two parts, and of those that are to leave, which do so in order as others come."""
+
+    room = False
+
+    def __init__(
+        self, budget: int, sinks: int, recent: int, rungs: int, layer: int, theta: float | None, **heads: np.ndarray
+    ) -> None:
+        self.theta = theta
+        self.size, self.sinks, self.recent, self.rungs, self.layer = budget - 1, sinks, recent, rungs, layer
+        self.cursor, self.leaving = sinks, []
+        super().__init__(budget, **heads)
+
+    def rank(self, q: np.ndarray) -> None:
+        stay, before = [p for p in self.positions[0] if p not in self.leaving], list(self.leaving)
+        once = max(self.size - self.recent - self.cursor, 0)
+        over, can = len(stay) - self.size, once * (self.rungs - 1)
+        if 0 < over <= can:
+            self.climb(stay, self.cursor, int(np.ceil(over / (self.rungs - 1))), self.rungs)
+        elif over > 0:
+            stay = self.climb(stay, self.cursor, once, self.rungs)
+            times = int(np.ceil((over - can) / ((self.size - self.recent - self.sinks) * (self.rungs - 1))))
+            rungs = self.rungs + (times - 1) * (self.rungs - 1)
+            self.climb(stay, self.sinks, int(np.ceil((over - can) / (rungs - 1))), rungs)
+        self.leaving = before + sorted(set(self.leaving) - set(before))
+        self.note()
+
+    def climb(self, stay: list[int], start: int, count: int, rungs: int) -> list[int]:
+        """Returns what stays of the tokens; of every `rungs` from the number `start` on one does, `count` times."""
+        taken = [start + rungs * i + self.layer % rungs for i in range(count)]
+        found = stay[:start] + [stay[i] for i in taken] + stay[start + rungs * count :]
+        self.leaving += [p for p in stay if p not in found]
+        self.cursor = start + count
+        return found
+
+    def step(self, weights: list[np.ndarray]) -> None:
+        self.leaving = [p for p in self.leaving if p in self.positions[0]]
+        if len(self.positions[0]) == self.budget and not self.leaving:
+            again = self.size - self.recent - self.cursor < 1
+            self.climb(self.positions[0], self.sinks if again else self.cursor, 1, self.rungs)
+        self.note()
+
+    def note(self) -> None:
+        worth = [self.leaving.index(p) if p in self.leaving else np.inf for p in self.positions[0]]
+        self.scores = [np.asarray(worth, np.float64)] * len(self.positions)
+
+    def keys(self, head: int, count: int) -> np.ndarray:
+        positions, keys = np.asarray(self.positions[head]), super().keys(head, count)
+        if self.theta is None:
+            return keys
+        before = len(positions) - count
+        turns = len(self.tokens) - count - before + np.arange(before) - positions[:before]  # to stand behind one another
+        return rotate(keys, np.append(turns, np.zeros(count)), self.theta)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, ReSTKV
+from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, LaCache, ReSTKV
 from icejax.cache.policies.expected_attention import log_mean_exp
+from icejax.cache.policies.lacache import LaCacheLayer
 from icejax.ops.attention import Scoring
 from tests import reference_eviction as reference
 from tests import tolerances
@@ -31,6 +32,14 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
             lambda **row: reference.ExpectedAttention(48, 3, 100, THETA, **row),
         ),
         (
+            LaCacheLayer(budget=48, sinks=5, recent=6, layer=1),
+            lambda **row: reference.LaCache(48, 5, 6, 2, 1, THETA, **row),
+        ),
+        (
+            LaCacheLayer(budget=48, sinks=20, recent=6, rungs=4, reassign=False, layer=9),
+            lambda **row: reference.LaCache(48, 20, 6, 4, 9, None, **row),
+        ),
+        (
             ReSTKV(budget=48, window=16, scale=2),
             lambda **row: reference.ReSTKV(48, 16, scale=2, output=output_matrix(HEADS, SIZE), **row),
         ),
@@ -39,7 +48,7 @@ TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
             lambda **row: reference.ReSTKV(48, 5, 1, alpha=1.0, tau=0.5, scale=2000, output=output_matrix(HEADS, SIZE), **row),
         ),
     ],
-    ids=str,
+    ids=lambda x: "numpy" if callable(x) else str(x),
 )
 def test_what_stays_and_what_comes_of_it_equal_plain_numpy(policy, theirs):
     """After a prompt, decoded tokens, and more text with steps between."""
@@ -136,6 +145,21 @@ def test_restkv_scores_a_token_by_what_changes_without_it():
         np.testing.assert_allclose(found, np.reshape(lengths, (-1, group)).mean(1), rtol=1e-4)
 
 
+def test_lacache_keeps_other_tokens_in_other_layers_and_fewer_of_the_older():
+    """Of 200 tokens: the sinks and the newest in both layers, and between them others, of which none is that of another."""
+    prompt, new = draw((200,), STEPS)
+    layers = [Layer(each, (200,), *prompt) for each in LaCache(budget=64, sinks=4, recent=8).for_layers([0, 1], of=2)]
+    for step in range(STEPS):
+        for layer in layers:
+            layer.step(*(x[step] for x in new))
+    first, second = (set(kept(layer, 0, 0)) for layer in layers)
+    assert first & second >= {0, 1, 2, 3, *range(200 + STEPS - 8, 200 + STEPS)}
+    between = [{p for p in each if 4 <= p < 200} for each in (first, second)]
+    assert between[0] and between[1] and not between[0] & between[1]
+    ends = [sum(low <= p < low + 64 for p in first | second) for low in (4, 68, 132, 200)]
+    assert ends == sorted(ends)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -149,6 +173,11 @@ def test_restkv_scores_a_token_by_what_changes_without_it():
         (ExpectedAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (ExpectedAttention, dict(budget=4), "budget must be at least 5, got 4"),
         (ExpectedAttention, dict(future=5000), "future must be at most 4096, got 5000"),
+        (LaCache, dict(budget=37), "budget must be at least 38, got 37"),
+        (LaCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (LaCache, dict(recent=None), "recent must be a whole number, got None"),
+        (LaCache, dict(rungs=1), "rungs must be at least 2, got 1"),
+        (LaCache, dict(reassign=0), "reassign must be true or false, got 0"),
         (ReSTKV, dict(budget=32), "budget must be at least 33, got 32"),
         (ReSTKV, dict(window=0), "window must be at least 1, got 0"),
         (ReSTKV, dict(kernel=2), "kernel must be an odd number, got 2"),

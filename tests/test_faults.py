@@ -54,6 +54,7 @@ FAULTS = (
     ("cache/policies/adakv.py", "jnp.arange(several)[None, None] < self._safe", "jnp.arange(several)[None, None] < 0", "budgets"),
     ("cache/policies/expected_attention.py", "& (positions >= self.sinks)", "", "eviction_peers"),
     ("cache/policies/restkv.py", " - view.project(none)  #", "  #", "eviction_peers"),
+    ("cache/policies/lacache.py", "self._room(cursor) < 1, self.sinks", "self._room(cursor) < 1, 0", "eviction_peers"),
     ("cache/policies/quest.py", "products(jnp.minimum(q, 0), low)", "products(jnp.minimum(q, 0), high)", "peers"),
     ("ops/pooling.py", "jnp.clip(places + step, first, last)", "jnp.clip(places + step, 0, last)", "eviction_peers"),
     ("ops/observed.py", "jnp.exp(scores - lse)", "jnp.exp(scores)", "peers"),

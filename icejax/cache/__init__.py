@@ -13,6 +13,7 @@ from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.lacache import LaCache
 from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.pyramidkv import PyramidKV
@@ -39,6 +40,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "full": Full,
     "h2o": H2O,
     "keydiff": KeyDiff,
+    "lacache": LaCache,
     "omnikv": OmniKV,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,

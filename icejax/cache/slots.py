@@ -63,3 +63,9 @@ def take(x: Float[Array, "B K T H"], positions: Int[Array, "#B S"], mask: Bool[A
     positions, mask = jnp.broadcast_arrays(positions, mask)
     index = jnp.clip(positions, 0, x.shape[2] - 1)[:, None, :, None]
     return jnp.where(mask[:, None, :, None], jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds"), 0)
+
+
+def order(positions: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Int[Array, "B S"]:
+    """Returns how many slots in `mask` have an earlier position; what stands outside comes last."""
+    last = jnp.iinfo(jnp.int32).max
+    return jnp.argsort(jnp.argsort(jnp.where(mask, positions, last), axis=1), axis=1).astype(jnp.int32)

@@ -17,10 +17,10 @@ from icejax.ranges import number
 class AdaKV(SnapKV):
     """AdaKV: the best tokens of all KV heads of a layer stay, by SnapKV's score; how many of a head's these are is its budget.
 
-    The floor is that of kvpress's AdaKVPress, `alpha_safeguard`: the best tokens of each head stay before the heads compete,
-    windows too. The authors' code scales what each head won by `1 - floor_alpha` (0.5) and adds the floor, so that rounding
-    moves the sum. Its settings are kernel 7 and pooling max. As the budgets of a prompt are not known beforehand, every KV head
-    has slots for the largest that there may be: of K heads, what K budgets leave beside K - 1 floors.
+    The floor is that of kvpress's AdaKVPress, `alpha_safeguard`: so many of each head's best tokens, its window among them,
+    stay before heads compete. The authors' code scales what each head won beside the window by `1 - floor_alpha` (0.5) and
+    adds the floor, so that rounding moves the sum; its settings are kernel 7 and pooling max. As the budgets of a text are not
+    known beforehand, every KV head has slots for the largest there may be: K budgets less K - 1 floors, of K heads.
 
     Attributes:
         budget: tokens kept per KV head and layer after a text, the mean over KV heads; decoded tokens come on top.
