@@ -148,19 +148,19 @@ class Outcome:
     Attributes:
         state: after the new tokens.
         attended: what their queries attended to; None after a prompt, which attends exactly.
-        tokens: after a decoded one how many tokens were attended to exactly, by a query head and by any of a KV head, means
-            over heads.
         pages: dtype[P', B, K, planes, p, W] for the pool; None if there are none to write.
         used: how many of them are not empty; None: all.
         shared: for the layers that follow.
+        tokens: after a decoded one how many tokens were attended to exactly, by a query head and by any of a KV head, means
+            over heads.
     """
 
     state: Any
     attended: Attended | None = None
-    tokens: jax.Array | None = None  # f32[2, B]
     pages: jax.Array | None = None
     used: jax.Array | None = None
     shared: Shared | None = None
+    tokens: jax.Array | None = None  # f32[2, B]
 
 
 @functools.partial(jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots"])
