@@ -17,6 +17,7 @@ from icejax.cache import (
     OmniKV,
     PQCache,
     Quest,
+    RetroInfer,
     ShadowKV,
     SnapKV,
     Streaming,
@@ -76,6 +77,7 @@ POLICIES = (
     Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
     Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
     Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
+    Row("retroinfer", RetroInfer(budget=64, window=24), lambda n: RetroInfer(budget=n + 64), slow=True),
     Row(
         "shadowkv",
         ShadowKV(budget=64, window=1, outliers=2, rank=8),

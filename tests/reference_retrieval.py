@@ -1,91 +1,11 @@
-"""Oracles and retrieval methods of other papers in plain numpy, one row, in the form of `reference_peers`: all is float64.
-
-What a query head attends to is a list of token positions, from 0 at the prompt's first token.
-"""
+"""Retrieval methods of other papers in plain numpy, one row, in the form of `reference_oracles`: all is float64."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.reference_peers import Tokens, attention, best, rotate, softmax
-
-
-class Chooser:
-    """What all share: every query head attends exactly to the positions that `selected` names for it."""
-
-    def __init__(self, *, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        del q  # only new queries choose
-        self.tokens = Tokens(k, v)
-
-    def append(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Appends a token's key and value [K, H]."""
-        self.tokens.append(k[None], v[None])
-
-    def scores(self, q: np.ndarray) -> np.ndarray:
-        """Returns the scores [K, G, n] of all tokens for the newest token's queries [N, H]."""
-        return np.einsum("kgh,nkh->kgn", self.tokens.grouped(q), self.tokens.k) / q.shape[-1] ** 0.5
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        """Returns the sorted positions that each query head attends to."""
-        raise NotImplementedError
-
-    def keys_of(self, head: int, positions: list[int]) -> np.ndarray:
-        """Returns the keys [n, H] that are attended to at positions."""
-        return self.tokens.k[positions, head]
-
-    def attend(self, q: np.ndarray) -> np.ndarray:
-        """Returns the attention [N, H] of the newest token's queries."""
-        outputs, group = [], len(q) // self.tokens.k.shape[1]
-        for n, positions in enumerate(self.selected(q)):
-            k, v = self.keys_of(n // group, positions), self.tokens.v[positions, n // group]
-            outputs.append(attention(np.asarray(q[n], np.float64), k, v))
-        return np.stack(outputs)
-
-
-class TopK(Chooser):
-    """The `budget` tokens of highest score, of each query head or by the softmax weights summed over those of a KV head."""
-
-    def __init__(self, budget: int, group: str = "none", **prompt: np.ndarray) -> None:
-        super().__init__(**prompt)
-        self.budget, self.group = budget, group
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        scores = self.scores(q)
-        if self.group == "sum":
-            scores = np.broadcast_to(softmax(scores).sum(1, keepdims=True), scores.shape)
-        return [best(each, self.budget) for each in scores.reshape(len(q), -1)]
-
-
-class TopP(Chooser):
-    """The fewest tokens of highest score whose softmax weights add up to `mass`, of each query head."""
-
-    def __init__(self, mass: float, **prompt: np.ndarray) -> None:
-        super().__init__(**prompt)
-        self.mass = mass
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        found = []
-        for weights in softmax(self.scores(q)).reshape(len(q), -1):
-            short = np.cumsum(-np.sort(-weights)) < self.mass
-            found.append(best(weights, 1 + short.sum()))
-        return found
-
-
-class TopKPages(Chooser):
-    """The newest page and the others of largest softmax weight, summed over their tokens and a KV head's query heads."""
-
-    def __init__(self, budget: int, page_size: int, **prompt: np.ndarray) -> None:
-        super().__init__(**prompt)
-        self.count, self.page_size = budget // page_size, page_size
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        found, n = [], len(self.tokens)
-        pages = [range(i, min(i + self.page_size, n)) for i in range(0, n, self.page_size)]
-        for weights in softmax(self.scores(q)):
-            mass = np.array([weights[:, page].sum() for page in pages])
-            mass[-1] = np.inf
-            found += [[p for i in best(mass, self.count) for p in pages[i]]] * len(weights)
-        return found
+from tests.reference_oracles import Chooser
+from tests.reference_peers import best, rotate, softmax
 
 
 class Paged(Chooser):
@@ -290,3 +210,47 @@ class ShadowKV(Paged):
     def selected(self, q: np.ndarray) -> list[list[int]]:
         group = len(q) // self.tokens.k.shape[1]
         return [[*(p for i in chosen for p in self.pages[i]), *self.near()] for chosen in self.chosen(q) for _ in range(group)]
+
+
+class RetroInfer(Paged):
+    """RetroInfer: the clusters of largest softmax weight that `count` tokens hold, and a share of all by their means.
+
+    A prompt has as many clusters as pages; each later page is one.
+    """
+
+    def __init__(self, count: int, estimated: float, iterations: int, **options) -> None:
+        super().__init__(16, **options)
+        self.count, self.share, self.clusters = count, estimated, []
+        for keys in self.tokens.k[self.paged()].swapaxes(0, 1):
+            centred = keys - keys.mean(0) if len(keys) else keys
+            centroids = kmeans(centred, len(self.pages), iterations - 1, cosine=True) if len(keys) else []
+            codes = nearest(centred, centroids, cosine=True) if len(keys) else np.zeros(0)
+            self.clusters.append([(self.sinks + np.flatnonzero(codes == i)).tolist() for i in range(len(self.pages))])
+
+    def end_step(self) -> None:
+        known = len(self.pages)
+        super().end_step()
+        for clusters in self.clusters:
+            clusters += self.pages[known:]
+
+    def taken(self, q: np.ndarray, head: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Returns the clusters of a KV head that are attended to exactly and those that are estimated, best first."""
+        clusters = [each for each in self.clusters[head] if each]
+        if not clusters:
+            return [], []
+        means = np.stack([self.tokens.k[each, head].mean(0) for each in clusters])
+        worth = softmax(self.tokens.grouped(q)[head] @ means.T / q.shape[-1] ** 0.5).sum(0)
+        order = [clusters[i] for i in np.argsort(-worth, kind="stable")]
+        exact = 0
+        while exact < len(order) and sum(map(len, order[: exact + 1])) <= self.count:
+            exact += 1
+        return order[:exact], order[exact : exact + int(np.ceil(self.share * len(order)))]
+
+    def attend(self, q: np.ndarray) -> np.ndarray:
+        outputs = []
+        for head, queries in enumerate(self.tokens.grouped(q)):
+            exact, estimated = self.taken(q, head)
+            parts = [[p] for p in [*self.near(), *(p for each in exact for p in each)]] + estimated
+            k, v = (np.stack([x[each, head].mean(0) for each in parts]) for x in (self.tokens.k, self.tokens.v))
+            outputs.append(softmax(queries @ k.T / q.shape[-1] ** 0.5 + np.log([len(each) for each in parts])) @ v)
+        return np.concatenate(outputs)

@@ -6,14 +6,14 @@ import pytest
 
 import icejax
 from icejax import explain
-from icejax.cache import ArkVale, ClusterKV, PQCache, ShadowKV
+from icejax.cache import ArkVale, ClusterKV, PQCache, RetroInfer, ShadowKV
 from icejax.cache.codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
 from icejax.plan import make_plan
 from tests import reference_retrieval as reference
 from tests import tolerances
-from tests.layer import KV_HEADS, PROMPT, THETA, Layer, draw, stored
+from tests.layer import KV_HEADS, PROMPT, THETA, Layer, dense, draw, stored
 from tests.reference_peers import rotate
 from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, row_of
@@ -122,6 +122,38 @@ def test_a_key_that_cannot_be_cut_is_told(bundled):
         make_plan(bundled[0], PQCache(parts=3), batch_size=1, prompt_tokens=99, new_tokens=6)
 
 
+def test_retroinfer_attends_to_clusters_and_estimates_the_next():
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    policy = RetroInfer(budget=90, window=24, estimated=0.3, iterations=4)
+    own, estimated = dict(count=policy.num_fetched(1000), estimated=0.3, iterations=4, sinks=4, fill=8), []
+    assert own["count"] == 62
+
+    def check(layer, row, one, q):
+        for head in range(KV_HEADS):
+            exact, more = one.taken(q, head)
+            ids = np.asarray(layer.state.ids)[row, head]
+            assert sorted(ids[ids >= 0]) == at_positions(layer, row, one, [p for each in exact for p in each])
+            estimated.append(len(more))
+        one.end_step()
+
+    compare(policy, [reference.RetroInfer(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    assert max(estimated) > 4
+
+
+def test_an_estimate_is_exact_where_the_tokens_of_a_cluster_are_alike():
+    """Twelve pages of one key and one value each: the clusters are these, and three fit the budget."""
+    prompt, new = draw((196,), 1)
+    alike = 4 + np.arange(192) // 16 * 16  # pages begin behind four sinks
+    for x in prompt[1:]:
+        x[:, 4:196] = x[:, alike]
+    prompt[1][:, 4:196] += 5 * np.eye(16, dtype=np.float32)[alike // 16][None, :, None]  # so that none are near another
+    expected = dense(prompt, new, (196,), 0)
+    for share, close in ((9 / 12, True), (8 / 12, False)):
+        layer = Layer(RetroInfer(budget=20 + 48, window=16, estimated=share), (196,), *prompt)
+        found = layer.step(*(x[0] for x in new))
+        assert np.allclose(found, expected, rtol=0, atol=tolerances.EXACT) == close
+
+
 def test_shadowkv_attends_to_pages_of_low_rank_keys_and_to_those_that_differ():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     mix = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
@@ -183,6 +215,11 @@ def test_pages_of_rebuilt_keys_are_explained(bundled):
         (ShadowKV, dict(window=-1), "window must be at least 0, got -1"),
         (ShadowKV, dict(outliers=-1), "outliers must be at least 0, got -1"),
         (ShadowKV, dict(rank=0), "rank must be at least 1, got 0"),
+        (RetroInfer, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (RetroInfer, dict(window=15), "window must be at least 16, got 15"),
+        (RetroInfer, dict(budget=68), "budget must be at least 69, got 68"),
+        (RetroInfer, dict(estimated=1.5), "estimated must be a number from 0 to 1, got 1.5"),
+        (RetroInfer, dict(iterations=0), "iterations must be at least 1, got 0"),
         (PQCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (PQCache, dict(window=16), "window must be at least 17, got 16"),
         (PQCache, dict(budget=49), "budget must be at least 50, got 49"),

@@ -12,6 +12,7 @@ from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.quest import Quest
+from icejax.cache.policies.retroinfer import RetroInfer
 from icejax.cache.policies.shadowkv import ShadowKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -31,6 +32,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "omnikv": OmniKV,
     "pqcache": PQCache,
     "quest": Quest,
+    "retroinfer": RetroInfer,
     "shadowkv": ShadowKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
