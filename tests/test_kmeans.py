@@ -7,7 +7,7 @@ import pytest
 
 from icejax.cache import clusters
 from icejax.ops.kmeans import kmeans, nearest, sums
-from tests import reference_retrieval as reference
+from tests import reference_clusters as reference
 from tests import tolerances
 from tests.run import jitted
 

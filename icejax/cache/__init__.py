@@ -9,6 +9,7 @@ from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.clusterkv import ClusterKV
 from icejax.cache.policies.full import Full, Ring
+from icejax.cache.policies.magicpig import MagicPIG
 from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.quest import Quest
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "clustered": Clustered,
     "clusterkv": ClusterKV,
     "full": Full,
+    "magicpig": MagicPIG,
     "omnikv": OmniKV,
     "pqcache": PQCache,
     "quest": Quest,
