@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from icejax import explain
-from icejax.cache import ArkVale, Clustered, Full, Quest, RetroInfer, SnapKV, Streaming, TopK
+from icejax.cache import Clustered, Full, Quest, RetroInfer, SnapKV, Streaming, TopK
 from icejax.cache.policies.full import Ring
 from icejax.plan import make_plan
 from tests import tolerances
@@ -47,7 +47,7 @@ def run(policy, q, k, v, *, latent: bool = False):
 
 
 BOTH = dict(full=Full(), quest=Quest(budget=2 * TOTAL), clustered=ALL, pages=replace(ALL, budget=2 * TOTAL, rerank=False))
-BOTH |= dict(topk=TopK(budget=TOTAL), arkvale=ArkVale(budget=2 * TOTAL, page_size=16))
+BOTH |= dict(topk=TopK(budget=TOTAL))
 APART = dict(ring=Ring(TOTAL), streaming=Streaming(budget=TOTAL), snapkv=SnapKV(budget=TOTAL))  # keep latent values apart
 
 
