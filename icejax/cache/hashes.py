@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-from icejax.cache.index import PageIndex
+from icejax.cache.index import CodesPerToken
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import EINSUM
 
@@ -42,7 +42,7 @@ class Hashes:
 
 
 @dataclass(frozen=True)
-class HashIndex(PageIndex):
+class HashIndex(CodesPerToken):
     """Hashes of keys less the mean of a row's first text: every table has planes of its own, a bit for each.
 
     Attributes:
@@ -63,14 +63,6 @@ class HashIndex(PageIndex):
         mean = jnp.zeros((*shape, spec.head_dim))
         return Hashes(mean, jnp.zeros(shape, bool), codes, jnp.zeros((*shape, pages), jnp.int32))
 
-    def counts(self, index: Hashes) -> Int[Array, "B K P"]:
-        return index.count
-
-    def describe(
-        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
-    ) -> tuple[Float[Array, "B K P p H"], Bool[Array, "B K P p"]]:
-        return jnp.where(mask[..., None], k, 0), mask
-
     def prepared(self, index: Hashes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Hashes:
         keys, mask = described
         count = mask.sum(-1, dtype=jnp.int32)
@@ -90,13 +82,3 @@ class HashIndex(PageIndex):
         sides = sides.reshape(*x.shape[:3], self.tables, self.bits)
         bits = jnp.left_shift(1, jnp.arange(self.bits))[None, None, None, None]
         return jnp.where(sides, bits, 0).sum(-1).astype(jnp.uint16)
-
-    def put(self, index: Hashes, prepared: Hashes, first: Int[Array, ""]) -> Hashes:
-        codes, count = super().put(*((x.codes, x.count) for x in (index, prepared)), first)
-        return replace(prepared, codes=codes, count=count)
-
-    def moved(
-        self, index: Hashes, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
-    ) -> Hashes:
-        codes, count = super().moved((index.codes, index.count), ids, there, first, behind=behind)
-        return replace(index, codes=codes, count=count)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.hashes import Hashes, HashIndex
+from icejax.cache.index import slots_there
 from icejax.cache.policies.full import behind_dense, check_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import PAGE, Near, Pages, Retrieval
@@ -92,8 +93,7 @@ class MagicPIG(Retrieval):
         own = self.index.hashed(heads.by_group().astype(jnp.float32))[:, :, :, None]
         codes = index.codes.reshape(batch, kv_heads, 1, pages * PAGE, self.tables)
         agree = (codes == own).sum(-1, dtype=jnp.int32)
-        there = (jnp.arange(PAGE)[None, None, None] < index.count[..., None]).reshape(batch, kv_heads, 1, -1)
-        sampled = there & (agree >= 2)
+        sampled = slots_there(index.count, PAGE)[:, :, None] & (agree >= 2)
         worth = jnp.where(sampled, agree.astype(jnp.float32), -jnp.inf)
         ids, _, (counts,) = best(worth, self.num_fetched(pages), sampled.astype(jnp.int32))
         found = of_query_heads(ids, counts)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from icejax.cache.clusters import Clusters, ClustersIndex
 from icejax.cache.found import Found
+from icejax.cache.index import slots_there
 from icejax.cache.policies.full import behind_dense, check_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
@@ -79,7 +80,7 @@ class RetroInfer(Retrieval):
         scores = jnp.where(index.size[:, :, None] > 0, scores, -jnp.inf)
         wanted = self.num_fetched(index.count.shape[2])
         exact, estimated = self._taken(scores, index, wanted)
-        there = (jnp.arange(PAGE)[None, None, None] < index.count[..., None]).reshape(*index.count.shape[:2], -1)
+        there = slots_there(index.count, PAGE)
         there &= jnp.take_along_axis(exact, jnp.where(there, index.of_slots, 0), axis=2)
         ids, _, (counts,) = best(jnp.where(there, 1.0, -jnp.inf), wanted, there.astype(jnp.int32))
         # A mean counts as often as its cluster has tokens.
