@@ -20,11 +20,13 @@ from icejax.cache import (
     Full,
     KeyDiff,
     LaCache,
+    MagicPIG,
     OmniKV,
     PQCache,
     PyramidKV,
     Quest,
     ReSTKV,
+    RetroInfer,
     ShadowKV,
     SnapKV,
     Streaming,
@@ -40,14 +42,14 @@ class Row:
 
     Attributes:
         small: the policy at a budget far below the tested lengths.
-        exact: the policy with a budget of so many tokens, which is to equal dense attention.
+        exact: the policy with a budget of so many tokens, which is to equal dense attention; None: it samples.
         keeps_all: whether later text attends to all there was before it, whatever the budget.
         slow: whether its contract runs with the slow tests: another policy of its base is there by default.
     """
 
     name: str
     small: CachePolicy
-    exact: Callable[[int], CachePolicy]
+    exact: Callable[[int], CachePolicy] | None
     keeps_all: bool = True
     slow: bool = False
 
@@ -98,6 +100,8 @@ POLICIES = (
     Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
     Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
     Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
+    Row("magicpig", MagicPIG(budget=64, window=24, bits=4, tables=30), None, slow=True),
+    Row("retroinfer", RetroInfer(budget=64, window=24), lambda n: RetroInfer(budget=n + 64), slow=True),
     Row(
         "shadowkv",
         ShadowKV(budget=64, window=1, outliers=2, rank=8),
@@ -110,6 +114,7 @@ POLICIES = (
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full
     Row("topp", TopP(mass=0.5), lambda n: TopP(mass=1.0), slow=True),
 )
+EXACT = [row for row in POLICIES if row.exact is not None]
 
 
 def by_row(*values: object, rows: Sequence[Row] = POLICIES, slow: bool = False) -> list:

@@ -1,91 +1,11 @@
-"""Oracles and retrieval methods of other papers in plain numpy, one row, in the form of `reference_peers`: all is float64.
-
-What a query head attends to is a list of token positions, from 0 at the prompt's first token.
-"""
+"""Retrieval methods of other papers in plain numpy, one row, in the form of `reference_oracles`: all is float64."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.reference_peers import Tokens, attention, best, rotate, softmax
-
-
-class Chooser:
-    """What all share: every query head attends exactly to the positions that `selected` names for it."""
-
-    def __init__(self, *, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        del q  # only new queries choose
-        self.tokens = Tokens(k, v)
-
-    def append(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Appends a token's key and value [K, H]."""
-        self.tokens.append(k[None], v[None])
-
-    def scores(self, q: np.ndarray) -> np.ndarray:
-        """Returns the scores [K, G, n] of all tokens for the newest token's queries [N, H]."""
-        return np.einsum("kgh,nkh->kgn", self.tokens.grouped(q), self.tokens.k) / q.shape[-1] ** 0.5
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        """Returns the sorted positions that each query head attends to."""
-        raise NotImplementedError
-
-    def keys_of(self, head: int, positions: list[int]) -> np.ndarray:
-        """Returns the keys [n, H] that are attended to at positions."""
-        return self.tokens.k[positions, head]
-
-    def attend(self, q: np.ndarray) -> np.ndarray:
-        """Returns the attention [N, H] of the newest token's queries."""
-        outputs, group = [], len(q) // self.tokens.k.shape[1]
-        for n, positions in enumerate(self.selected(q)):
-            k, v = self.keys_of(n // group, positions), self.tokens.v[positions, n // group]
-            outputs.append(attention(np.asarray(q[n], np.float64), k, v))
-        return np.stack(outputs)
-
-
-class TopK(Chooser):
-    """The `budget` tokens of highest score, of each query head or by the softmax weights summed over those of a KV head."""
-
-    def __init__(self, budget: int, group: str = "none", **prompt: np.ndarray) -> None:
-        super().__init__(**prompt)
-        self.budget, self.group = budget, group
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        scores = self.scores(q)
-        if self.group == "sum":
-            scores = np.broadcast_to(softmax(scores).sum(1, keepdims=True), scores.shape)
-        return [best(each, self.budget) for each in scores.reshape(len(q), -1)]
-
-
-class TopP(Chooser):
-    """The fewest tokens of highest score whose softmax weights add up to `mass`, of each query head."""
-
-    def __init__(self, mass: float, **prompt: np.ndarray) -> None:
-        super().__init__(**prompt)
-        self.mass = mass
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        found = []
-        for weights in softmax(self.scores(q)).reshape(len(q), -1):
-            short = np.cumsum(-np.sort(-weights)) < self.mass
-            found.append(best(weights, 1 + short.sum()))
-        return found
-
-
-class TopKPages(Chooser):
-    """The newest page and the others of largest softmax weight, summed over their tokens and a KV head's query heads."""
-
-    def __init__(self, budget: int, page_size: int, **prompt: np.ndarray) -> None:
-        super().__init__(**prompt)
-        self.count, self.page_size = budget // page_size, page_size
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        found, n = [], len(self.tokens)
-        pages = [range(i, min(i + self.page_size, n)) for i in range(0, n, self.page_size)]
-        for weights in softmax(self.scores(q)):
-            mass = np.array([weights[:, page].sum() for page in pages])
-            mass[-1] = np.inf
-            found += [[p for i in best(mass, self.count) for p in pages[i]]] * len(weights)
-        return found
+from tests.reference_oracles import Chooser
+from tests.reference_peers import best, rotate, softmax
 
 
 class Paged(Chooser):
@@ -163,94 +83,6 @@ class OmniKV(Chooser):
         return [[*best(worth, self.budget), *range(first, n)]] * len(q)
 
 
-def kmeans(x: np.ndarray, count: int, iterations: int, *, cosine: bool = False) -> np.ndarray:
-    """Returns the centroids [count, d] of x [n, d] after Lloyd's iterations that begin at vectors at even steps."""
-    if not len(x):
-        return np.zeros((count, x.shape[1]))
-    centroids = np.stack([x[i * len(x) // count] for i in range(count)])
-    for _ in range(iterations):
-        codes = nearest(x, centroids, cosine=cosine)
-        centroids = np.stack([x[codes == i].mean(0) if (codes == i).any() else old for i, old in enumerate(centroids)])
-    return centroids
-
-
-def nearest(x: np.ndarray, centroids: np.ndarray, *, cosine: bool = False) -> np.ndarray:
-    """Returns which centroid [count, d] each of x [n, d] is nearest to, by angle or by distance."""
-    if cosine:
-        x, centroids = (y / np.maximum(np.linalg.norm(y, axis=-1, keepdims=True), 1e-30) for y in (x, centroids))
-    return np.square(x[:, None] - centroids[None]).sum(-1).argmin(1)
-
-
-class Coded(Paged):
-    """Tokens in pages have, part by part of their keys, the nearest of centroids made of the first of them that there were."""
-
-    def __init__(self, parts: int, centroids: int, iterations: int, *, cosine: bool = False, **options) -> None:
-        super().__init__(16, **options)
-        self.parts, self.made_by, self.cosine, self.centroids = parts, (centroids, iterations), cosine, None
-        self._make()
-
-    def _make(self) -> None:
-        """Makes centroids for each KV head and part [count, H / parts], if there are none and there are tokens."""
-        if self.centroids is None and self.paged():
-            self.centroids = [[kmeans(x, *self.made_by, cosine=self.cosine) for x in parts] for parts in self.keys()]
-
-    def keys(self) -> list[list[np.ndarray]]:
-        """Returns the keys of the tokens in pages [n, H / parts] of each KV head and part."""
-        return [np.split(x, self.parts, axis=1) for x in self.tokens.k[self.paged()].swapaxes(0, 1)]
-
-    def end_step(self) -> None:
-        super().end_step()
-        self._make()
-
-    def codes(self) -> list[list[np.ndarray]]:
-        """Returns which centroids the tokens in pages have, [n] of each KV head and part."""
-        pairs = (zip(*each, strict=True) for each in zip(self.keys(), self.centroids, strict=True))
-        return [[nearest(x, centroids, cosine=self.cosine) for x, centroids in each] for each in pairs]
-
-    def chosen(self, q: np.ndarray) -> list[list[int]]:
-        """Returns the positions of the tokens in pages that each query head attends to, sorted."""
-        raise NotImplementedError
-
-    def selected(self, q: np.ndarray) -> list[list[int]]:
-        return [[*self.near(), *positions] for positions in (self.chosen(q) if self.paged() else [[]] * len(q))]
-
-
-class PQCache(Coded):
-    """PQCache: the tokens whose rebuilt keys have most softmax weight, summed over a KV head's query heads."""
-
-    def __init__(self, count: int, **options) -> None:
-        super().__init__(**options)
-        self.count = count
-
-    def rebuilt(self) -> np.ndarray:
-        """Returns the keys [K, n, H] of the tokens in pages, made of their centroids."""
-        pairs = (zip(*each, strict=True) for each in zip(self.codes(), self.centroids, strict=True))
-        return np.stack([np.concatenate([centroids[codes] for codes, centroids in each], axis=1) for each in pairs])
-
-    def chosen(self, q: np.ndarray) -> list[list[int]]:
-        scores = np.einsum("kgh,knh->kgn", self.tokens.grouped(q), self.rebuilt()) / q.shape[-1] ** 0.5
-        found = [[self.sinks + i for i in best(weights, self.count)] for weights in softmax(scores).sum(1)]
-        return [positions for positions in found for _ in range(scores.shape[1])]
-
-
-class ClusterKV(Coded):
-    """ClusterKV: of each query head whole clusters by its product with their centroids, the last of them cut to the budget."""
-
-    def __init__(self, count: int, **options) -> None:
-        super().__init__(parts=1, cosine=True, **options)
-        self.count = count
-
-    def chosen(self, q: np.ndarray) -> list[list[int]]:
-        found, codes = [], self.codes()
-        for head, queries in enumerate(self.tokens.grouped(q)):
-            for query in queries:
-                taken = []
-                for cluster in np.argsort(-(self.centroids[head][0] @ query), kind="stable"):
-                    taken += [self.sinks + i for i in np.flatnonzero(codes[head][0] == cluster)]
-                found.append(sorted(taken[: self.count]))
-        return found
-
-
 class ShadowKV(Paged):
     """ShadowKV: `outliers` pages of a prompt, and those whose mean key has most softmax weight with a query head, the largest.
 
@@ -290,3 +122,46 @@ class ShadowKV(Paged):
     def selected(self, q: np.ndarray) -> list[list[int]]:
         group = len(q) // self.tokens.k.shape[1]
         return [[*(p for i in chosen for p in self.pages[i]), *self.near()] for chosen in self.chosen(q) for _ in range(group)]
+
+
+class MagicPIG(Paged):
+    """MagicPIG: of the tokens that have a query head's hash in two tables the `count` that agree in most, weighed anew.
+
+    A table's hash is on which sides of its planes [K, H, tables, bits] a vector lies, a key less the mean of a row's first text.
+    """
+
+    def __init__(self, count: int, planes: np.ndarray, **options) -> None:
+        super().__init__(16, **options)
+        self.count, self.planes, self.mean = count, np.asarray(planes, np.float64), None
+        self._around()
+
+    def _around(self) -> None:
+        if self.mean is None and self.paged():
+            self.mean = self.tokens.k[self.paged()].mean(0)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._around()
+
+    def sampled(self, q: np.ndarray, head: int) -> tuple[list[int], np.ndarray]:
+        """Returns the positions that a query [H] samples, sorted, and how likely each was."""
+        if not self.paged():
+            return [], np.zeros(0)
+        keys, planes = self.tokens.k[self.paged(), head] - self.mean[head], self.planes[head]
+        same = ((np.einsum("nh,hlb->nlb", keys, planes) > 0) == (np.einsum("h,hlb->lb", q, planes) > 0)).all(-1).sum(1)
+        taken = [i for i in best(same, self.count) if same[i] >= 2]
+        cosine = keys[taken] @ q / np.linalg.norm(keys[taken], axis=1) / np.linalg.norm(q)
+        tables, bits = planes.shape[1:]
+        u = (1 - np.arccos(cosine) / np.pi) ** bits
+        return [self.sinks + i for i in taken], 1 - (1 - u) ** tables - tables * u * (1 - u) ** (tables - 1)
+
+    def attend(self, q: np.ndarray) -> np.ndarray:
+        outputs = []
+        for head, queries in enumerate(self.tokens.grouped(q)):
+            for query in queries:
+                positions, likely = self.sampled(query, head)
+                tokens = [*self.near(), *positions]
+                logits = self.tokens.k[tokens, head] @ query / q.shape[-1] ** 0.5
+                logits[len(self.near()) :] -= np.log(likely + 1e-4)
+                outputs.append(softmax(logits) @ self.tokens.v[tokens, head])
+        return np.stack(outputs)

@@ -1,10 +1,13 @@
 """k-means against plain numpy, and what the cache keeps of it."""
 
+import functools
+
 import numpy as np
 import pytest
 
-from icejax.ops.kmeans import kmeans, nearest
-from tests import reference_retrieval as reference
+from icejax.cache import clusters
+from icejax.ops.kmeans import kmeans, nearest, sums
+from tests import reference_clusters as reference
 from tests import tolerances
 from tests.run import jitted
 
@@ -49,3 +52,46 @@ def test_no_iteration_is_for_nothing():
     assert (np.diff(costs[:, :2], axis=0) <= 1e-3).all() and (costs[-1, 0] < 0.9 * costs[0, 0]).all()
     assert (np.diff(costs[:4, 0], axis=0) < 0).all()
     assert (costs[:, 2:] == 0).all()
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_of_some_centroids_there_are_few(cosine):
+    """No vector goes to the others, where the number differs from row to row."""
+    x, there = clouds(1)
+    few = np.asarray([[12, 3], [5, 1], [4, 2], [1, 1]], np.int32)
+    made = functools.partial(kmeans, count=COUNT, iterations=6, cosine=cosine)
+    found = jitted(lambda x, there, few: made(x, there, few=few), x, there, few)
+    codes = jitted(lambda x, found, few: nearest(x, found, few=few, cosine=cosine), np.nan_to_num(x), found, few)
+    for row in np.ndindex(few.shape):
+        expected = reference.kmeans(x[row][there[row]].astype(np.float64), few[row], 6, cosine=cosine)
+        np.testing.assert_allclose(found[row][: few[row]], expected, rtol=0, atol=tolerances.EXACT)
+        assert not np.asarray(found[row][few[row] :]).any() and np.asarray(codes)[row].max() < few[row]
+
+
+def test_sums_are_of_the_vectors_of_each_code():
+    x, there = clouds()
+    codes = np.random.default_rng(0).integers(0, COUNT, there.shape).astype(np.int32)
+    total, size = jitted(sums, np.where(there[..., None], x, 0), codes, there, count=COUNT)
+    for row in np.ndindex(there.shape[:2]):
+        for i in range(COUNT):
+            own = there[row] & (codes[row] == i)
+            assert size[row][i] == own.sum()
+            np.testing.assert_allclose(total[row][i], x[row][own].sum(0, np.float64), rtol=0, atol=10 * tolerances.EXACT)
+
+
+def test_a_long_text_is_clustered_in_stretches(monkeypatch):
+    """Clusters stand in the places of the pages of their stretch, and their means are of the tokens that say so."""
+    monkeypatch.setattr(clusters, "STRETCH", 64)
+    rng, pages, p = np.random.default_rng(0), 10, 16
+    k, v = (rng.standard_normal((1, 2, pages, p, 8)).astype(np.float32) for _ in range(2))
+    mask = np.broadcast_to((np.arange(pages * p) < 150).reshape(pages, p), k.shape[:4])
+    found = jitted(clusters.ClustersIndex(p, 5).describe, k, v, mask)
+    of = np.asarray(jitted(lambda x: x.of_slots, found)).reshape(2, pages, p)
+    assert (of // 4 == np.arange(pages)[None, :, None] // 4)[:, mask[0, 0]].all()  # four pages are a stretch
+    for head, cluster in np.ndindex(2, pages):
+        own = mask[0, head] & (of[head] == cluster)
+        assert found.size[0, head, cluster] == own.sum()
+        for mean, of_all in ((found.key, k), (found.value, v)):
+            expected = of_all[0, head][own].mean(0) if own.any() else 0
+            np.testing.assert_allclose(mean[0, head, cluster], expected, rtol=0, atol=tolerances.EXACT)
+    assert (np.asarray(found.size).sum(-1) == 150).all()

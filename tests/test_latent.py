@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from icejax import explain
-from icejax.cache import ArkVale, Clustered, ExpectedAttention, Full, PQCache, Quest, ReSTKV, SnapKV, Streaming, TopK
+from icejax.cache import Clustered, ExpectedAttention, Full, Quest, ReSTKV, RetroInfer, SnapKV, Streaming, TopK
 from icejax.cache.policies.full import Ring
 from icejax.plan import make_plan
 from tests import tolerances
@@ -47,7 +47,7 @@ def run(policy, q, k, v, *, latent: bool = False):
 
 
 BOTH = dict(full=Full(), quest=Quest(budget=2 * TOTAL), clustered=ALL, pages=replace(ALL, budget=2 * TOTAL, rerank=False))
-BOTH |= dict(topk=TopK(budget=TOTAL), arkvale=ArkVale(budget=2 * TOTAL, page_size=16), pqcache=PQCache(budget=2 * TOTAL))
+BOTH |= dict(topk=TopK(budget=TOTAL))
 APART = dict(  # keep latent values apart
     ring=Ring(TOTAL),
     streaming=Streaming(budget=TOTAL),
@@ -72,6 +72,16 @@ def test_a_budget_for_all_tokens_equals_float64(policy, sizes, latent):
             np.testing.assert_allclose(
                 found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"row {row}, position {position}"
             )
+
+
+@pytest.mark.slow
+def test_means_of_values_are_those_of_keys_that_hold_them():
+    """RetroInfer's estimates: a latent layer's are those of one with values."""
+    heads, policy = text((KEYS, VALUES), latent=True), RetroInfer(budget=64, window=24)
+    for (one, at, found), (two, _, expected) in zip(run(policy, *heads, latent=True), run(policy, *heads), strict=True):
+        np.testing.assert_array_equal(one.state.ids, two.state.ids)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT, err_msg=f"positions {at}")
+    assert one.state.index.value is None and two.state.index.value is not None
 
 
 @pytest.mark.parametrize("options", [{}, dict(resident=True)], ids=str)

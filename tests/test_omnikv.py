@@ -10,7 +10,7 @@ from icejax import inference
 from icejax.cache import Full, OmniKV
 from icejax.cache.policies.follower import Follower
 from icejax.decoding import Decoding
-from tests import families, tolerances
+from tests import families, test_rows, tolerances
 from tests import reference_retrieval as reference
 from tests.layer import KV_HEADS, Layer, draw
 from tests.run import greedy, plan_for
@@ -131,6 +131,16 @@ def test_omnikv_goes_on_after_more_text(tmp_path, model):
     whole = Letters().decode(session.token_ids[: 153 + first.new_tokens + 60])
     (expected,) = icejax.generate(model, Letters(), whole, cache=Full(), max_new_tokens=40)
     assert first.new_tokens == 40 and second.token_ids == again.token_ids == expected.token_ids
+
+
+@pytest.mark.slow
+def test_rows_come_and_go(model):
+    """As those of every policy do, here with layers behind the filters."""
+    plan = plan_for(model, test_rows.EXACT["omnikv"], [[1] * 300], 80)
+    assert [type(each) for each in plan.policies] == [OmniKV, Follower] * 2
+    test_rows.test_a_row_that_joins_at_any_step_goes_on_as_alone(model, "omnikv")
+    test_rows.test_the_pages_of_new_tokens_are_filled_over_and_over(model, "omnikv")
+    test_rows.test_more_text_is_put_behind_a_row_that_then_joins_again(model, "omnikv", 230)
 
 
 @pytest.mark.parametrize(

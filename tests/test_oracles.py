@@ -9,8 +9,9 @@ import pytest
 import icejax
 from icejax.cache import TopK, TopKPages, TopP
 from icejax.cache.policies.full import Full
-from tests import reference_retrieval as reference
+from tests import reference_oracles as reference
 from tests.layer import Layer, draw
+from tests.reference_peers import softmax
 from tests.test_peers import LENGTHS, STEPS, compare, row_of
 
 EACH = {
@@ -58,7 +59,7 @@ def test_no_set_of_that_size_has_more_of_the_attention():
     one.append(new[1][0, 0], new[2][0, 0])
     scores = one.scores(new[0][0, 0])
     chosen = jax.jit(TopK(budget=3).chosen)(scores.astype(np.float32), np.full(2, 8, np.int32))
-    weights = reference.softmax(scores)
+    weights = softmax(scores)
     best = np.max([weights[..., list(each)].sum(-1) for each in itertools.combinations(range(9), 3)], axis=0)
     np.testing.assert_allclose((weights * np.asarray(chosen)).sum(-1), best, rtol=1e-6)
 
@@ -68,7 +69,7 @@ def test_the_least_of_the_chosen_tokens_is_needed_for_the_mass():
     one = reference.TopP(0.9, **row_of(prompt, 0, 250))
     scores = one.scores(prompt[0][0, 249])
     chosen = np.asarray(jax.jit(TopP(mass=0.9).chosen)(scores.astype(np.float32), np.full(2, 249, np.int32)))
-    weights = reference.softmax(scores)
+    weights = softmax(scores)
     mass, least = np.where(chosen, weights, 0).sum(-1), np.where(chosen, weights, 1).min(-1)
     assert (mass >= 0.9).all() and (mass - least < 0.9).all()
     assert (least >= np.where(chosen, 0, weights).max(-1)).all()

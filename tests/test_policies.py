@@ -9,11 +9,12 @@ from icejax.cache import Clustered, Full
 from icejax.session import Session
 from tests import families, tolerances
 from tests.layer import Layer, attention, dense, draw, programs
-from tests.policies import POLICIES, by_row
+from tests.policies import EXACT, POLICIES, by_row
 from tests.test_session import Letters
 
 LENGTHS, STEPS = (250, 9, 100), 40
 policies = pytest.mark.parametrize("row", by_row())
+exact_ones = pytest.mark.parametrize("row", by_row(rows=EXACT))
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def model(tmp_path_factory):
     return families.load(families.build(families.row("llama-gqa"), num_hidden_layers=1), tmp_path_factory.mktemp("model"))
 
 
-@policies
+@exact_ones
 def test_budget_for_all_tokens_equals_dense_attention(row):
     prompt, new = draw(LENGTHS, STEPS)
     layer = Layer(row.exact(max(LENGTHS) + STEPS), LENGTHS, *prompt)
@@ -73,7 +74,7 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
 
 @pytest.mark.parametrize(
     "row, enough",
-    [*by_row(True), *by_row(False, rows=[row for row in POLICIES if row.keeps_all], slow=True)],
+    [*by_row(True, rows=EXACT), *by_row(False, rows=[row for row in POLICIES if row.keeps_all], slow=True)],
 )
 def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
     """After steps that flush and compact; their padding holds NaN. With a budget for all, later steps are exact too."""
@@ -110,7 +111,7 @@ def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
 
 
 @pytest.mark.slow
-@policies
+@exact_ones
 def test_a_session_asks_twice_and_is_kept(row, tmp_path, model):
     """With a budget for all tokens the second answer is that of one long text, saved and loaded in between or not."""
     session = Session(model, Letters(), cache=row.exact(600), context_length=500)

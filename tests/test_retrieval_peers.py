@@ -6,14 +6,15 @@ import pytest
 
 import icejax
 from icejax import explain
-from icejax.cache import ArkVale, ClusterKV, PQCache, ShadowKV
+from icejax.cache import ArkVale, ClusterKV, MagicPIG, PQCache, RetroInfer, ShadowKV
 from icejax.cache.codes import approximate
+from icejax.cache.hashes import planes
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
 from icejax.plan import make_plan
+from tests import reference_clusters, tolerances
 from tests import reference_retrieval as reference
-from tests import tolerances
-from tests.layer import KV_HEADS, PROMPT, THETA, Layer, draw, stored
+from tests.layer import KV_HEADS, PROMPT, THETA, Layer, dense, draw, stored
 from tests.reference_peers import rotate
 from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, row_of
@@ -80,7 +81,9 @@ def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
             found = np.asarray(layer.state.index.centroids)[row]
             np.testing.assert_allclose(found, one.centroids, rtol=0, atol=tolerances.EXACT)
 
-    compare(policy, [reference.PQCache(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    compare(
+        policy, [reference_clusters.PQCache(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check
+    )
 
 
 def test_clusterkv_chooses_whole_clusters_for_every_query_head():
@@ -99,7 +102,9 @@ def test_clusterkv_chooses_whole_clusters_for_every_query_head():
                 cut.append(sum(0 < taken[codes == i].sum() < (codes == i).sum() for i in range(20)))
         one.end_step()
 
-    compare(policy, [reference.ClusterKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    compare(
+        policy, [reference_clusters.ClusterKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check
+    )
     assert set(cut) == {0, 1}  # no more than the last of them is taken in part
 
 
@@ -120,6 +125,77 @@ def test_a_key_that_cannot_be_cut_is_told(bundled):
     message = "^parts must divide the 64 channels of a key, got 3$"
     with pytest.raises(icejax.InputError, match=message):
         make_plan(bundled[0], PQCache(parts=3), batch_size=1, prompt_tokens=99, new_tokens=6)
+
+
+def test_retroinfer_attends_to_clusters_and_estimates_the_next():
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    policy = RetroInfer(budget=90, window=24, estimated=0.3, iterations=4)
+    own, estimated = dict(count=policy.num_fetched(1000), estimated=0.3, iterations=4, sinks=4, fill=8), []
+    assert own["count"] == 62
+
+    def check(layer, row, one, q):
+        for head in range(KV_HEADS):
+            exact, more = one.taken(q, head)
+            ids = np.asarray(layer.state.ids)[row, head]
+            assert sorted(ids[ids >= 0]) == at_positions(layer, row, one, [p for each in exact for p in each])
+            estimated.append(len(more))
+        one.end_step()
+
+    compare(
+        policy,
+        [reference_clusters.RetroInfer(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)],
+        prompt,
+        new,
+        check,
+    )
+    assert max(estimated) > 4
+
+
+def test_an_estimate_is_exact_where_the_tokens_of_a_cluster_are_alike():
+    """Twelve pages of one key and one value each: the clusters are these, and three fit the budget."""
+    prompt, new = draw((196,), 1)
+    alike = 4 + np.arange(192) // 16 * 16  # pages begin behind four sinks
+    for x in prompt[1:]:
+        x[:, 4:196] = x[:, alike]
+    prompt[1][:, 4:196] += 5 * np.eye(16, dtype=np.float32)[alike // 16][None, :, None]  # so that none are near another
+    expected = dense(prompt, new, (196,), 0)
+    for share, close in ((9 / 12, True), (8 / 12, False)):
+        layer = Layer(RetroInfer(budget=20 + 48, window=16, estimated=share), (196,), *prompt)
+        found = layer.step(*(x[0] for x in new))
+        assert np.allclose(found, expected, rtol=0, atol=tolerances.EXACT) == close
+
+
+@pytest.mark.parametrize("budget", [120, 60])
+def test_magicpig_samples_tokens_that_share_hashes(budget):
+    """All of them, and of more than the budget holds those that agree in most tables."""
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    policy, most = MagicPIG(budget=budget, window=24, bits=5, tables=24), []
+    sides = planes(KV_HEADS, 16, 120, 0).reshape(KV_HEADS, 16, 24, 5)
+    own = dict(count=policy.num_fetched(1000), planes=sides, sinks=4, fill=8)
+
+    def check(layer, row, one, q):
+        for head, queries in enumerate(one.tokens.grouped(q)):
+            sampled = [one.sampled(query, head)[0] for query in queries]
+            counted = np.asarray(layer.state.weights)[row, head, :, 0] > 0  # a token that both have found is there twice
+            assert sorted(np.asarray(layer.state.ids)[row, head][counted]) == at_positions(layer, row, one, {*sum(sampled, [])})
+            most.append(max(map(len, sampled)))
+        one.end_step()
+
+    compare(policy, [reference.MagicPIG(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    assert (max(most) == own["count"]) == (budget == 60)
+
+
+def test_a_sampled_token_weighs_as_much_as_it_is_unlikely():
+    """In the mean over many tables' planes as many tokens share a hash as are said to be likely to."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((200, 16))
+    keys[:, 0] += 1
+    shared = []
+    for seed in range(60):
+        sides = planes(1, 16, 80, seed)[0].reshape(16, 20, 4)
+        shared.append(((np.einsum("nh,hlb->nlb", keys, sides) > 0) == (sides[0] > 0)).all(-1).sum(1) >= 2)
+    likely = jitted(MagicPIG(bits=4, tables=20)._likely, jnp.asarray(keys[:, 0] / np.linalg.norm(keys, axis=1), jnp.float32))
+    assert abs(np.mean(shared) - np.mean(likely)) < 0.01 and np.corrcoef(np.mean(shared, 0), likely)[0, 1] > 0.95
 
 
 def test_shadowkv_attends_to_pages_of_low_rank_keys_and_to_those_that_differ():
@@ -183,6 +259,17 @@ def test_pages_of_rebuilt_keys_are_explained(bundled):
         (ShadowKV, dict(window=-1), "window must be at least 0, got -1"),
         (ShadowKV, dict(outliers=-1), "outliers must be at least 0, got -1"),
         (ShadowKV, dict(rank=0), "rank must be at least 1, got 0"),
+        (RetroInfer, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (RetroInfer, dict(window=15), "window must be at least 16, got 15"),
+        (RetroInfer, dict(budget=68), "budget must be at least 69, got 68"),
+        (RetroInfer, dict(estimated=1.5), "estimated must be a number from 0 to 1, got 1.5"),
+        (RetroInfer, dict(iterations=0), "iterations must be at least 1, got 0"),
+        (MagicPIG, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (MagicPIG, dict(window=15), "window must be at least 16, got 15"),
+        (MagicPIG, dict(budget=68), "budget must be at least 69, got 68"),
+        (MagicPIG, dict(bits=17), "bits must be at most 16, got 17"),
+        (MagicPIG, dict(tables=1), "tables must be at least 2, got 1"),
+        (MagicPIG, dict(seed=-1), "seed must be at least 0, got -1"),
         (PQCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (PQCache, dict(window=16), "window must be at least 17, got 16"),
         (PQCache, dict(budget=49), "budget must be at least 50, got 49"),

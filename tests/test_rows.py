@@ -9,7 +9,7 @@ import pytest
 
 import icejax
 from icejax import rows
-from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming, host
+from icejax.cache import Clustered, Full, OmniKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
 from icejax.cache.extents import Extents
 from icejax.decoding import Decoding
 from icejax.errors import InputError
@@ -28,7 +28,11 @@ EXACT = {
     "quest": Quest(budget=ROOM, page_size=PAGE),
     "snapkv": SnapKV(budget=ROOM),
     "streaming": Streaming(budget=ROOM),
+    "omnikv": OmniKV(budget=ROOM, generated=16, every=2, wait=0),
+    "pqcache": PQCache(budget=ROOM, window=40),
+    "retroinfer": RetroInfer(budget=ROOM),
 }
+SINGLY = ("pqcache", "retroinfer")  # what finds single tokens; OmniKV, which needs layers that follow, is in test_omnikv.py
 
 
 def slow(value):
@@ -78,7 +82,7 @@ def assert_alone(model, policy, prompt, found) -> None:
     np.testing.assert_array_equal(np.argmax(found, -1), tokens[0])
 
 
-@pytest.mark.parametrize("name", ["full", "clustered", "quest", slow("snapkv"), slow("streaming")])
+@pytest.mark.parametrize("name", ["full", "clustered", "quest", *map(slow, ("snapkv", "streaming", *SINGLY))])
 def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
     """At every phase of the window's page; across compactions, and the rings of sliding layers wrap. Others' rows stay."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
@@ -91,7 +95,7 @@ def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
         assert_alone(model, policy, prompt, batch.logits[at])
 
 
-@pytest.mark.parametrize("name", [slow("full"), "clustered", slow("quest")])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", *map(slow, ("quest", *SINGLY))])
 def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
     """A row joins when they are nearly through, in the place of one that has left, and its own go on from the first."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2)
@@ -190,7 +194,7 @@ def test_a_row_taken_out_goes_on_alone(model, name):
 
 
 @pytest.mark.parametrize("begun", [slow(0), 230])
-@pytest.mark.parametrize("name", [slow("full"), "clustered", slow("resident"), slow("quest"), "snapkv"])
+@pytest.mark.parametrize("name", ["clustered", "snapkv", *map(slow, ("full", "resident", "quest", *SINGLY))])
 def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun):
     """Its new tokens were in pages that had been sorted, or not, and had begun anew; others stay as they are."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2, longest=500)

@@ -14,7 +14,7 @@ from icejax import inference
 from icejax.config import ModelConfig
 from icejax.decoding import Decoding
 from tests import families, tolerances
-from tests.policies import POLICIES
+from tests.policies import EXACT
 from tests.run import all_logits, plan_for
 
 CAPS = (2.0, 1.0, None)  # of a sliding, a full and a sliding layer
@@ -45,7 +45,7 @@ def models(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=() if row.name in BY_DEFAULT else pytest.mark.slow) for row in POLICIES]
+    "row", [pytest.param(row, id=str(row), marks=() if row.name in BY_DEFAULT else pytest.mark.slow) for row in EXACT]
 )
 def test_prefill_decode_and_extend_equal_transformers(models, row):
     ours, theirs = models

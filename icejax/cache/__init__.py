@@ -14,11 +14,13 @@ from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.lacache import LaCache
+from icejax.cache.policies.magicpig import MagicPIG
 from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.restkv import ReSTKV
+from icejax.cache.policies.retroinfer import RetroInfer
 from icejax.cache.policies.shadowkv import ShadowKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -41,11 +43,13 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "h2o": H2O,
     "keydiff": KeyDiff,
     "lacache": LaCache,
+    "magicpig": MagicPIG,
     "omnikv": OmniKV,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "restkv": ReSTKV,
+    "retroinfer": RetroInfer,
     "shadowkv": ShadowKV,
     "snapkv": SnapKV,
     "streaming": Streaming,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from icejax.cache.index import PageIndex
+from icejax.cache.index import CodesPerToken
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import EINSUM
 from icejax.ops.kmeans import kmeans, nearest
@@ -34,7 +34,7 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class CodesIndex(PageIndex):
+class CodesIndex(CodesPerToken):
     """k-means over the keys of a row's first text, part by part; later tokens go to the nearest centroids there are.
 
     Attributes:
@@ -60,14 +60,6 @@ class CodesIndex(PageIndex):
             jnp.zeros((*shape, pages), jnp.int32),
         )
 
-    def counts(self, index: Codes) -> Int[Array, "B K P"]:
-        return index.count
-
-    def describe(
-        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
-    ) -> tuple[Float[Array, "B K P p H"], Bool[Array, "B K P p"]]:
-        return jnp.where(mask[..., None], k, 0), mask
-
     def prepared(self, index: Codes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Codes:
         keys, mask = described
         batch, heads, _, p, size = keys.shape
@@ -82,23 +74,6 @@ class CodesIndex(PageIndex):
         codes = nearest(keys, centroids, cosine=self.cosine).swapaxes(2, 3).reshape(batch, heads, -1, p, self.parts)
         count = mask.sum(-1, dtype=jnp.int32)
         return Codes(centroids, index.made | (count > 0).any(-1), codes.astype(index.codes.dtype), count)
-
-    def put(self, index: Codes, prepared: Codes, first: Int[Array, ""]) -> Codes:
-        old, new = ((x.codes, x.count) for x in (index, prepared))
-        codes, count = super().put(old, new, first)
-        return replace(prepared, codes=codes, count=count)
-
-    def moved(
-        self, index: Codes, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
-    ) -> Codes:
-        codes, count = super().moved((index.codes, index.count), ids, there, first, behind=behind)
-        return replace(index, codes=codes, count=count)
-
-
-def slots_there(index: Codes) -> Bool[Array, "B K S"]:
-    """Returns which slots of all pages, one behind another, hold a token."""
-    slots = jnp.arange(index.codes.shape[3])[None, None, None]
-    return (slots < index.count[..., None]).reshape(*index.count.shape[:2], -1)
 
 
 def approximate(q: Float[Array, "B K G H"], index: Codes) -> Float[Array, "B K G S"]:

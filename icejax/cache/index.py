@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -57,3 +58,29 @@ class PageIndex(abc.ABC):
     def with_pages(self, index: Any, described: Any, first: Int[Array, ""]) -> Any:
         """Returns the index with new pages from page `first` on, in one program."""
         return self.put(index, self.prepared(index, described, first), first)
+
+
+def slots_there(counts: Int[Array, "B K P"], page_size: int) -> Bool[Array, "B K S"]:
+    """Returns which slots of all pages, one behind another, hold a token: the first of each page."""
+    slots = jnp.arange(page_size)[None, None, None]
+    return (slots < counts[..., None]).reshape(*counts.shape[:2], -1)
+
+
+class CodesPerToken(PageIndex):
+    """An index with `codes` [B, K, P, p, n] and the `count` of pages, beside what is `made` of a row's first text for all."""
+
+    def counts(self, index: Any) -> Int[Array, "B K P"]:
+        return index.count
+
+    def describe(
+        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
+    ) -> tuple[Float[Array, "B K P p H"], Bool[Array, "B K P p"]]:
+        return jnp.where(mask[..., None], k, 0), mask
+
+    def put(self, index: Any, prepared: Any, first: Int[Array, ""]) -> Any:
+        codes, count = super().put(*((x.codes, x.count) for x in (index, prepared)), first)
+        return replace(prepared, codes=codes, count=count)
+
+    def moved(self, index: Any, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int) -> Any:
+        codes, count = super().moved((index.codes, index.count), ids, there, first, behind=behind)
+        return replace(index, codes=codes, count=count)

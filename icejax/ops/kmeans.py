@@ -1,4 +1,4 @@
-"""k-means over vectors, and which centroid each is nearest to."""
+"""k-means over vectors, which centroid each is nearest to, and the sums of those of each; in turns, which bounds the memory."""
 
 from __future__ import annotations
 
@@ -11,51 +11,86 @@ from icejax.ops.attention import EINSUM
 
 
 def kmeans(
-    x: Float[Array, "*R n d"], there: Bool[Array, "*R n"], *, count: int, iterations: int, cosine: bool = False
+    x: Float[Array, "*R n d"],
+    there: Bool[Array, "*R n"],
+    *,
+    count: int,
+    iterations: int,
+    cosine: bool = False,
+    few: Int[Array, "*R"] | None = None,
 ) -> Float[Array, "*R {count} d"]:
     """Returns centroids of the vectors that are `there`, in fp32, by Lloyd's iterations; of none, zeros.
 
     The first centroids are vectors at even steps from the first on: nothing is drawn. Then each vector goes to its nearest
     centroid, which becomes the mean of those that came; one to which none came stays. Fewer vectors than centroids are their
-    own. In turns over all but the last two axes: one holds two arrays of n times `count` numbers.
+    own. One turn, of all but the last two axes, holds two arrays of n times `count` numbers.
 
     Args:
         count: centroids.
         cosine: whether the nearest is the one of the smallest angle, not of the smallest distance. The mean is of the vectors
             as they are, so that a centroid is as long as they are in its direction.
+        few: how many of the centroids there are, at least one; the others are zero. None: all.
     """
 
-    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        vectors, valid = part
+    def one(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        vectors, valid, limit = part
         vectors = jnp.where(valid[:, None], vectors, 0).astype(jnp.float32)
         number, found = jnp.arange(count), valid.sum()
-        # number * found // count, in int32 for any sizes.
-        steps = number * (found // count) + number * (found % count) // count
-        first = vectors[jnp.argsort(~valid, stable=True)[steps]]
+        # number * found // limit, in int32 for any sizes.
+        steps = number * (found // limit) + number * (found % limit) // limit
+        first = jnp.argsort(~valid, stable=True)[jnp.minimum(steps, len(valid) - 1)]
+        first = jnp.where(number[:, None] < limit, vectors[first], 0)
 
         def better(_: jax.Array, centroids: jax.Array) -> jax.Array:
-            codes = _nearest(vectors, centroids, cosine)
-            members = ((codes[:, None] == number[None]) & valid[:, None]).astype(jnp.float32)
-            size = members.sum(0)[:, None]
-            return jnp.where(size > 0, EINSUM("nc,nd->cd", members, vectors) / jnp.maximum(size, 1), centroids)
+            total, size = _sums(vectors, _nearest(vectors, centroids, limit, cosine), valid, count)
+            return jnp.where(size[:, None] > 0, total / jnp.maximum(size, 1)[:, None], centroids)
 
         return lax.fori_loop(0, iterations, better, first)
 
-    found = lax.map(one, (x.reshape(-1, *x.shape[-2:]), there.reshape(-1, there.shape[-1])))
-    return found.reshape(*x.shape[:-2], *found.shape[1:])
+    return _in_turns(one, x, there, _limits(few, count, there))
 
 
-def nearest(x: Float[Array, "*R n d"], centroids: Float[Array, "*R c d"], *, cosine: bool = False) -> Int[Array, "*R n"]:
-    """Returns which centroid each vector is nearest to, the first of equal ones; in turns too."""
-    parts = (y.reshape(-1, *y.shape[-2:]) for y in (x, centroids))
-    found = lax.map(lambda part: _nearest(part[0].astype(jnp.float32), part[1], cosine), tuple(parts))
-    return found.reshape(x.shape[:-1])
+def nearest(
+    x: Float[Array, "*R n d"],
+    centroids: Float[Array, "*R c d"],
+    *,
+    cosine: bool = False,
+    few: Int[Array, "*R"] | None = None,
+) -> Int[Array, "*R n"]:
+    """Returns which centroid each vector is nearest to, the first of equal ones, as `kmeans` has it."""
+    limits = _limits(few, centroids.shape[-2], x[..., 0])
+    return _in_turns(lambda part: _nearest(part[0].astype(jnp.float32), *part[1:], cosine), x, centroids, limits)
 
 
-def _nearest(x: jax.Array, centroids: jax.Array, cosine: bool) -> jax.Array:
+def sums(
+    x: Float[Array, "*R n d"], codes: Int[Array, "*R n"], there: Bool[Array, "*R n"], *, count: int
+) -> tuple[Float[Array, "*R {count} d"], Int[Array, "*R {count}"]]:
+    """Returns the sums in fp32 of the vectors that have each of `count` codes, and how many have it."""
+    total, size = _in_turns(lambda part: _sums(part[0].astype(jnp.float32), *part[1:], count), x, codes, there)
+    return total, size.astype(jnp.int32)
+
+
+def _in_turns(one, x: jax.Array, *others: jax.Array):
+    """Returns what `one` makes of each of the leading axes of `x`, which the others have too."""
+    lead = x.shape[:-2]
+    found = lax.map(one, tuple(y.reshape(-1, *y.shape[len(lead) :]) for y in (x, *others)))
+    return jax.tree.map(lambda y: y.reshape(*lead, *y.shape[1:]), found)
+
+
+def _limits(few: jax.Array | None, count: int, like: jax.Array) -> jax.Array:
+    return jnp.full(like.shape[:-1], count, jnp.int32) if few is None else few
+
+
+def _nearest(x: jax.Array, centroids: jax.Array, limit: jax.Array, cosine: bool) -> jax.Array:
     products = EINSUM("nd,cd->nc", x, centroids)
     if cosine:
         near = products / jnp.maximum(jnp.linalg.norm(centroids, axis=-1), 1e-30)[None]
     else:
         near = 2 * products - jnp.square(centroids).sum(-1)[None]
-    return near.argmax(-1).astype(jnp.int32)
+    return jnp.where(jnp.arange(len(centroids))[None] < limit, near, -jnp.inf).argmax(-1).astype(jnp.int32)
+
+
+def _sums(x: jax.Array, codes: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """By products: a sum in any order, as of a scatter on GPU, would not be the same twice."""
+    members = ((codes[:, None] == jnp.arange(count)[None]) & valid[:, None]).astype(jnp.float32)
+    return EINSUM("nc,nd->cd", members, x), members.sum(0)

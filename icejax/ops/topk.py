@@ -1,4 +1,4 @@
-"""Which values are the largest: by sorting on CPU, elsewhere by counting those that are larger.
+"""Which values are the largest: by sorting on CPU, elsewhere by counting those that are larger, unless they are very many.
 
 An accelerator sorts a thousand numbers in many dependent steps, and counts them in one. Of equal values the first is larger.
 """
@@ -12,12 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+MOST_COUNTED = 8192  # by estimate: each is compared with all, which for more takes an accelerator longer than the steps
+
 
 def best(
     worth: Float[Array, "*R n"], wanted: int, *others: Int[Array, "*R n"]
 ) -> tuple[Int[Array, "*R {wanted}"], Bool[Array, "*R n"], tuple[Int[Array, "*R {wanted}"], ...]]:
     """Returns the indices of the `wanted` largest values, largest first, which values they are, and `others` at the indices."""
     by_sorting, by_counting = (functools.partial(form, wanted=wanted) for form in (_best_sorted, _best_counted))
+    if worth.shape[-1] > MOST_COUNTED:
+        return by_sorting(worth, *others)
     return lax.platform_dependent(worth, *others, cpu=by_sorting, default=by_counting)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from icejax.cache.codes import Codes, CodesIndex, approximate, slots_there
+from icejax.cache.codes import Codes, CodesIndex, approximate
 from icejax.cache.found import Found, of_query_heads
+from icejax.cache.index import slots_there
 from icejax.cache.policies.full import behind_dense, check_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
@@ -69,7 +70,7 @@ class ClusterKV(Retrieval):
 
     def find(self, heads: Heads, index: Codes, view: View) -> Found:
         # A token is worth what its cluster is: the best are whole clusters, and of the last one the earliest tokens.
-        there = slots_there(index)[:, :, None]
+        there = slots_there(index.count, PAGE)[:, :, None]
         worth = jnp.where(there, approximate(heads.by_group(), index), -jnp.inf)
         counts = jnp.broadcast_to(there, worth.shape).astype(jnp.int32)
         ids, _, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), counts)

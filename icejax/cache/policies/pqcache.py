@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.codes import Codes, CodesIndex, approximate, slots_there
+from icejax.cache.codes import Codes, CodesIndex, approximate
 from icejax.cache.found import Found
+from icejax.cache.index import slots_there
 from icejax.cache.policies.full import behind_dense, check_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
@@ -83,7 +84,7 @@ class PQCache(Retrieval):
         return min(pages * PAGE, self.budget - self.sinks - self.window_of.slots)
 
     def find(self, heads: Heads, index: Codes, view: View) -> Found:
-        there = slots_there(index)
+        there = slots_there(index.count, PAGE)
         scores = heads.scoring(approximate(heads.by_group(), index))
         # A row without a token in pages has no weights that mean anything, and none that are looked at.
         weights = jax.nn.softmax(jnp.where(there[:, :, None], scores, -jnp.inf), axis=-1).sum(2)

@@ -1,0 +1,107 @@
+"""RetroInfer (arXiv 2505.02922): whole clusters of tokens exactly, and more of them by their means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from icejax.cache.clusters import Clusters, ClustersIndex
+from icejax.cache.found import Found
+from icejax.cache.index import slots_there
+from icejax.cache.policies.full import behind_dense, check_dense
+from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.retrieval import PAGE, Retrieval
+from icejax.cache.window import Window
+from icejax.ops.attention import EINSUM, Attended, products
+from icejax.ops.topk import best
+from icejax.ranges import number, whole
+
+
+@dataclass(frozen=True)
+class RetroInfer(Retrieval):
+    """RetroInfer: sinks, window, the clusters of largest weight, and the next ones as if their tokens were at their means.
+
+    There is a cluster for every 16 tokens. Clusters are ranked by the softmax of their mean keys' scores, summed over the query
+    heads of a KV head; of those that follow on the ones attended exactly, a share of all is estimated, and the rest left out.
+    In its code 1.8% of the clusters are attended exactly; here they are as many as the budget holds whole. There k-means
+    begins at the middle of every 16 tokens, the last round looks beyond a stretch of 8,192, and of the decoded tokens 1,024 are
+    clustered at once; here each 16 that leave the window are a cluster.
+
+    Attributes:
+        budget: tokens attended exactly per KV head and layer, sinks and window included.
+        sinks: first tokens kept on the device.
+        window: newest tokens kept on the device.
+        estimated: share of the clusters that are estimated.
+        iterations: rounds of k-means, in which tokens and centroids move.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in its code).
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    budget: int = 256
+    sinks: int = 4
+    window: int = 64
+    estimated: float = 0.232
+    iterations: int = 10
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("sinks", self.sinks, least=0, most=2**20)
+        whole("window", self.window, least=PAGE, most=2**20)
+        whole("budget", self.budget, least=self.sinks + self.window + 1)
+        number("estimated", self.estimated, least=0, most=1)
+        whole("iterations", self.iterations, most=1000)
+        check_dense(self.dense_layers)
+
+    page_size = PAGE
+    by_slot = True
+
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        return behind_dense(self, full, dense=self.dense_layers, of=of)
+
+    @property
+    def window_of(self) -> Window:
+        return Window(self.sinks, self.window, PAGE)
+
+    @property
+    def index(self) -> ClustersIndex:
+        return ClustersIndex(PAGE, self.iterations)
+
+    def num_fetched(self, pages: int) -> int:
+        return min(pages * PAGE, self.budget - self.sinks - self.window)
+
+    def find(self, heads: Heads, index: Clusters, view: View) -> Found:
+        scores = heads.scoring(products(heads.by_group().astype(jnp.float32), index.key.astype(jnp.float32)))
+        scores = jnp.where(index.size[:, :, None] > 0, scores, -jnp.inf)
+        wanted = self.num_fetched(index.count.shape[2])
+        exact, estimated = self._taken(scores, index, wanted)
+        there = slots_there(index.count, PAGE)
+        there &= jnp.take_along_axis(exact, jnp.where(there, index.of_slots, 0), axis=2)
+        ids, _, (counts,) = best(jnp.where(there, 1.0, -jnp.inf), wanted, there.astype(jnp.int32))
+        # A mean counts as often as its cluster has tokens.
+        scores = jnp.where(estimated[:, :, None], scores + jnp.log(index.size.astype(jnp.float32))[:, :, None], -jnp.inf)
+        highest = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
+        total = weights.sum(-1, keepdims=True)
+        means = (index.key if index.value is None else index.value)[..., : heads.v.shape[-1]].astype(jnp.float32)
+        out = EINSUM("bkgp,bkph->bkgh", weights / jnp.maximum(total, 1e-30), means)
+        return Found(ids, counts, rest=Attended(out, (jnp.log(total) + highest)[..., 0]))
+
+    def _taken(
+        self, scores: Float[Array, "B K G P"], index: Clusters, wanted: int
+    ) -> tuple[Bool[Array, "B K P"], Bool[Array, "B K P"]]:
+        """Returns the first clusters, as many as have no more than `wanted` tokens together, and those to be estimated."""
+        # Without a cluster no weight means anything, and none is looked at.
+        worth = jnp.where(index.size > 0, jax.nn.softmax(scores, axis=-1).sum(2), -jnp.inf)
+        order = jnp.argsort(-worth, axis=-1, stable=True)
+        rank = jnp.argsort(order, axis=-1)
+        exact = jnp.cumsum(jnp.take_along_axis(index.size, order, axis=2), axis=2) <= wanted
+        exact = jnp.take_along_axis(exact, rank, axis=2) & (index.size > 0)
+        filled, taken = (x.sum(-1, keepdims=True, dtype=jnp.int32) for x in (index.size > 0, exact))
+        estimated = jnp.ceil(filled.astype(jnp.float32) * self.estimated).astype(jnp.int32)
+        return exact, (rank >= taken) & (rank < taken + estimated) & (index.size > 0)
