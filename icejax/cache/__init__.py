@@ -21,6 +21,7 @@ from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.restkv import ReSTKV
 from icejax.cache.policies.retroinfer import RetroInfer
+from icejax.cache.policies.rocketkv import RocketKV
 from icejax.cache.policies.shadowkv import ShadowKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -50,6 +51,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "quest": Quest,
     "restkv": ReSTKV,
     "retroinfer": RetroInfer,
+    "rocketkv": RocketKV,
     "shadowkv": ShadowKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
