@@ -34,6 +34,7 @@ from icejax.cache import (
     TopK,
     TopKPages,
     TopP,
+    VAttention,
 )
 
 
@@ -115,6 +116,7 @@ POLICIES = (
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full
     Row("topp", TopP(mass=0.5), lambda n: TopP(mass=1.0), slow=True),
+    Row("vattention", VAttention(budget=64), lambda n: VAttention(budget=2 * n), slow=True),  # half of it are top tokens
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
 

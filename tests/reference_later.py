@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
+from tests.reference_oracles import Chooser
 from tests.reference_peers import SnapKV, attention, best, softmax
 
 
@@ -39,3 +41,46 @@ class RocketKV(SnapKV):
         chosen, queries = self.chosen(q), self.tokens.grouped(q)
         pairs = ((queries[head], self.tokens.k[at, head], self.tokens.v[at, head]) for head, at in enumerate(chosen))
         return np.concatenate([attention(*each) for each in pairs])
+
+
+class VAttention(Chooser):
+    """vAttention: between `sinks` and `window` the `top` tokens, and of all there some that are drawn, up to `most`.
+
+    `draws` gives numbers [2, N, n] for the query heads and all tokens: the largest of those between are drawn, of the first
+    numbers `least` to tell the bound by.
+    """
+
+    def __init__(
+        self, sinks: int, window: int, top: int, least: int, most: int, bound: float, draws: Callable, **prompt: np.ndarray
+    ) -> None:
+        super().__init__(**prompt)
+        self.sinks, self.window, self.top, self.least, self.most = sinks, window, top, least, most
+        self.bound, self.draws = bound, draws  # `bound` is epsilon by the quantile of delta
+
+    def taken(self, q: np.ndarray) -> list[tuple[list[int], list[int], float]]:
+        """Returns of each query head the positions that are attended to exactly, those sampled, and what share these are."""
+        n, found = len(self.tokens), []
+        between = np.arange(self.sinks, max(n - self.window, self.sinks))
+        near = [i for i in range(n) if i not in set(between)]
+        first, then = self.draws(n)
+        for head, scores in enumerate(self.scores(q).reshape(len(q), -1)):
+            weights = np.exp(scores - scores.max())
+            exact = {*near, *between[best(scores[between], self.top)]}
+            least = min(self.least, len(between))
+            told = weights[between[best(first[head, between], least)]]
+            wanted = 0
+            if len(told) > 1:
+                total = weights[list(exact)].sum() + told.mean() * len(between)
+                wanted = int(min(told.var(ddof=1) * (len(between) / (self.bound * total)) ** 2, self.most))
+            count = min(max(wanted, least), len(between))
+            sampled = set(between[best(then[head, between], count)]) - exact
+            found.append((sorted(exact), sorted(sampled), count / len(between) if len(between) else 1.0))
+        return found
+
+    def attend(self, q: np.ndarray) -> np.ndarray:
+        outputs, group = [], len(q) // self.tokens.k.shape[1]
+        scores = self.scores(q).reshape(len(q), -1)
+        for head, (exact, sampled, share) in enumerate(self.taken(q)):
+            logits = np.append(scores[head, exact], scores[head, sampled] - np.log(share))
+            outputs.append(softmax(logits) @ self.tokens.v[exact + sampled, head // group])
+        return np.stack(outputs)

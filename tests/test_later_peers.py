@@ -3,14 +3,15 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import RocketKV
+from icejax.cache import RocketKV, VAttention
 from icejax.ops.attention import Scoring
 from tests import reference_later as reference
-from tests.layer import KV_HEADS, Layer, draw
+from tests.layer import KV_HEADS, NEW, PROMPT, Layer, draw
 from tests.test_peers import LENGTHS, STEPS, compare, kept, row_of
 
 slow = pytest.mark.slow
@@ -57,6 +58,73 @@ def test_rocketkv_finds_what_its_first_stage_has_kept():
         assert np.allclose(found, 5.0, atol=0.1) == there
 
 
+@slow
+def test_vattention_samples_as_many_tokens_as_its_bound_asks_for():
+    prompt, new = draw(LENGTHS, STEPS)
+    policy, counts = VAttention(budget=90, sinks=3, window=7, top=30, epsilon=0.15, delta=0.1, seed=5), []
+    bound = 0.15 / 1.2815515655446004  # the quantile of 0.9
+    draws, weighed = jax.jit(policy.draws, static_argnums=(1, 2)), jax.jit(policy.weighed)
+
+    def drawn(n):
+        return np.asarray(draws(np.int32([n - 1]), 4, PROMPT + NEW))[0].reshape(2, 4, -1)
+
+    own = dict(sinks=3, window=7, top=30, least=12, most=50, bound=bound, draws=drawn)
+
+    def check(layer, row, one, q):
+        taken = one.taken(q)
+        scores = np.full((1, 2, 2, PROMPT + NEW), -np.inf, np.float32)
+        scores[..., : len(one.tokens)] = one.scores(q)
+        found = np.asarray(weighed(scores, np.int32([len(one.tokens) - 1]))).reshape(4, -1)
+        assert [np.flatnonzero(each > -np.inf).tolist() for each in found] == [sorted(a + b) for a, b, _ in taken]
+        assert np.asarray(layer.tokens)[0, row] == np.mean([len(a + b) for a, b, _ in taken]) <= 90
+        if len(one.tokens) > 200:
+            counts.extend(round(share * (len(one.tokens) - 10)) for *_, share in taken)
+
+    compare(policy, [reference.VAttention(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    assert (min(counts), max(counts)) == (12, 50) and len(set(counts)) > 20
+
+
+def heads_alike(heads: int):
+    """Returns scores [1, 1, heads, 400] and values [400, 3], the same for all heads."""
+    rng = np.random.default_rng(3)
+    return np.broadcast_to(rng.standard_normal(400).astype(np.float32), (1, 1, heads, 400)), rng.standard_normal((400, 3))
+
+
+def test_weights_that_are_sampled_are_right_in_the_mean():
+    """The sum of weights and that of weighted values over 2,000 draws, each of which has a few of 400 tokens."""
+    scores, values = heads_alike(2000)
+    policy = VAttention(budget=60, top=10, base=0.5, epsilon=0.3)
+    weights = np.exp(np.asarray(jax.jit(policy.weighed)(scores, np.int32([399])))[0, 0], dtype=np.float64)
+    each = weights @ np.concatenate([np.ones((400, 1)), values], axis=1)
+    exact = np.exp(scores[0, 0, 0]) @ np.concatenate([np.ones((400, 1)), values], axis=1)
+    assert (np.abs(each.mean(0) - exact) < 4 * each.std(0) / 2000**0.5).all()
+    assert ((weights > 0).sum(1) <= 60).all() and (each.std(0) > 0.01 * np.abs(exact).max()).all()
+    plain = np.where(weights > 0, np.exp(scores[0, 0, 0]), 0).sum(1)
+    assert plain.mean() < 0.5 * exact[0]  # unweighed they would be far from it
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.1])
+def test_a_sum_of_weights_is_rarely_wrong_by_more_than_epsilon(epsilon):
+    scores, _ = heads_alike(500)
+    policy = VAttention(budget=700, top=10, base=0.1, epsilon=epsilon, delta=0.1)
+    weighed = np.asarray(jax.jit(policy.weighed)(scores, np.int32([399])))[0, 0]
+    wrong = np.abs(np.exp(weighed).sum(1) / np.exp(scores[0, 0, 0]).sum() - 1) > epsilon
+    assert wrong.mean() < 0.2  # 0.1 on each side
+    assert (weighed > -np.inf).sum(1).mean() < 400
+
+
+def test_what_is_drawn_depends_on_seed_position_and_head_alone():
+    draws = VAttention(seed=1).draws
+    alone, among = draws(jnp.int32([70]), 4, 90), draws(jnp.int32([3, 70]), 4, 120)
+    np.testing.assert_array_equal(among[1, :, :90], alone[0])
+    several = [
+        *np.asarray(alone[0]),
+        np.asarray(among[0, 0, :90]),
+        np.asarray(VAttention(seed=2).draws(jnp.int32([70]), 4, 90))[0, 0],
+    ]
+    assert len({each.tobytes() for each in several}) == len(several) == 10
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -64,6 +132,15 @@ def test_rocketkv_finds_what_its_first_stage_has_kept():
         (RocketKV, dict(kept=255), "kept must be at least 256, got 255"),
         (RocketKV, dict(window=0), "window must be at least 1, got 0"),
         (RocketKV, dict(kernel=4), "kernel must be an odd number, got 4"),
+        (VAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (VAttention, dict(window=0), "window must be at least 1, got 0"),
+        (VAttention, dict(budget=22), "budget must be at least 23, got 22"),
+        (VAttention, dict(top=235), "top must be at most 234, got 235"),
+        (VAttention, dict(base=1.5), "base must be a number from 0 to 1, got 1.5"),
+        (VAttention, dict(epsilon=0), "epsilon must be a number above 0 and at most 1, got 0"),
+        (VAttention, dict(delta=0.5), "delta must be a number above 0 and at most 0.49, got 0.5"),
+        (VAttention, dict(seed=-1), "seed must be at least 0, got -1"),
+        (VAttention, dict(dense_layers=-1), "dense_layers must be at least 0, got -1"),
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ from icejax.cache.policies.topk import TopK
 from icejax.cache.policies.topk_pages import TopKPages
 from icejax.cache.policies.topp import TopP
 from icejax.cache.policies.tova import TOVA
+from icejax.cache.policies.vattention import VAttention
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
 
@@ -59,6 +60,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "topk-pages": TopKPages,
     "topp": TopP,
     "tova": TOVA,
+    "vattention": VAttention,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
 ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")
