@@ -33,7 +33,7 @@ class RocketKV(SnapKV):
         budget: tokens attended exactly per KV head and layer.
         window: last tokens of a text, which are kept and whose queries decide.
         kernel: neighbours over which attention is pooled, an odd number.
-        pooling: avg or max.
+        pooling: max (its own code) or avg (that of SnapKV).
         group: how the query heads of a KV head agree on what to keep: mean, max or sum.
         kept: tokens kept per KV head and layer after a text, on the device; decoded tokens come on top; None: 8 budgets.
 
