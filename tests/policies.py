@@ -18,6 +18,7 @@ from icejax.cache import (
     ClusterKV,
     ExpectedAttention,
     Full,
+    InfiniGen,
     KeyDiff,
     LaCache,
     MagicPIG,
@@ -104,6 +105,7 @@ POLICIES = (
     Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
     Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
     Row("magicpig", MagicPIG(budget=64, window=24, bits=4, tables=30), None, slow=True),
+    Row("infinigen", InfiniGen(budget=64), lambda n: InfiniGen(budget=n + 17, alpha=1e9), slow=True),
     Row("retroinfer", RetroInfer(budget=64, window=24), lambda n: RetroInfer(budget=n + 64), slow=True),
     Row(
         "shadowkv",

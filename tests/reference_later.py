@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.reference_oracles import Chooser
 from tests.reference_peers import SnapKV, attention, best, softmax
+from tests.reference_retrieval import Paged
 
 
 class RocketKV(SnapKV):
@@ -84,3 +85,29 @@ class VAttention(Chooser):
             logits = np.append(scores[head, exact], scores[head, sampled] - np.log(share))
             outputs.append(softmax(logits) @ self.tokens.v[exact + sampled, head // group])
         return np.stack(outputs)
+
+
+class InfiniGen(Paged):
+    """InfiniGen: of each query head the tokens of highest score in `some` directions, as many as come near the highest.
+
+    Directions are of the SVD of a KV head's queries in the prompt [n, N, H]; the number is the mean over heads, up to `count`.
+    """
+
+    def __init__(self, count: int, some: int, alpha: float, *, q: np.ndarray, **options) -> None:
+        super().__init__(16, sinks=0, fill=1, q=q, **options)
+        self.count, self.alpha, self.directions = count, alpha, []
+        for queries in self.tokens.grouped(q).swapaxes(0, 1).reshape(self.tokens.k.shape[1], -1, q.shape[-1]):
+            main = np.linalg.svd(queries)[2].T
+            self.directions.append(main[:, best(np.abs(queries @ main).sum(0), some)])
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions of the tokens in pages that each query head attends to, sorted."""
+        if not self.paged():
+            return [[]] * len(q)
+        pairs = zip(self.tokens.grouped(q), self.tokens.k[self.paged()].swapaxes(0, 1), self.directions, strict=True)
+        scores = np.concatenate([(queries @ u) @ (keys @ u).T for queries, keys, u in pairs]) / q.shape[-1] ** 0.5
+        number = int((scores > scores.max(1, keepdims=True) - self.alpha).sum(1).mean())
+        return [best(each, min(number, self.count)) for each in scores]
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        return [[*self.near(), *positions] for positions in self.chosen(q)]

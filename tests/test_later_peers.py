@@ -1,6 +1,7 @@
 """Later methods of other papers against plain numpy: which tokens are chosen, and what comes of it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,16 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import RocketKV, VAttention
+from icejax.cache import InfiniGen, RocketKV, VAttention
+from icejax.cache.partial import directions_of
+from icejax.cache.policy import Heads, Lengths, View
 from icejax.ops.attention import Scoring
 from tests import reference_later as reference
+from tests import tolerances
 from tests.layer import KV_HEADS, NEW, PROMPT, Layer, draw
+from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, kept, row_of
+from tests.test_retrieval_peers import at_positions
 
 slow = pytest.mark.slow
 
@@ -125,6 +131,59 @@ def test_what_is_drawn_depends_on_seed_position_and_head_alone():
     assert len({each.tobytes() for each in several}) == len(several) == 10
 
 
+@slow
+def test_infinigen_attends_to_tokens_that_come_near_the_highest_score():
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    prompt[0] *= 0.7 ** np.arange(16)  # queries have more of some channels, and so have some directions
+    policy, most = InfiniGen(budget=50, ratio=0.4, alpha=4.0), []
+    own = dict(count=policy.num_fetched(1000), some=6, alpha=4.0)
+    assert own["count"] == 33
+
+    def check(layer, row, one, q):
+        for head, two in enumerate(zip(*[iter(one.chosen(q))] * 2, strict=True)):
+            counted = np.asarray(layer.state.weights)[row, head, :, 0] > 0  # a token that both have found is there twice
+            assert sorted(np.asarray(layer.state.ids)[row, head][counted]) == at_positions(layer, row, one, {*two[0], *two[1]})
+            most.append(len(two[0]))
+        one.end_step()
+
+    compare(policy, [reference.InfiniGen(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    assert max(most) == 33 and len(set(most)) > 10
+
+
+def test_a_part_of_the_keys_is_enough_for_queries_of_few_directions():
+    """Queries of each KV head in three directions of their own: the scores of three sixteenths of the keys are exact."""
+    rng = np.random.default_rng(0)
+    planes = rng.standard_normal((2, 3, 16))
+    q = np.einsum("tkgd,kdh->tkgh", rng.standard_normal((40, 2, 2, 3)), planes).astype(np.float32)
+    keys = rng.standard_normal((2, 50, 16))
+    u = np.asarray(jitted(directions_of, q[None], np.int32([30]), count=3))[0]
+    np.testing.assert_allclose(np.einsum("khd,khe->kde", u, u), np.stack([np.eye(3)] * 2), atol=tolerances.EXACT)
+    exact, found = np.einsum("tkgh,kmh->tkgm", q, keys), np.einsum("tkgd,kmd->tkgm", q @ u, keys @ u)
+    np.testing.assert_allclose(found, exact, atol=1e-4)
+    fewer = np.asarray(jitted(directions_of, q[None], np.int32([30]), count=2))[0]
+    assert np.abs(np.einsum("tkgd,kmd->tkgm", q @ fewer, keys @ fewer) - exact).max() > 0.1
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_guess_of_the_queries_chooses_tokens(prefetch):
+    prompt, new = draw((200,), 1)
+    policy = InfiniGen(budget=64, alpha=20.0, prefetch=prefetch)
+    index = Layer(policy, (200,), *prompt).state.index
+
+    def found(q, guess):
+        def find(q, guess, index):
+            heads = Heads(q, new[1][:1], new[2][:1], jnp.ones(1, jnp.int32), Scoring(0.25))
+            view = View(Lengths.of(jnp.int32([200])), guess=None if guess is None else lambda: guess)
+            return policy.find(heads, index, view).ids
+
+        return np.asarray(jitted(find, q, guess, index))
+
+    q, other = jnp.asarray(new[0][:1]), jnp.asarray(-new[0][:1])
+    own, guessed = found(q, None), found(q, other)
+    np.testing.assert_array_equal(guessed, found(other, None) if prefetch else own)
+    assert (own == found(other, None)).mean() < 0.1
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -132,6 +191,11 @@ def test_what_is_drawn_depends_on_seed_position_and_head_alone():
         (RocketKV, dict(kept=255), "kept must be at least 256, got 255"),
         (RocketKV, dict(window=0), "window must be at least 1, got 0"),
         (RocketKV, dict(kernel=4), "kernel must be an odd number, got 4"),
+        (InfiniGen, dict(budget=17), "budget must be at least 18, got 17"),
+        (InfiniGen, dict(ratio=0), "ratio must be a number above 0 and at most 1, got 0"),
+        (InfiniGen, dict(alpha=-1), "alpha must be a number from 0 to 1e+09, got -1"),
+        (InfiniGen, dict(prefetch=1), "prefetch must be true or false, got 1"),
+        (InfiniGen, dict(dense_layers=-1), "dense_layers must be at least 0, got -1"),
         (VAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (VAttention, dict(window=0), "window must be at least 1, got 0"),
         (VAttention, dict(budget=22), "budget must be at least 23, got 22"),
@@ -145,5 +209,5 @@ def test_what_is_drawn_depends_on_seed_position_and_head_alone():
     ids=str,
 )
 def test_bad_options_say_what_is_expected(kind, options, message):
-    with pytest.raises(icejax.InputError, match=f"^{message}$"):
+    with pytest.raises(icejax.InputError, match=f"^{re.escape(message)}$"):
         kind(**options)

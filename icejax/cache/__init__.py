@@ -12,6 +12,7 @@ from icejax.cache.policies.clusterkv import ClusterKV
 from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
+from icejax.cache.policies.infinigen import InfiniGen
 from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.lacache import LaCache
 from icejax.cache.policies.magicpig import MagicPIG
@@ -43,6 +44,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "expected-attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
+    "infinigen": InfiniGen,
     "keydiff": KeyDiff,
     "lacache": LaCache,
     "magicpig": MagicPIG,
