@@ -26,8 +26,8 @@ class InfiniGen(Retrieval):
 
     That part are a few directions: of the singular vectors of a KV head's queries in the prompt those in which they have most.
     How many tokens a step takes is the number whose score comes within `alpha` of the highest, mean over the query heads of a
-    layer, and rounded down. The queries that choose are a guess, of the input of the layer before, so that tokens can be on
-    their way while that layer runs.
+    layer, and rounded down. With `prefetch` the queries that choose are a guess, of the input of the layer before, so that
+    tokens can be on their way while that layer runs; its code always guesses.
 
     In its code weights of queries and keys are turned to these directions beforehand, for each query head and by a sample of
     text; here no weight is touched and the prompt's own queries say them. There channels are chosen for OPT by the prompt; for
@@ -40,7 +40,7 @@ class InfiniGen(Retrieval):
         budget: tokens attended exactly per query head and layer at most, window included.
         ratio: how many directions there are, of as many as channels.
         alpha: by how much a score may lie below the highest one and count.
-        prefetch: whether a guess of the queries chooses; in the first layer they always choose themselves.
+        prefetch: whether a guess of the queries chooses, but in the first layer; the bundled model's layers share too little.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -50,7 +50,7 @@ class InfiniGen(Retrieval):
     budget: int = 256
     ratio: float = 0.2
     alpha: float = 5.0
-    prefetch: bool = True
+    prefetch: bool = False
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
