@@ -33,8 +33,8 @@ class InfiniGen(Retrieval):
     text; here no weight is touched and the prompt's own queries say them. There channels are chosen for OPT by the prompt; for
     Llama they are fixed. The guess is of what enters the attention of the layer before, and all heads of a batch count as one;
     here it is normed as the layer's own input is, and each row has its number. There the number is capped at 400 tokens or a
-    fifth of the text, here by the budget; there is no window but the newest token, tokens leave the host memory when it is
-    full, and the first layer is dense.
+    fifth of the text, here by the budget; there is no window but the newest token, so that the highest score is of all tokens
+    and here of those in pages; tokens leave the host memory when it is full, and the first layer is dense.
 
     Attributes:
         budget: tokens attended exactly per query head and layer at most, window included.
