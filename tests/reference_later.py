@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-import ml_dtypes
 import numpy as np
 
 from tests.reference_oracles import Chooser
@@ -139,7 +138,7 @@ class ParisKV(Paged):
         lengths = np.linalg.norm(blocks, axis=-1, keepdims=True)
         shares = np.abs(blocks) / lengths
         told = self.sizes[np.searchsorted(self.edges, shares)]
-        lengths = (lengths / (told * shares).sum(-1, keepdims=True)).astype(ml_dtypes.bfloat16)
+        lengths = (lengths / (told * shares).sum(-1, keepdims=True)).astype("bfloat16")
         return told * np.where(blocks >= 0, 1, -1) * lengths.astype(np.float64)
 
     def votes(self, q: np.ndarray, head: int) -> np.ndarray:

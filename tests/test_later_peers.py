@@ -219,6 +219,7 @@ def index_of(keys: np.ndarray):
     return jitted(index.with_pages, index.empty(spec, len(keys) // 16), described, jnp.int32(0))
 
 
+@slow
 def test_the_best_of_many_gaussian_keys_are_found_again():
     """Of the 100 tokens of largest product among 4,096: most by four bits a channel, fewer by signs alone, by chance 2%."""
     rng = np.random.default_rng(0)
