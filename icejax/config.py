@@ -42,20 +42,39 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The MLPs of a layer of which each token takes a few, and how they are chosen: by the softmax of a router's logits.
+
+    Attributes:
+        count: how many there are.
+        chosen: how many a token takes.
+        size: the inner size of each.
+        normed: whether the scores of those a token takes are divided by their sum.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    normed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """How one layer attends.
+    """How one layer attends, and what its MLP is.
 
     Attributes:
         window: tokens it sees, the newest included; None: all.
         scale: what products of queries and keys are multiplied by.
         rope: of its queries and keys.
         softcap: what the scaled products then come near and never exceed, by tanh; None: no bound.
+        experts: those its tokens choose among; None: one MLP for all tokens.
     """
 
     window: int | None
     scale: float
     rope: Rope
     softcap: float | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +88,7 @@ class ModelConfig:
         qk_norm: whether queries and keys pass an RMSNorm per head before RoPE (Qwen3).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
+        experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
     """
 
     model_type: str
@@ -92,12 +112,17 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """How every layer attends."""
+        """How every layer attends, and what its MLP is."""
         rope, scale = Rope(size=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
-        return tuple(LayerConfig(window=window, scale=scale, rope=rope) for window in self.windows)
+        return tuple(
+            LayerConfig(window=window, scale=scale, rope=rope, experts=None if i in self.dense_layers else self.experts)
+            for i, window in enumerate(self.windows)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -20,6 +20,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import icejax.checkpoint
@@ -70,6 +72,11 @@ def _qwen3(name: str, **changes) -> Row:
     return Row("qwen3-" + name, Qwen3Config, Qwen3ForCausalLM, tuple(changes.items()))
 
 
+def _qwen3_moe(name: str, **changes) -> Row:
+    small = dict(num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    return Row("qwen3_moe-" + name, Qwen3MoeConfig, Qwen3MoeForCausalLM, tuple((small | changes).items()))
+
+
 def _rope(rope_type: str, **fields) -> dict:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
 
@@ -114,6 +121,9 @@ FAMILIES = (
     _qwen3("plain", head_dim=32),
     _qwen3("layer-types", head_dim=16, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
     _qwen3("biases", head_dim=16, attention_bias=True),
+    _qwen3_moe("plain", norm_topk_prob=True),  # 30B-A3B, 235B-A22B
+    _qwen3_moe("dense-layers", head_dim=32, mlp_only_layers=[0], attention_bias=True),
+    _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
 
 
@@ -134,7 +144,7 @@ def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
         if parameter.ndim == 1:
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
         elif scale == "fan_in":
-            parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     return model
 
 

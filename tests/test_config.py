@@ -109,6 +109,7 @@ def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
 
 NAN, INFINITY = float("nan"), float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0}
+MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -157,6 +158,19 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "mistral", "sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
         ({"model_type": "qwen2", "use_sliding_window": 1}, "'use_sliding_window' must be true or false, got 1"),
         ({"model_type": "qwen2", "max_window_layers": -1}, "'max_window_layers' must be at least 0, got -1"),
+        (MOE | {"num_experts": ...}, "config.json has no 'num_experts', which a qwen3_moe model needs"),
+        (MOE | {"num_experts": 0}, "'num_experts' must be at least 1, got 0"),
+        (MOE | {"num_experts": ..., "num_local_experts": 1025}, "'num_local_experts' must be at most 1024, got 1025"),
+        (MOE | {"num_experts_per_tok": 9}, "'num_experts_per_tok' must be at most 8, got 9"),
+        (MOE | {"moe_intermediate_size": 0}, "'moe_intermediate_size' must be at least 1, got 0"),
+        (MOE | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
+        (MOE | {"mlp_only_layers": 3}, "'mlp_only_layers' must be a list, got 3"),
+        (MOE | {"mlp_only_layers": [3]}, "'mlp_only_layers' must be at most 2, got 3"),
+        (MOE | {"mlp_only_layers": ["a"]}, "'mlp_only_layers' must be a whole number, got 'a'"),
+        (MOE | {"decoder_sparse_step": 0}, "'decoder_sparse_step' must be at least 1, got 0"),
+        (MOE | {"max_window_layers": "a"}, "'max_window_layers' must be a whole number, got 'a'"),
+        (MOE | {"n_group": 4}, "field 'n_group' (4) is not known here"),
+        ({"num_experts": 8}, "field 'num_experts' (8) is not known here"),
         ({"eos_token_id": "2"}, "'eos_token_id' must be a whole number, got '2'"),
         ({"eos_token_id": [2, 1.5]}, "'eos_token_id' must be a whole number, got 1.5"),
         ({"eos_token_id": -1}, "'eos_token_id' must be at least 0, got -1"),
@@ -183,7 +197,7 @@ def test_generation_config_is_read_as_carefully(tmp_path):
 
 
 # Fields whose change alone cannot change logits, or has a test of its own.
-INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings"}
+INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers"}
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",

@@ -3,6 +3,7 @@
 import pytest
 
 from icejax.cache import Clustered, layer_policies
+from icejax.config import Experts
 from icejax.models import family
 
 COMMON = dict(
@@ -44,6 +45,13 @@ PUBLISHED = {
         sizes(4096, 12288, 36, 32, 8, 151936, 40960, model_type="qwen3", attention_bias=False, head_dim=128, max_window_layers=36,
               rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False, tie_word_embeddings=False),
         dict(qk_norm=True, head_dim=128, qkv_bias=False),
+    ),
+    "Qwen3-30B-A3B": (
+        sizes(2048, 6144, 48, 32, 4, 151936, 40960, model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128,
+              max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+              num_experts_per_tok=8, output_router_logits=False, rope_scaling=None, rope_theta=1000000.0,
+              router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
+        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, normed=True), dense_layers=()),
     ),
     "Mistral-7B-Instruct-v0.1": (
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=10000.0, sliding_window=4096),

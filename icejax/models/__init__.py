@@ -23,10 +23,12 @@ class Family:
     Attributes:
         read_config: raw config.json -> ModelConfig.
         ignored_keys: checkpoint keys that hold no parameter.
+        renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
     ignored_keys: re.Pattern[str] = ROTARY_TABLES
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 FAMILIES = {
@@ -35,6 +37,7 @@ FAMILIES = {
     "ministral": Family(mistral.read_config),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen3": Family(qwen.read_qwen3_config),
+    "qwen3_moe": Family(qwen.read_qwen3_moe_config),
 }
 
 

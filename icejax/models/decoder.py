@@ -11,7 +11,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.config import LayerConfig, ModelConfig
+from icejax.config import Experts, LayerConfig, ModelConfig
+from icejax.models.experts import ExpertStack, Router
 from icejax.ops.attention import EINSUM, Scoring
 from icejax.ops.rope import cos_sin, rotate, turn
 
@@ -78,14 +79,26 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """The gated MLP (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SparseMLP(nnx.Module):
+    """Many MLPs, of which each token takes a few (arXiv 1701.06538)."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
+        self.gate = Router(config.hidden_size, experts, dtype=dtype)
+        self.experts = ExpertStack(config.hidden_size, experts, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        tokens = x.reshape(-1, x.shape[-1])
+        return self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
 
 
 class Entered(NamedTuple):
@@ -108,13 +121,16 @@ class DecoderLayer(nnx.Module):
     """One layer in two halves, with whatever attends between them.
 
     Attributes:
-        config: how it attends.
+        config: how it attends, and what its MLP is.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
         self.self_attn = Attention(config, layer, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype)
+        if layer.experts is None:
+            self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
+        else:
+            self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from icejax.config import Experts
 from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.scaling import rope
 
+MOST_EXPERTS = 1024
 # Fields that change no logit of a checkpoint as it is run here.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
     chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
     is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict sliding_window
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict
+    router_aux_loss_coef sliding_window
     tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
     rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
 )
@@ -83,6 +86,13 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     if size % 2 or size < 4:
         raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {size}")
     return fields, values
+
+
+def experts(fields: Fields, *, count: str, size: str, normed: bool) -> Experts:
+    """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
+    many = fields.whole(count, most=MOST_EXPERTS)
+    chosen = fields.whole("num_experts_per_tok", most=many)
+    return Experts(count=many, chosen=chosen, size=fields.whole(size, most=2**22), normed=normed)
 
 
 def layer_types(fields: Fields, count: int, *, window: int | None, first_sliding: int) -> dict[str, Any]:
