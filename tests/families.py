@@ -15,6 +15,8 @@ from transformers import (
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -62,6 +64,10 @@ def _llama(name: str, **changes) -> Row:
 
 def _mistral(name: str, **changes) -> Row:
     return Row("mistral-" + name, MistralConfig, MistralForCausalLM, tuple(changes.items()))
+
+
+def _mixtral(name: str, **changes) -> Row:
+    return Row("mixtral-" + name, MixtralConfig, MixtralForCausalLM, (("num_local_experts", 4), *changes.items()))
 
 
 def _qwen2(name: str, **changes) -> Row:
@@ -114,6 +120,8 @@ FAMILIES = (
         MinistralForCausalLM,
         (("head_dim", 16), ("sliding_window", WINDOW), ("layer_types", ALTERNATING)),
     ),
+    _mixtral("plain"),  # 8x7B, 8x22B
+    _mixtral("window", sliding_window=WINDOW, head_dim=32, num_experts_per_tok=1),
     _qwen2("plain"),  # 2.5 and DeepSeek-R1-Distill-Qwen too
     _qwen2("tied", tie_word_embeddings=True),
     _qwen2("window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),

@@ -10,7 +10,7 @@ from icejax.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 
-MIXTURES = ("qwen3_moe-dense-layers",)
+MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain")
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
@@ -49,6 +49,13 @@ FAULTS = {
         "expected one dtype",
     ),
 }
+
+
+def test_a_fault_is_told_by_the_names_of_the_checkpoint(tmp_path):
+    families.save(families.build(families.row("mixtral-plain")), tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop("model.layers.0.block_sparse_moe.experts.3.w3.weight"))
+    with pytest.raises(InputError, match=r": model\.layers\.0\.block_sparse_moe\.experts\.3\.w3\.weight is missing$"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

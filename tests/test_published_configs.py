@@ -65,6 +65,12 @@ PUBLISHED = {
         sizes(5120, 14336, 40, 32, 8, 131072, 131072, model_type="mistral", head_dim=128, rope_theta=1000000.0, sliding_window=None),
         dict(head_dim=128, hidden_size=5120),
     ),
+    "Mixtral-8x7B-Instruct-v0.1": (
+        sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mixtral", num_experts_per_tok=2, num_local_experts=8,
+              output_router_logits=False, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
+              tie_word_embeddings=False),
+        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, normed=True)),
+    ),
     "Ministral-8B-Instruct-2410": (
         sizes(4096, 12288, 36, 32, 8, 131072, 32768, model_type="mistral", head_dim=128, rope_theta=100000000.0, sliding_window=32768),
         dict(sliding_window=32768),

@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import llama, mistral, qwen
+from icejax.models import llama, mistral, mixtral, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -35,6 +35,7 @@ FAMILIES = {
     "llama": Family(llama.read_config),
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
+    "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),

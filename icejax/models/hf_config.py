@@ -16,7 +16,7 @@ IRRELEVANT = frozenset(
     chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
     is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
     output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict
-    router_aux_loss_coef sliding_window
+    router_aux_loss_coef router_jitter_noise sliding_window
     tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
     rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
 )
