@@ -50,12 +50,14 @@ class Experts:
         chosen: how many a token takes.
         size: the inner size of each.
         normed: whether the scores of those a token takes are divided by their sum.
+        shared: the inner size of one more that all tokens take, times the sigmoid of its own gate; 0: there is none.
     """
 
     count: int
     chosen: int
     size: int
     normed: bool
+    shared: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -78,6 +80,11 @@ def _qwen3(name: str, **changes) -> Row:
     return Row("qwen3-" + name, Qwen3Config, Qwen3ForCausalLM, tuple(changes.items()))
 
 
+def _qwen2_moe(name: str, **changes) -> Row:
+    small = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+    return Row("qwen2_moe-" + name, Qwen2MoeConfig, Qwen2MoeForCausalLM, tuple((small | changes).items()))
+
+
 def _qwen3_moe(name: str, **changes) -> Row:
     small = dict(num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
     return Row("qwen3_moe-" + name, Qwen3MoeConfig, Qwen3MoeForCausalLM, tuple((small | changes).items()))
@@ -126,6 +133,11 @@ FAMILIES = (
     _qwen2("tied", tie_word_embeddings=True),
     _qwen2("window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     _qwen2("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    _qwen2_moe("plain"),  # 1.5-MoE-A2.7B, 57B-A14B
+    _qwen2_moe(
+        "dense-layers", norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[1], num_experts_per_tok=3, use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
     _qwen3("plain", head_dim=32),
     _qwen3("layer-types", head_dim=16, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
     _qwen3("biases", head_dim=16, attention_bias=True),

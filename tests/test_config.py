@@ -69,6 +69,8 @@ def test_defaults_of_old_configs():
     mixtral = read(**MIXTRAL, rms_norm_eps=...)
     assert (mixtral.rms_norm_eps, mixtral.rope_theta, mixtral.sliding_window) == (1e-5, 1e6, None)
     assert read(model_type="qwen2", sliding_window=8, use_sliding_window=False).sliding_window is None
+    moe = read(**QWEN2_MOE, sliding_window=8, use_sliding_window=True, max_window_layers=2)
+    assert moe.layer_types == ("sliding_attention", "full_attention", "full_attention") and moe.qkv_bias
     window = read(model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2)
     assert window.layer_types == ("full_attention", "full_attention", "sliding_attention")
 
@@ -112,6 +114,7 @@ def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
 NAN, INFINITY = float("nan"), float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0}
 MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -172,6 +175,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (MOE | {"mlp_only_layers": ["a"]}, "'mlp_only_layers' must be a whole number, got 'a'"),
         (MOE | {"decoder_sparse_step": 0}, "'decoder_sparse_step' must be at least 1, got 0"),
         (MOE | {"max_window_layers": "a"}, "'max_window_layers' must be a whole number, got 'a'"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": ...}, "config.json has no 'shared_expert_intermediate_size', which a qwen2_moe"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be at least 1, got 0"),
+        (QWEN2_MOE | {"qkv_bias": "no"}, "'qkv_bias' must be true or false, got 'no'"),
         (MIXTRAL | {"num_local_experts": ...}, "config.json has no 'num_local_experts', which a mixtral model needs"),
         (MIXTRAL | {"num_local_experts": 0}, "'num_local_experts' must be at least 1, got 0"),
         (MIXTRAL | {"num_experts_per_tok": 5}, "'num_experts_per_tok' must be at most 4, got 5"),

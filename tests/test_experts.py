@@ -105,9 +105,8 @@ def test_every_number_of_the_experts_is_read(tmp_path):
         graph, _, tree = load.abstract(changed, "float32")
         after = all_logits(nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(model))), prompt, Full())
         assert np.abs(after - before).max() > 1e-3, field
-    for field in ("count", "size"):
-        number = 2 * getattr(model.config.experts, field)
+    for field, number in dict(count=16, size=32, shared=8).items():
         changed = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, **{field: number}))
         assert shapes(changed) != shapes(model.config), field
     assert shapes(dataclasses.replace(model.config, dense_layers=(1,))) != shapes(model.config)
-    assert {f.name for f in dataclasses.fields(model.config.experts)} == {"count", "chosen", "size", "normed"}
+    assert {f.name for f in dataclasses.fields(model.config.experts)} == {"count", "chosen", "size", "normed", "shared"}

@@ -10,7 +10,7 @@ from icejax.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 
-MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain")
+MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain")
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 

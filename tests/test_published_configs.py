@@ -51,7 +51,14 @@ PUBLISHED = {
               max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
               num_experts_per_tok=8, output_router_logits=False, rope_scaling=None, rope_theta=1000000.0,
               router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
-        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, normed=True), dense_layers=()),
+        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, normed=True, shared=0), dense_layers=()),
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        sizes(2048, 5632, 24, 16, 16, 151936, 8192, model_type="qwen2_moe", decoder_sparse_step=1, max_window_layers=21,
+              moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4, output_router_logits=False,
+              rope_theta=1000000.0, router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
+              tie_word_embeddings=False, use_sliding_window=False),
+        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, normed=False, shared=5632), sliding_window=None),
     ),
     "Mistral-7B-Instruct-v0.1": (
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=10000.0, sliding_window=4096),
@@ -69,7 +76,7 @@ PUBLISHED = {
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mixtral", num_experts_per_tok=2, num_local_experts=8,
               output_router_logits=False, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
               tie_word_embeddings=False),
-        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, normed=True)),
+        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, normed=True, shared=0)),
     ),
     "Ministral-8B-Instruct-2410": (
         sizes(4096, 12288, 36, 32, 8, 131072, 32768, model_type="mistral", head_dim=128, rope_theta=100000000.0, sliding_window=32768),

@@ -37,6 +37,7 @@ FAMILIES = {
     "ministral": Family(mistral.read_config),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
+    "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
 }

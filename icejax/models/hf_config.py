@@ -88,24 +88,24 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     return fields, values
 
 
-def experts(fields: Fields, *, count: str, size: str, normed: bool) -> Experts:
+def experts(fields: Fields, *, count: str, size: str, normed: bool, shared: int = 0) -> Experts:
     """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
     many = fields.whole(count, most=MOST_EXPERTS)
     chosen = fields.whole("num_experts_per_tok", most=many)
-    return Experts(count=many, chosen=chosen, size=fields.whole(size, most=2**22), normed=normed)
+    return Experts(count=many, chosen=chosen, size=fields.whole(size, most=2**22), normed=normed, shared=shared)
 
 
-def layer_types(fields: Fields, count: int, *, window: int | None, first_sliding: int) -> dict[str, Any]:
-    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else sliding from `first_sliding` on."""
+def layer_types(fields: Fields, count: int, *, window: int | None, sliding: range) -> dict[str, Any]:
+    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window."""
     listed = fields.take("layer_types", list, default=None)
     if listed is None:
-        listed = ["sliding_attention" if window is not None and i >= first_sliding else "full_attention" for i in range(count)]
+        listed = ["sliding_attention" if window is not None and i in sliding else "full_attention" for i in range(count)]
     if len(listed) != count or any(kind not in ("full_attention", "sliding_attention") for kind in listed):
         raise InputError(
             "config.json: layer_types must name full_attention or sliding_attention "
             f"for {count} layers, got {quoted(listed)} ({len(listed)})"
         )
-    sliding = "sliding_attention" in listed
-    if sliding and window is None:
+    slides = "sliding_attention" in listed
+    if slides and window is None:
         raise InputError("config.json: layer_types has sliding layers and no sliding_window is in use")
-    return dict(layer_types=tuple(listed), sliding_window=window if sliding else None)
+    return dict(layer_types=tuple(listed), sliding_window=window if slides else None)

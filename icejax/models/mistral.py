@@ -15,6 +15,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     fields, values = common(raw)
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
     window = fields.whole("sliding_window", default=None)
-    values |= layer_types(fields, values["num_hidden_layers"], window=window, first_sliding=0)
+    layers = values["num_hidden_layers"]
+    values |= layer_types(fields, layers, window=window, sliding=range(layers))
     finish(fields)
     return ModelConfig(**values)

@@ -16,7 +16,8 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     fields, values = common({"rms_norm_eps": 1e-5, "rope_theta": 1e6, **raw})
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
     window = fields.whole("sliding_window", default=None)
-    values |= layer_types(fields, values["num_hidden_layers"], window=window, first_sliding=0)
+    layers = values["num_hidden_layers"]
+    values |= layer_types(fields, layers, window=window, sliding=range(layers))
     found = experts(fields, count="num_local_experts", size="intermediate_size", normed=True)
     finish(fields)
     return ModelConfig(**values, experts=found)
