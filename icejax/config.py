@@ -19,6 +19,8 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
         attention_factor: `yarn` only, what cos and sin are multiplied by.
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
+        query_beta: `yarn` only, by how much queries grow: each is multiplied by 1 + query_beta ln(1 + n), n being how many
+            original contexts lie before it (Ministral 3).
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
@@ -30,6 +32,7 @@ class RopeScaling:
     beta_fast: float = 0.0
     beta_slow: float = 0.0
     truncate: bool = True
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

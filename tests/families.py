@@ -11,6 +11,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
@@ -126,6 +128,21 @@ FAMILIES = (
         MinistralConfig,
         MinistralForCausalLM,
         (("head_dim", 16), ("sliding_window", WINDOW), ("layer_types", ALTERNATING)),
+    ),
+    Row(
+        "ministral3-plain",
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        (
+            ("head_dim", 32),
+            (
+                "rope_parameters",
+                _rope(
+                    "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0,
+                    beta_slow=1.0, llama_4_scaling_beta=0.5, max_position_embeddings=512,
+                ),
+            ),
+        ),
     ),
     _mixtral("plain"),  # 8x7B, 8x22B
     _mixtral("window", sliding_window=WINDOW, head_dim=32, num_experts_per_tok=1),

@@ -116,6 +116,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -160,6 +161,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_scaling": YARN | {"mscale": NAN}}, "'mscale' must be a number from 0 to 1e+06, got nan"),
         ({"rope_scaling": YARN | {"truncate": 1}}, "'truncate' must be true or false, got 1"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1024}}, "the factor must be a number from 1 to 1e+06, got 0.5"),
+        (MINISTRAL3 | {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}}, "'llama_4_scaling_beta' must be a number from 0 to 1e+06, got -1"),
+        (MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "fields ['llama_4_scaling_beta'] of rope type 'default' are"),
+        (MINISTRAL3 | {"rope_parameters": ...}, "config.json has no 'rope_parameters', which a ministral3 model needs"),
+        ({"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "fields ['llama_4_scaling_beta'] of rope type 'yarn' are not known"),
         ({"layer_types": [["full_attention"], {}, 3]}, "layer_types must name full_attention or sliding_attention for 3 layers, got [["),
         ({"model_type": "mistral", "sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
         ({"model_type": "qwen2", "use_sliding_window": 1}, "'use_sliding_window' must be true or false, got 1"),

@@ -35,6 +35,7 @@ FAMILIES = {
     "llama": Family(llama.read_config),
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
+    "ministral3": Family(mistral.read_ministral3_config),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertStack, Router
 from icejax.ops.attention import EINSUM, Scoring
-from icejax.ops.rope import cos_sin, rotate, turn
+from icejax.ops.rope import cos_sin, grow, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 
@@ -69,7 +69,7 @@ class Attention(nnx.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
-            return rotate(q, cos, sin), rotate(k, cos, sin), v
+            return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads."""

@@ -48,8 +48,8 @@ def finish(fields: Fields) -> None:
             )
 
 
-def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
-    """Returns the reader and the ModelConfig fields that all families read alike.
+def common(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) -> tuple[Fields, dict[str, Any]]:
+    """Returns the reader and the ModelConfig fields that all families read alike; `yarn_fields` is as `rope` takes it.
 
     Reads both the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`).
 
@@ -63,7 +63,7 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     context = fields.whole("max_position_embeddings", default=2048)
     size = fields.whole("head_dim", most=2**12, default=None) or hidden // heads
     dtype = fields.take("dtype", str, default="") or fields.take("torch_dtype", str, default="float32")
-    theta, scaling = rope(fields, max_position_embeddings=context)
+    theta, scaling = rope(fields, max_position_embeddings=context, yarn_fields=yarn_fields)
     values = dict(
         model_type=raw["model_type"],
         vocab_size=fields.whole("vocab_size", most=2**24),
