@@ -19,6 +19,8 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
         attention_factor: `yarn` only, what cos and sin are multiplied by.
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
+        query_beta: `yarn` only, by how much queries grow: each is multiplied by 1 + query_beta ln(1 + n), n being how many
+            original contexts lie before it (Ministral 3).
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
@@ -30,6 +32,7 @@ class RopeScaling:
     beta_fast: float = 0.0
     beta_slow: float = 0.0
     truncate: bool = True
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +45,41 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The MLPs of a layer of which each token takes a few, and how they are chosen: by the softmax of a router's logits.
+
+    Attributes:
+        count: how many there are.
+        chosen: how many a token takes.
+        size: the inner size of each.
+        normed: whether the scores of those a token takes are divided by their sum.
+        shared: the inner size of one more that all tokens take, times the sigmoid of its own gate; 0: there is none.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    normed: bool
+    shared: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """How one layer attends.
+    """How one layer attends, and what its MLP is.
 
     Attributes:
         window: tokens it sees, the newest included; None: all.
         scale: what products of queries and keys are multiplied by.
         rope: of its queries and keys.
         softcap: what the scaled products then come near and never exceed, by tanh; None: no bound.
+        experts: those its tokens choose among; None: one MLP for all tokens.
     """
 
     window: int | None
     scale: float
     rope: Rope
     softcap: float | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +93,7 @@ class ModelConfig:
         qk_norm: whether queries and keys pass an RMSNorm per head before RoPE (Qwen3).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
+        experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
     """
 
     model_type: str
@@ -92,12 +117,17 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """How every layer attends."""
+        """How every layer attends, and what its MLP is."""
         rope, scale = Rope(size=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
-        return tuple(LayerConfig(window=window, scale=scale, rope=rope) for window in self.windows)
+        return tuple(
+            LayerConfig(window=window, scale=scale, rope=rope, experts=None if i in self.dense_layers else self.experts)
+            for i, window in enumerate(self.windows)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -3,6 +3,7 @@
 import pytest
 
 from icejax.cache import Clustered, layer_policies
+from icejax.config import Experts
 from icejax.models import family
 
 COMMON = dict(
@@ -45,6 +46,20 @@ PUBLISHED = {
               rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False, tie_word_embeddings=False),
         dict(qk_norm=True, head_dim=128, qkv_bias=False),
     ),
+    "Qwen3-30B-A3B": (
+        sizes(2048, 6144, 48, 32, 4, 151936, 40960, model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128,
+              max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+              num_experts_per_tok=8, output_router_logits=False, rope_scaling=None, rope_theta=1000000.0,
+              router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
+        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, normed=True, shared=0), dense_layers=()),
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        sizes(2048, 5632, 24, 16, 16, 151936, 8192, model_type="qwen2_moe", decoder_sparse_step=1, max_window_layers=21,
+              moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4, output_router_logits=False,
+              rope_theta=1000000.0, router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
+              tie_word_embeddings=False, use_sliding_window=False),
+        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, normed=False, shared=5632), sliding_window=None),
+    ),
     "Mistral-7B-Instruct-v0.1": (
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=10000.0, sliding_window=4096),
         dict(sliding_window=4096, layer_types=("sliding_attention",) * 32),
@@ -56,6 +71,12 @@ PUBLISHED = {
     "Mistral-Nemo-Instruct-2407": (
         sizes(5120, 14336, 40, 32, 8, 131072, 131072, model_type="mistral", head_dim=128, rope_theta=1000000.0, sliding_window=None),
         dict(head_dim=128, hidden_size=5120),
+    ),
+    "Mixtral-8x7B-Instruct-v0.1": (
+        sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mixtral", num_experts_per_tok=2, num_local_experts=8,
+              output_router_logits=False, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
+              tie_word_embeddings=False),
+        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, normed=True, shared=0)),
     ),
     "Ministral-8B-Instruct-2410": (
         sizes(4096, 12288, 36, 32, 8, 131072, 32768, model_type="mistral", head_dim=128, rope_theta=100000000.0, sliding_window=32768),

@@ -14,6 +14,7 @@ from flax import nnx
 from icejax import memory
 from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
+from icejax.checkpoint.layout import Source, sources
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
@@ -40,6 +41,11 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     named = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
     return graph, named, tree
+
+
+def layout(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
+    return sources(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
 
 
 def load_model(model: str | Path, *, dtype: str | None = None, progress: Progress | None = None) -> CausalLM:
@@ -81,29 +87,35 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; before
             the first tensor is read.
     """
-    raw = huggingface.read_json(folder / "config.json")
-    ignored = family(raw).ignored_keys
-    faults, where = [], {}
+    ignored = family(huggingface.read_json(folder / "config.json")).ignored_keys
+    made_of = layout(folder, shapes)
+    expected = {key: source.shape for source in made_of.values() for key in source.keys}
+    faults, where, dtypes = [], {}, {}
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
         tied = key == TIED_HEAD and config.tie_word_embeddings
         if ignored.fullmatch(key):
             continue
         if key in where:
             faults.append(f"{key} is stored twice")
-        elif key not in shapes and not tied:
+        elif key not in expected and not tied:
             faults.append(f"{key} is not a parameter of this model")
-        elif not tied and shape != shapes[key]:
-            faults.append(f"{key} has shape {list(shape)}, expected {list(shapes[key])}")
+        elif not tied and shape != expected[key]:
+            faults.append(f"{key} has shape {list(shape)}, expected {list(expected[key])}")
         elif stored not in huggingface.DTYPES:
             faults.append(f"{key}: dtype {stored} is not supported: expected {', '.join(huggingface.DTYPES)}")
-        where[key] = file
-    faults += [f"{key} is missing" for key in shapes if key not in where]
-    if TIED_HEAD in where and TIED_HEAD not in shapes and not faults:
+        where[key], dtypes[key] = file, stored
+    faults += [f"{key} is missing" for key in expected if key not in where]
+    for source in made_of.values():
+        stored = sorted({dtypes[key] for key in source.keys if key in dtypes})
+        if len(stored) > 1:
+            faults.append(f"{source.keys[0]} to {source.keys[-1]} are stored in {' and '.join(stored)}: expected one dtype")
+    if TIED_HEAD in where and TIED_HEAD not in expected and not faults:
         if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (TIED_HEAD, EMBEDDING))):
             faults.append(f"{TIED_HEAD} differs from the embedding that config.json ties it to")
     if faults:
         raise InputError(f"{folder} does not fit its config.json: {listed(faults)}")
-    return ((key, huggingface.read_tensor(where[key], key)) for key in shapes)
+    read = ((name, (huggingface.read_tensor(where[key], key) for key in source.keys)) for name, source in made_of.items())
+    return ((name, made_of[name].join(parts)) for name, parts in read)
 
 
 def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:

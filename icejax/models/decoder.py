@@ -11,9 +11,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.config import LayerConfig, ModelConfig
+from icejax.config import Experts, LayerConfig, ModelConfig
+from icejax.models.experts import ExpertStack, Router
 from icejax.ops.attention import EINSUM, Scoring
-from icejax.ops.rope import cos_sin, rotate, turn
+from icejax.ops.rope import cos_sin, grow, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 
@@ -68,7 +69,7 @@ class Attention(nnx.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
-            return rotate(q, cos, sin), rotate(k, cos, sin), v
+            return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads."""
@@ -78,14 +79,31 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """The gated MLP (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SparseMLP(nnx.Module):
+    """Many MLPs, of which each token takes a few (arXiv 1701.06538)."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
+        self.gate = Router(config.hidden_size, experts, dtype=dtype)
+        self.experts = ExpertStack(config.hidden_size, experts, dtype=dtype)
+        self.shares = bool(experts.shared)
+        if self.shares:
+            self.shared_expert = MLP(config, experts.shared, dtype=dtype)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        tokens = x.reshape(-1, x.shape[-1])
+        out = self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
+        return out + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if self.shares else out
 
 
 class Entered(NamedTuple):
@@ -108,13 +126,16 @@ class DecoderLayer(nnx.Module):
     """One layer in two halves, with whatever attends between them.
 
     Attributes:
-        config: how it attends.
+        config: how it attends, and what its MLP is.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
         self.self_attn = Attention(config, layer, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype)
+        if layer.experts is None:
+            self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
+        else:
+            self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 

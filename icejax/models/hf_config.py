@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from icejax.config import Experts
 from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.scaling import rope
 
+MOST_EXPERTS = 1024
 # Fields that change no logit of a checkpoint as it is run here.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
     chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
     is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict sliding_window
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict
+    router_aux_loss_coef router_jitter_noise sliding_window
     tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
     rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
 )
@@ -45,8 +48,8 @@ def finish(fields: Fields) -> None:
             )
 
 
-def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
-    """Returns the reader and the ModelConfig fields that all families read alike.
+def common(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) -> tuple[Fields, dict[str, Any]]:
+    """Returns the reader and the ModelConfig fields that all families read alike; `yarn_fields` is as `rope` takes it.
 
     Reads both the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`).
 
@@ -60,7 +63,7 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     context = fields.whole("max_position_embeddings", default=2048)
     size = fields.whole("head_dim", most=2**12, default=None) or hidden // heads
     dtype = fields.take("dtype", str, default="") or fields.take("torch_dtype", str, default="float32")
-    theta, scaling = rope(fields, max_position_embeddings=context)
+    theta, scaling = rope(fields, max_position_embeddings=context, yarn_fields=yarn_fields)
     values = dict(
         model_type=raw["model_type"],
         vocab_size=fields.whole("vocab_size", most=2**24),
@@ -85,17 +88,24 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     return fields, values
 
 
-def layer_types(fields: Fields, count: int, *, window: int | None, first_sliding: int) -> dict[str, Any]:
-    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else sliding from `first_sliding` on."""
+def experts(fields: Fields, *, count: str, size: str, normed: bool, shared: int = 0) -> Experts:
+    """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
+    many = fields.whole(count, most=MOST_EXPERTS)
+    chosen = fields.whole("num_experts_per_tok", most=many)
+    return Experts(count=many, chosen=chosen, size=fields.whole(size, most=2**22), normed=normed, shared=shared)
+
+
+def layer_types(fields: Fields, count: int, *, window: int | None, sliding: range) -> dict[str, Any]:
+    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window."""
     listed = fields.take("layer_types", list, default=None)
     if listed is None:
-        listed = ["sliding_attention" if window is not None and i >= first_sliding else "full_attention" for i in range(count)]
+        listed = ["sliding_attention" if window is not None and i in sliding else "full_attention" for i in range(count)]
     if len(listed) != count or any(kind not in ("full_attention", "sliding_attention") for kind in listed):
         raise InputError(
             "config.json: layer_types must name full_attention or sliding_attention "
             f"for {count} layers, got {quoted(listed)} ({len(listed)})"
         )
-    sliding = "sliding_attention" in listed
-    if sliding and window is None:
+    slides = "sliding_attention" in listed
+    if slides and window is None:
         raise InputError("config.json: layer_types has sliding layers and no sliding_window is in use")
-    return dict(layer_types=tuple(listed), sliding_window=window if sliding else None)
+    return dict(layer_types=tuple(listed), sliding_window=window if slides else None)

@@ -24,8 +24,13 @@ THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
 SCALE = dict(least=1e-6, most=1e6)
 
 
-def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
+def rope(
+    fields: Fields, *, max_position_embeddings: int, yarn_fields: frozenset[str] = frozenset()
+) -> tuple[float, RopeScaling | None]:
     """Returns theta and the scaling of either form of the config.
+
+    Args:
+        yarn_fields: what the family's `yarn` has beside the fields that all have.
 
     Raises:
         InputError: the rope type or one of its fields is not supported or out of range.
@@ -43,7 +48,8 @@ def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeSc
         raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
     if kind not in ROPE_FIELDS:
         raise InputError(f"{form.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
-    unknown = sorted(key for key, value in form.raw.items() if value is not None and key not in form.taken | ROPE_FIELDS[kind])
+    known = form.taken | ROPE_FIELDS[kind] | (yarn_fields if kind == "yarn" else set())
+    unknown = sorted(key for key, value in form.raw.items() if value is not None and key not in known)
     if unknown:
         raise InputError(
             f"{form.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
@@ -73,6 +79,7 @@ def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeSc
             beta_fast=form.number("beta_fast", **SCALE, default=32.0),
             beta_slow=form.number("beta_slow", **SCALE, default=1.0),
             truncate=form.take("truncate", bool, default=True),
+            query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
         )
     return theta, RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
 

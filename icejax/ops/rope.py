@@ -41,6 +41,16 @@ def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T H"], sin: Float[
     return rotated.astype(x.dtype)
 
 
+def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
+    """Returns queries times what they grow by with their positions, in their own dtype."""
+    scaling = rope.scaling
+    if scaling is None or not scaling.query_beta:
+        return q
+    contexts = positions // scaling.original_max_position_embeddings
+    factor = 1.0 + scaling.query_beta * jnp.log1p(contexts.astype(jnp.float32))
+    return q * factor[..., None, None].astype(q.dtype)
+
+
 def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
     """Returns heads that stand at some positions as they stand `by` further, in their own dtype.
 
