@@ -83,7 +83,6 @@ def test_defaults_of_old_configs():
         ({"vocab_size": ...}, "config.json has no 'vocab_size', which a llama model needs"),
         ({"hidden_size": "64"}, "config.json: 'hidden_size' must be a whole number, got '64'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"attn_logit_softcapping": 30.0}, "field 'attn_logit_softcapping' .* is not known"),
         ({"qk_norm": True}, "field 'qk_norm'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +13,17 @@ import numpy as np
 from flax import nnx
 
 from icejax import memory
-from icejax.checkpoint import huggingface, orbax
+from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
+from icejax.checkpoint.formats import EMBEDDING, HEAD
 from icejax.checkpoint.layout import Source, sources
+from icejax.checkpoint.layouts import FLOATS, Part
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
 
-TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
 
@@ -28,6 +31,8 @@ def read_config(folder: Path) -> ModelConfig:
     """Returns the config of a checkpoint folder; InputError for a field that is missing, unknown or unsupported."""
     raw = huggingface.read_json(folder / "config.json")
     config = family(raw).read_config(raw)
+    if formats.method(raw) is not None and (folder / ORBAX).is_dir():
+        raise InputError(f"{folder} is an icejax folder, whose weights are not quantised: expected no quantization_config")
     generation = folder / "generation_config.json"
     if generation.exists():
         more = Fields(huggingface.read_json(generation), generation.name).token_ids("eos_token_id")
@@ -81,41 +86,50 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
 
 
 def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
-    """Yields key and tensor, in the stored dtype, of every parameter of a Hugging Face folder, one at a time.
+    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time: as stored, or f32 of codes.
 
     Raises:
-        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; before
-            the first tensor is read.
+        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported, before the
+            first tensor is read; or a tensor of codes is not sound.
     """
-    ignored = family(huggingface.read_json(folder / "config.json")).ignored_keys
-    made_of = layout(folder, shapes)
-    expected = {key: source.shape for source in made_of.values() for key in source.keys}
+    raw = huggingface.read_json(folder / "config.json")
+    ignored, made_of = family(raw).ignored_keys, layout(folder, shapes)
+    coded = formats.sources(raw, {key: source.shape for source in made_of.values() for key in source.keys})
+    expected = {key: part for each in coded.values() for key, part in each.parts.items()}
     faults, where, dtypes = [], {}, {}
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
-        tied = key == TIED_HEAD and config.tie_word_embeddings
         if ignored.fullmatch(key):
             continue
         if key in where:
             faults.append(f"{key} is stored twice")
-        elif key not in expected and not tied:
+        elif key in expected or (key == HEAD and config.tie_word_embeddings):
+            faults += expected.get(key, Part(FLOATS, (shape,))).faults(key, shape, stored)
+        else:
             faults.append(f"{key} is not a parameter of this model")
-        elif not tied and shape != expected[key]:
-            faults.append(f"{key} has shape {list(shape)}, expected {list(expected[key])}")
-        elif stored not in huggingface.DTYPES:
-            faults.append(f"{key}: dtype {stored} is not supported: expected {', '.join(huggingface.DTYPES)}")
         where[key], dtypes[key] = file, stored
-    faults += [f"{key} is missing" for key in expected if key not in where]
+    faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in where]
     for source in made_of.values():
-        stored = sorted({dtypes[key] for key in source.keys if key in dtypes})
+        stored = sorted({dtypes[key] for key in source.keys if key in dtypes and coded[key].layout is None})
         if len(stored) > 1:
             faults.append(f"{source.keys[0]} to {source.keys[-1]} are stored in {' and '.join(stored)}: expected one dtype")
-    if TIED_HEAD in where and TIED_HEAD not in expected and not faults:
-        if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (TIED_HEAD, EMBEDDING))):
-            faults.append(f"{TIED_HEAD} differs from the embedding that config.json ties it to")
+    if HEAD in where and HEAD not in expected and not faults:
+        if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (HEAD, EMBEDDING))):
+            faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
+    method = formats.method(raw)
     if faults:
-        raise InputError(f"{folder} does not fit its config.json: {listed(faults)}")
-    read = ((name, (huggingface.read_tensor(where[key], key) for key in source.keys)) for name, source in made_of.items())
-    return ((name, made_of[name].join(parts)) for name, parts in read)
+        told = "" if method is None else f" (weights quantised by {method})"
+        raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
+    if method is not None:
+        count = sum(each.layout is not None for each in coded.values())
+        LOG.info(
+            "%d matrices are quantised by %s, and dequantised as they are read: no product here takes codes", count, method
+        )
+
+    def read(key: str) -> np.ndarray:
+        parts = (part for part in coded[key].parts if part in where)
+        return coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
+
+    return ((name, source.join(map(read, source.keys))) for name, source in made_of.items())
 
 
 def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any
 
 from icejax.config import Experts
@@ -10,13 +11,13 @@ from icejax.models.fields import Fields
 from icejax.models.scaling import rope
 
 MOST_EXPERTS = 1024
-# Fields that change no logit of a checkpoint as it is run here.
+# Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
     chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
     is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
-    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict
-    router_aux_loss_coef router_jitter_noise sliding_window
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config resid_pdrop
+    return_dict router_aux_loss_coef router_jitter_noise sliding_window
     tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
     rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
 )
@@ -30,21 +31,20 @@ NEUTRAL = {
     "pruned_heads": ({},),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
-    "quantization_config": (None,),
     "tie_encoder_decoder": (False,),
     "torchscript": (False,),
 }
 
 
-def finish(fields: Fields) -> None:
+def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant: Set[str] = IRRELEVANT) -> None:
     """Raises InputError for every field that may change numbers and was not taken."""
     for name, value in fields.raw.items():
-        if name in NEUTRAL:
-            if value is not None and value not in NEUTRAL[name]:
-                raise InputError(f"config.json: {name}={quoted(value)} is not supported (only {NEUTRAL[name][0]!r})")
-        elif name not in fields.taken and name not in IRRELEVANT and value is not None:
+        if name in neutral:
+            if value is not None and value not in neutral[name]:
+                raise InputError(f"{fields.source}: {name}={quoted(value)} is not supported (only {neutral[name][0]!r})")
+        elif name not in fields.taken and name not in irrelevant and value is not None:
             raise InputError(
-                f"config.json: field {quoted(name)} ({quoted(value)}) is not known here and may change the model's numbers"
+                f"{fields.source}: field {quoted(name)} ({quoted(value)}) is not known here and may change the model's numbers"
             )
 
 
