@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 
@@ -111,3 +112,55 @@ class InfiniGen(Paged):
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
         return [[*self.near(), *positions] for positions in self.chosen(q)]
+
+
+class ParisKV(Paged):
+    """ParisKV: of the tokens that get most votes the `count` whose products with the mean query are the largest by estimate.
+
+    `turn` [H, H] is the random turn. Votes are given for each eight channels, by how a pattern of signs ranks there.
+    """
+
+    edges = np.array([0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901])
+    sizes = np.array([0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633])
+    tiers = [Fraction(x, 100) for x in (5, 15, 30, 50, 75, 100)]
+
+    def __init__(self, count: int, turn: np.ndarray, **options) -> None:
+        super().__init__(16, **options)
+        self.count, self.turn = count, np.asarray(turn, np.float64)
+
+    def blocks(self, x: np.ndarray) -> np.ndarray:
+        """Returns turned vectors [n, H / 8, 8]."""
+        return (x @ self.turn).reshape(len(x), x.shape[1] // 8, 8)
+
+    def rebuilt(self, head: int) -> np.ndarray:
+        """Returns the keys of the tokens in pages, turned, as their codes have them [n, H / 8, 8]."""
+        blocks = self.blocks(self.tokens.k[self.paged(), head])
+        lengths = np.linalg.norm(blocks, axis=-1, keepdims=True)
+        shares = np.abs(blocks) / lengths
+        told = self.sizes[np.searchsorted(self.edges, shares)]
+        lengths = (lengths / (told * shares).sum(-1, keepdims=True)).astype("bfloat16")
+        return told * np.where(blocks >= 0, 1, -1) * lengths.astype(np.float64)
+
+    def votes(self, q: np.ndarray, head: int) -> np.ndarray:
+        """Returns the votes [n] that a turned query [H / 8, 8] gives to the tokens in pages."""
+        signs = self.blocks(self.tokens.k[self.paged(), head]) >= 0
+        votes = np.zeros(len(signs), int)
+        for block, query in enumerate(q):
+            scores = np.where(signs[:, block], query, -query).sum(1)
+            # A token whose pattern is more than one of a full tier's comes too late.
+            before = (scores[:, None] > scores[None] + 1e-9).sum(0)
+            votes += sum(before < math.ceil(tier * len(signs) / 2) for tier in self.tiers)
+        return votes
+
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions of the tokens in pages that each KV head attends to, sorted."""
+        found, n = [], len(self.paged())
+        for head, query in enumerate(self.blocks(self.tokens.grouped(q).mean(1))):
+            candidates = best(self.votes(query, head), max(math.ceil(n / 2), self.count))
+            worth = (self.rebuilt(head)[candidates] * query).sum((1, 2))
+            found.append(sorted(self.sinks + candidates[i] for i in best(worth, self.count)))
+        return found
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        group = len(q) // self.tokens.k.shape[1]
+        return [[*self.near(), *positions] for positions in self.chosen(q) for _ in range(group)]

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import InfiniGen, RocketKV, VAttention
+from icejax.cache import InfiniGen, ParisKV, RocketKV, VAttention
 from icejax.cache.partial import directions_of
+from icejax.cache.policies.pariskv import _shares
 from icejax.cache.policy import Heads, Lengths, View
+from icejax.cache.signs import SignsIndex, estimated, patterns, turn
+from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Scoring
+from icejax.plan import make_plan
+from tests import families, tolerances
 from tests import reference_later as reference
-from tests import tolerances
 from tests.layer import KV_HEADS, NEW, PROMPT, Layer, draw
 from tests.run import jitted
 from tests.test_peers import LENGTHS, STEPS, compare, kept, row_of
@@ -184,6 +188,75 @@ def test_a_guess_of_the_queries_chooses_tokens(prefetch):
     assert (own == found(other, None)).mean() < 0.1
 
 
+@slow
+@pytest.mark.parametrize("budget", [60, 160])
+def test_pariskv_attends_to_the_best_of_the_tokens_with_most_votes(budget):
+    """Once fewer than there are candidates, and once more than half of the tokens."""
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    policy, left_out = ParisKV(budget=budget, seed=3), []
+    own = dict(count=policy.num_fetched(1000), turn=turn(16, 3), sinks=4, fill=16)
+
+    def check(layer, row, one, q):
+        for head, chosen in enumerate(one.chosen(q)):
+            ids = np.asarray(layer.state.ids)[row, head]
+            assert sorted(ids[ids >= 0]) == at_positions(layer, row, one, chosen)
+            if row == 0:
+                query = one.blocks(one.tokens.grouped(q).mean(1))[head]
+                worth = (one.rebuilt(head) * query).sum((1, 2))
+                left_out.append(chosen != sorted(np.argsort(-worth)[: own["count"]] + 4))
+        one.end_step()
+
+    compare(policy, [reference.ParisKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    assert any(left_out)  # what has few votes is no candidate, whatever its product
+
+
+def index_of(keys: np.ndarray):
+    """Returns the codes of keys [n, H] in pages of 16."""
+    paged = jnp.asarray(keys.reshape(1, 1, -1, 16, keys.shape[1]), jnp.float32)
+    sizes = dict(batch_size=1, num_heads=1, num_kv_heads=1, head_dim=keys.shape[1], value_dim=1, dtype="float32")
+    spec, index = CacheSpec(**sizes, prompt_capacity=len(keys), new_capacity=0), SignsIndex(16, 0)
+    described = paged, jnp.ones(paged.shape[:4], bool)
+    return jitted(index.with_pages, index.empty(spec, len(keys) // 16), described, jnp.int32(0))
+
+
+@slow
+def test_the_best_of_many_gaussian_keys_are_found_again():
+    """Of the 100 tokens of largest product among 4,096: most by four bits a channel, fewer by signs alone, by chance 2%."""
+    rng = np.random.default_rng(0)
+    keys, q = rng.standard_normal((4096, 128)), rng.standard_normal(128).astype(np.float32)
+    index, turned = index_of(keys), jitted(SignsIndex(16, 0).turned, q[None, None])
+    exact = np.argsort(-(keys @ q))[:100]
+    products = np.asarray(jitted(estimated, turned, index))[0, 0]
+    found = np.argsort(-products)[:100]
+    assert len(set(found) & set(exact)) > 85 and np.corrcoef(products, keys @ q)[0, 1] > 0.99
+    signs = np.where(np.asarray(jitted(patterns, index))[0, 0][:, :, None] >> np.arange(8) & 1, 1, -1)
+    alone = np.argsort(-(signs * np.asarray(turned)[0, 0]).sum((1, 2)))[:100]
+    assert len(set(alone) & set(exact)) < 60
+    heads = Heads(jnp.asarray(q)[None, None, None], *(jnp.zeros((1, 1, 1, 128)),) * 2, jnp.ones(1, jnp.int32), Scoring(1.0))
+    slots = jitted(lambda index: ParisKV(budget=136).find(heads, index, View(Lengths.none(1))).ids, index)[0, 0]
+    assert len(set(np.asarray(slots)) & set(exact)) > 85  # votes leave out few of them
+
+
+def test_a_turn_keeps_products():
+    for size in (8, 16, 128):
+        np.testing.assert_allclose(turn(size, 1) @ turn(size, 1).T, np.eye(size), atol=tolerances.EXACT)
+    assert (turn(64, 0) != turn(64, 1)).any()
+
+
+def test_shares_follow_from_how_many_tokens_there_are():
+    tokens = jnp.int32([[0, 4999, 5000, 9999, 10000, 29999, 30000, 10**6]])
+    voting, candidates = (np.asarray(x)[0] / 20 for x in _shares(tokens))
+    assert voting.tolist() == [0.5, 0.5, 0.3, 0.3, 0.25, 0.25, 0.2, 0.2]
+    assert candidates.tolist() == [0.5, 0.5, 0.25, 0.25, 0.2, 0.2, 0.1, 0.1]
+
+
+def test_keys_that_hadamards_matrix_does_not_fit_are_told(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa"), head_dim=12), tmp_path)
+    message = "^pariskv takes keys of a power of two of channels, 8 or more, got 12$"
+    with pytest.raises(icejax.InputError, match=message):
+        make_plan(model, ParisKV(), batch_size=1, prompt_tokens=99, new_tokens=6)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -196,6 +269,11 @@ def test_a_guess_of_the_queries_chooses_tokens(prefetch):
         (InfiniGen, dict(alpha=-1), "alpha must be a number from 0 to 1e+09, got -1"),
         (InfiniGen, dict(prefetch=1), "prefetch must be true or false, got 1"),
         (InfiniGen, dict(dense_layers=-1), "dense_layers must be at least 0, got -1"),
+        (ParisKV, dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (ParisKV, dict(window=15), "window must be at least 16, got 15"),
+        (ParisKV, dict(budget=36), "budget must be at least 37, got 36"),
+        (ParisKV, dict(seed=-1), "seed must be at least 0, got -1"),
+        (ParisKV, dict(dense_layers=-1), "dense_layers must be at least 0, got -1"),
         (VAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (VAttention, dict(window=0), "window must be at least 1, got 0"),
         (VAttention, dict(budget=22), "budget must be at least 23, got 22"),

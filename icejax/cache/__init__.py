@@ -17,6 +17,7 @@ from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.lacache import LaCache
 from icejax.cache.policies.magicpig import MagicPIG
 from icejax.cache.policies.omnikv import OmniKV
+from icejax.cache.policies.pariskv import ParisKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
@@ -49,6 +50,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "lacache": LaCache,
     "magicpig": MagicPIG,
     "omnikv": OmniKV,
+    "pariskv": ParisKV,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
     "quest": Quest,
