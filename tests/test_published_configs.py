@@ -1,10 +1,13 @@
 """The config.json of published checkpoints, in the form they are published in, reads as it should."""
 
+from dataclasses import replace
+
 import pytest
 
 from icejax.cache import Clustered, layer_policies
-from icejax.config import Experts
+from icejax.config import Experts, Routing
 from icejax.models import family
+from icejax.models.hf_config import SOFTMAX
 
 COMMON = dict(
     attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True, torch_dtype="bfloat16",
@@ -51,14 +54,27 @@ PUBLISHED = {
               max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
               num_experts_per_tok=8, output_router_logits=False, rope_scaling=None, rope_theta=1000000.0,
               router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
-        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, normed=True, shared=0), dense_layers=()),
+        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, routing=SOFTMAX, shared=0, shared_gated=False), dense_layers=()),
     ),
     "Qwen1.5-MoE-A2.7B": (
         sizes(2048, 5632, 24, 16, 16, 151936, 8192, model_type="qwen2_moe", decoder_sparse_step=1, max_window_layers=21,
               moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4, output_router_logits=False,
               rope_theta=1000000.0, router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
               tie_word_embeddings=False, use_sliding_window=False),
-        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, normed=False, shared=5632), sliding_window=None),
+        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, routing=replace(SOFTMAX, normed=False), shared=5632, shared_gated=True), sliding_window=None),
+    ),
+    "GLM-4.5-Air": (
+        sizes(4096, 10944, 46, 96, 8, 151552, 131072, model_type="glm4_moe", attention_bias=True, head_dim=128, pad_token_id=151329,
+              partial_rotary_factor=0.5, moe_intermediate_size=1408, n_routed_experts=128, n_shared_experts=1, norm_topk_prob=True,
+              num_experts_per_tok=8, first_k_dense_replace=1, n_group=1, topk_group=1, num_nextn_predict_layers=1, use_qk_norm=False,
+              rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.0, tie_word_embeddings=False),
+        dict(
+            qkv_bias=True, qk_norm=False, rotary_dim=64, dense_layers=(0,),
+            experts=Experts(
+                count=128, chosen=8, size=1408, shared=1408, shared_gated=False,
+                routing=Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0),
+            ),
+        ),
     ),
     "Mistral-7B-Instruct-v0.1": (
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=10000.0, sliding_window=4096),
@@ -76,7 +92,7 @@ PUBLISHED = {
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mixtral", num_experts_per_tok=2, num_local_experts=8,
               output_router_logits=False, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
               tie_word_embeddings=False),
-        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, normed=True, shared=0)),
+        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, routing=SOFTMAX, shared=0, shared_gated=False)),
     ),
     "Ministral-8B-Instruct-2410": (
         sizes(4096, 12288, 36, 32, 8, 131072, 32768, model_type="mistral", head_dim=128, rope_theta=100000000.0, sliding_window=32768),

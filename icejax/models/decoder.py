@@ -95,15 +95,19 @@ class SparseMLP(nnx.Module):
     def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
         self.gate = Router(config.hidden_size, experts, dtype=dtype)
         self.experts = ExpertStack(config.hidden_size, experts, dtype=dtype)
-        self.shares = bool(experts.shared)
-        if self.shares:
+        self.config = experts
+        if experts.shared:
             self.shared_expert = MLP(config, experts.shared, dtype=dtype)
+        if experts.shared_gated:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         tokens = x.reshape(-1, x.shape[-1])
         out = self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
-        return out + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if self.shares else out
+        if not self.config.shared:
+            return out
+        shared = self.shared_expert(x)
+        return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared)
 
 
 class Entered(NamedTuple):

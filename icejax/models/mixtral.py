@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.hf_config import common, experts, finish, layer_types
+from icejax.models.hf_config import SOFTMAX, common, experts, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
@@ -18,6 +18,6 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     window = fields.whole("sliding_window", default=None)
     layers = values["num_hidden_layers"]
     values |= layer_types(fields, layers, window=window, sliding=range(layers))
-    found = experts(fields, count="num_local_experts", size="intermediate_size", normed=True)
+    found = experts(fields, count="num_local_experts", size="intermediate_size", routing=SOFTMAX)
     finish(fields)
     return ModelConfig(**values, experts=found)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from icejax import ranges
 from icejax.config import ModelConfig
 from icejax.models.fields import Fields
-from icejax.models.hf_config import common, experts, finish, layer_types
+from icejax.models.hf_config import SOFTMAX, common, experts, finish, layer_types
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
@@ -77,7 +78,8 @@ def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
         fields,
         count="num_local_experts" if "num_local_experts" in fields.raw else "num_experts",  # as transformers 5 writes it, and 4
         size="moe_intermediate_size",
-        normed=fields.take("norm_topk_prob", bool, default=False),
+        routing=replace(SOFTMAX, normed=fields.take("norm_topk_prob", bool, default=False)),
         shared=shared,
+        shared_gated=bool(shared),
     )
     return dict(experts=found, dense_layers=tuple(i for i in range(layers) if i in named or (i + 1) % step))
