@@ -113,7 +113,7 @@ class ModelConfig:
         sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         rotary_dim: the first channels of a head that RoPE rotates.
-        qk_norm: whether queries and keys pass an RMSNorm per head before RoPE (Qwen3).
+        qk_norm: over what queries and keys pass an RMSNorm before RoPE: each head (Qwen3), or all at once (MiniMax-M2).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
         experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
@@ -137,7 +137,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "all"] | None
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()

@@ -13,6 +13,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -99,6 +101,11 @@ def _glm(name: str, **changes) -> Row:
     return Row("glm4_moe-" + name, Glm4MoeConfig, Glm4MoeForCausalLM, tuple((small | changes).items()))
 
 
+def _minimax(name: str, **changes) -> Row:
+    small = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=16)
+    return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
+
+
 def _rope(rope_type: str, **fields) -> dict:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
 
@@ -167,6 +174,8 @@ FAMILIES = (
     _qwen3("biases", head_dim=16, attention_bias=True),
     _qwen3_moe("plain", norm_topk_prob=True),  # 30B-A3B, 235B-A22B
     _qwen3_moe("dense-layers", head_dim=32, mlp_only_layers=[0], attention_bias=True),
+    _minimax("plain", head_dim=32, rotary_dim=8),
+    _minimax("whole-heads", head_dim=16, num_experts_per_tok=3),
     _glm("plain", attention_bias=True, routed_scaling_factor=1.0),  # 4.5-Air
     _glm("groups", head_dim=32, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=0, n_shared_experts=2),
     _glm(

@@ -10,7 +10,7 @@ from icejax.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 
-MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain", "glm4_moe-plain")
+MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain", "glm4_moe-plain", "minimax_m2-plain")
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
@@ -27,7 +27,7 @@ def test_round_trip_is_bit_exact(name, tmp_path):
     for shard in (tmp_path / "hf").glob("*.safetensors"):
         stored |= load_file(shard)
     assert stored.keys() == back.keys() and len(stored) > 30
-    assert any(tensor.dtype == np.float32 for tensor in stored.values()) == name.startswith("glm")
+    assert any(tensor.dtype == np.float32 for tensor in stored.values()) == name.startswith(("glm", "minimax"))
     for key in stored:
         assert stored[key].dtype == back[key].dtype
         np.testing.assert_array_equal(stored[key].view(np.uint8), back[key].view(np.uint8))

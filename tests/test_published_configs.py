@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from icejax.cache import Clustered, layer_policies
-from icejax.config import Experts, Routing
+from icejax.config import Experts
 from icejax.models import family
-from icejax.models.hf_config import SOFTMAX
+from icejax.models.hf_config import SIGMOID, SOFTMAX
 
 COMMON = dict(
     attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True, torch_dtype="bfloat16",
@@ -47,14 +47,14 @@ PUBLISHED = {
     "Qwen3-8B": (
         sizes(4096, 12288, 36, 32, 8, 151936, 40960, model_type="qwen3", attention_bias=False, head_dim=128, max_window_layers=36,
               rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False, tie_word_embeddings=False),
-        dict(qk_norm=True, head_dim=128, qkv_bias=False),
+        dict(qk_norm="head", head_dim=128, qkv_bias=False),
     ),
     "Qwen3-30B-A3B": (
         sizes(2048, 6144, 48, 32, 4, 151936, 40960, model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128,
               max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
               num_experts_per_tok=8, output_router_logits=False, rope_scaling=None, rope_theta=1000000.0,
               router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
-        dict(qk_norm=True, head_dim=128, experts=Experts(count=128, chosen=8, size=768, routing=SOFTMAX, shared=0, shared_gated=False), dense_layers=()),
+        dict(qk_norm="head", head_dim=128, experts=Experts(count=128, chosen=8, size=768, routing=SOFTMAX, shared=0, shared_gated=False), dense_layers=()),
     ),
     "Qwen1.5-MoE-A2.7B": (
         sizes(2048, 5632, 24, 16, 16, 151936, 8192, model_type="qwen2_moe", decoder_sparse_step=1, max_window_layers=21,
@@ -69,11 +69,21 @@ PUBLISHED = {
               num_experts_per_tok=8, first_k_dense_replace=1, n_group=1, topk_group=1, num_nextn_predict_layers=1, use_qk_norm=False,
               rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.0, tie_word_embeddings=False),
         dict(
-            qkv_bias=True, qk_norm=False, rotary_dim=64, dense_layers=(0,),
+            qkv_bias=True, qk_norm=None, rotary_dim=64, dense_layers=(0,),
             experts=Experts(
                 count=128, chosen=8, size=1408, shared=1408, shared_gated=False,
-                routing=Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0),
+                routing=SIGMOID,
             ),
+        ),
+    ),
+    "MiniMax-M2.5": (  # without its quantization_config
+        sizes(3072, 1536, 62, 48, 8, 200064, 196608, model_type="minimax_m2", head_dim=128, attn_type_list=[1] * 62,
+              mtp_transformer_layers=1, num_experts_per_tok=8, num_local_experts=256, num_mtp_modules=3, qk_norm_type="per_layer",
+              rope_theta=5000000, rotary_dim=64, scoring_func="sigmoid", shared_intermediate_size=0, tie_word_embeddings=False,
+              use_mtp=True, use_qk_norm=True, use_routing_bias=True),
+        dict(
+            qk_norm="all", rotary_dim=64, rope_theta=5e6,
+            experts=Experts(count=256, chosen=8, size=1536, routing=SIGMOID, shared=0, shared_gated=False),
         ),
     ),
     "Mistral-7B-Instruct-v0.1": (

@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import glm, llama, mistral, mixtral, qwen
+from icejax.models import glm, llama, minimax, mistral, mixtral, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
     "glm4_moe": Family(glm.read_config, glm.ignored_keys, glm.RENAMED),
+    "minimax_m2": Family(minimax.read_config, renamed=minimax.RENAMED),
 }
 
 

@@ -57,15 +57,18 @@ class Attention(nnx.Module):
         self.v_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
-            self.q_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
+            normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
+            self.q_norm, self.k_norm = (RMSNorm(n, eps=config.rms_norm_eps, dtype=dtype) for n in normed)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
         size = self.config.head_dim
         with jax.named_scope("qkv"):
-            q, k, v = (f(x).reshape(*x.shape[:2], -1, size) for f in (self.q_proj, self.k_proj, self.v_proj))
-            if self.config.qk_norm:
+            q, k, v = (f(x) for f in (self.q_proj, self.k_proj, self.v_proj))
+            if self.config.qk_norm == "all":
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
+            if self.config.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
-from icejax.config import ModelConfig, Routing
-from icejax.models.hf_config import MOST_EXPERTS, common, experts, finish, layer_types
+from icejax.config import ModelConfig
+from icejax.models.hf_config import MOST_EXPERTS, SIGMOID, common, experts, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (("shared_expert.", "shared_experts."),)
@@ -26,13 +27,12 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         qkv_bias=fields.take("attention_bias", bool, default=False),
         o_bias=False,
         mlp_bias=False,
-        qk_norm=fields.take("use_qk_norm", bool, default=False),
+        qk_norm="head" if fields.take("use_qk_norm", bool, default=False) else None,
     )
     values |= layer_types(fields, layers, window=None, sliding=range(0))
     groups = fields.whole("n_group", most=MOST_EXPERTS, default=1)
-    routing = Routing(
-        score="sigmoid",
-        corrected=True,
+    routing = replace(
+        SIGMOID,
         groups=groups,
         chosen_groups=fields.whole("topk_group", most=groups, default=1),
         normed=fields.take("norm_topk_prob", bool, default=True),

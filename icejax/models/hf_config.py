@@ -11,6 +11,7 @@ from icejax.models.scaling import rope
 
 MOST_EXPERTS = 1024
 SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, normed=True, factor=1.0)
+SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0)
 # Fields that change no logit of a checkpoint as it is run here.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id

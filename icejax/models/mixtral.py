@@ -14,7 +14,7 @@ RENAMED = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3")
 def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `mixtral` checkpoint; a sliding window is on every layer."""
     fields, values = common({"rms_norm_eps": 1e-5, "rope_theta": 1e6, **raw})
-    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     window = fields.whole("sliding_window", default=None)
     layers = values["num_hidden_layers"]
     values |= layer_types(fields, layers, window=window, sliding=range(layers))

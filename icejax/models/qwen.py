@@ -14,14 +14,14 @@ from icejax.models.hf_config import SOFTMAX, common, experts, finish, layer_type
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `qwen2` checkpoint: biased q, k and v."""
-    return _read(raw, lambda fields: dict(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False), range)
+    return _read(raw, lambda fields: dict(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=None), range)
 
 
 def read_qwen2_moe_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `qwen2_moe` checkpoint: an expert that all tokens share, a window on every second early layer."""
 
     def attention(fields: Fields) -> dict[str, Any]:
-        return dict(qkv_bias=fields.take("qkv_bias", bool, default=True), o_bias=False, mlp_bias=False, qk_norm=False)
+        return dict(qkv_bias=fields.take("qkv_bias", bool, default=True), o_bias=False, mlp_bias=False, qk_norm=None)
 
     def shared(fields: Fields) -> int:
         return fields.whole("shared_expert_intermediate_size", most=2**22)
@@ -41,7 +41,7 @@ def read_qwen3_moe_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _normed(fields: Fields) -> dict[str, Any]:
     bias = fields.take("attention_bias", bool, default=False)
-    return dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True)
+    return dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm="head")
 
 
 def _read(
