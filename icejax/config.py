@@ -37,7 +37,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embeddings of heads of so many channels."""
+    """Rotary position embeddings of the first `size` channels of a head."""
 
     size: int
     theta: float
@@ -45,22 +45,44 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens choose experts by the logits of a router, and with what weights they take them.
+
+    Attributes:
+        score: what makes scores of the logits.
+        corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
+        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among, by their two best each.
+        normed: whether the scores of those a token takes are divided by their sum.
+        factor: what they are then multiplied by.
+    """
+
+    score: Literal["softmax", "sigmoid"]
+    corrected: bool
+    groups: int
+    chosen_groups: int
+    normed: bool
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The MLPs of a layer of which each token takes a few, and how they are chosen: by the softmax of a router's logits.
+    """The MLPs of a layer of which each token takes a few.
 
     Attributes:
         count: how many there are.
         chosen: how many a token takes.
         size: the inner size of each.
-        normed: whether the scores of those a token takes are divided by their sum.
-        shared: the inner size of one more that all tokens take, times the sigmoid of its own gate; 0: there is none.
+        routing: how they are chosen.
+        shared: the inner size of one more that all tokens take; 0: there is none.
+        shared_gated: whether that is multiplied by the sigmoid of a gate of its own.
     """
 
     count: int
     chosen: int
     size: int
-    normed: bool
+    routing: Routing
     shared: int
+    shared_gated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +112,8 @@ class ModelConfig:
         layer_types: one of `full_attention` and `sliding_attention` per layer.
         sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
-        qk_norm: whether queries and keys pass an RMSNorm per head before RoPE (Qwen3).
+        rotary_dim: the first channels of a head that RoPE rotates.
+        qk_norm: over what queries and keys pass an RMSNorm before RoPE: each head (Qwen3), or all at once (MiniMax-M2).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
         experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
@@ -104,6 +127,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
@@ -113,7 +137,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "all"] | None
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
@@ -123,7 +147,7 @@ class ModelConfig:
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
         """How every layer attends, and what its MLP is."""
-        rope, scale = Rope(size=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
+        rope, scale = Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
         return tuple(
             LayerConfig(window=window, scale=scale, rope=rope, experts=None if i in self.dense_layers else self.experts)
             for i, window in enumerate(self.windows)

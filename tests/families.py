@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -92,6 +96,16 @@ def _qwen3_moe(name: str, **changes) -> Row:
     return Row("qwen3_moe-" + name, Qwen3MoeConfig, Qwen3MoeForCausalLM, tuple((small | changes).items()))
 
 
+def _glm(name: str, **changes) -> Row:
+    small = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, routed_scaling_factor=1.5)
+    return Row("glm4_moe-" + name, Glm4MoeConfig, Glm4MoeForCausalLM, tuple((small | changes).items()))
+
+
+def _minimax(name: str, **changes) -> Row:
+    small = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=16)
+    return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
+
+
 def _rope(rope_type: str, **fields) -> dict:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
 
@@ -160,6 +174,14 @@ FAMILIES = (
     _qwen3("biases", head_dim=16, attention_bias=True),
     _qwen3_moe("plain", norm_topk_prob=True),  # 30B-A3B, 235B-A22B
     _qwen3_moe("dense-layers", head_dim=32, mlp_only_layers=[0], attention_bias=True),
+    _minimax("plain", head_dim=32, rotary_dim=8),
+    _minimax("whole-heads", head_dim=16, num_experts_per_tok=3),
+    _glm("plain", attention_bias=True, routed_scaling_factor=1.0),  # 4.5-Air
+    _glm("groups", head_dim=32, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=0, n_shared_experts=2),
+    _glm(
+        "yarn", norm_topk_prob=False,
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
+    ),
     _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
 
@@ -173,11 +195,13 @@ def row(name: str) -> Row:
 def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
     """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
 
-    Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested.
+    Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested; of buffers those
+    that a router adds.
     """
     torch.manual_seed(0)
     model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
-    for name, parameter in model.named_parameters():
+    buffers = (x for x in model.named_buffers() if x[0].endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.ndim == 1:
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
         elif scale == "fan_in":

@@ -114,6 +114,8 @@ NAN, INFINITY = float("nan"), float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0}
 MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
+GLM = dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -182,6 +184,28 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (QWEN2_MOE | {"shared_expert_intermediate_size": ...}, "config.json has no 'shared_expert_intermediate_size', which a qwen2_moe"),
         (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be at least 1, got 0"),
         (QWEN2_MOE | {"qkv_bias": "no"}, "'qkv_bias' must be true or false, got 'no'"),
+        (GLM | {"n_routed_experts": ...}, "config.json has no 'n_routed_experts', which a glm4_moe model needs"),
+        (GLM | {"n_group": 0}, "'n_group' must be at least 1, got 0"),
+        (GLM | {"n_group": 3}, "8 experts do not divide among 3 groups of two or more"),
+        (GLM | {"n_group": 8}, "8 experts do not divide among 8 groups of two or more"),
+        (GLM | {"n_group": 2, "topk_group": 3}, "'topk_group' must be at most 2, got 3"),
+        (GLM | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "'num_experts_per_tok' must be at most 2, got 3"),
+        (GLM | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
+        (GLM | {"routed_scaling_factor": 0}, "'routed_scaling_factor' must be a number above 0 and at most 1e+06, got 0"),
+        (GLM | {"n_shared_experts": 0}, "'n_shared_experts' must be at least 1, got 0"),
+        (GLM | {"first_k_dense_replace": 4}, "'first_k_dense_replace' must be at most 3, got 4"),
+        (GLM | {"num_nextn_predict_layers": -1}, "'num_nextn_predict_layers' must be at least 0, got -1"),
+        (GLM | {"use_qk_norm": 1}, "'use_qk_norm' must be true or false, got 1"),
+        (GLM | {"partial_rotary_factor": 0}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 0"),
+        (GLM | {"partial_rotary_factor": 0.2}, "heads must have an even size of at least 4 to be rotated, got 3"),
+        (GLM | {"rope_parameters": {"partial_rotary_factor": 2}}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 2"),
+        (MINIMAX | {"rotary_dim": 2}, "'rotary_dim' must be at least 4, got 2"),
+        (MINIMAX | {"rotary_dim": 17}, "'rotary_dim' must be at most 16, got 17"),
+        (MINIMAX | {"rotary_dim": 7}, "heads must have an even size of at least 4 to be rotated, got 7"),
+        (MINIMAX | {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported (only 'sigmoid')"),
+        (MINIMAX | {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported (only 0)"),
+        (MINIMAX | {"attn_type_list": [1, 0, 1]}, "attn_type_list=[1, 0, 1] is not supported (only 1, full attention)"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported (only 1.0)"),
         (MIXTRAL | {"num_local_experts": ...}, "config.json has no 'num_local_experts', which a mixtral model needs"),
         (MIXTRAL | {"num_local_experts": 0}, "'num_local_experts' must be at least 1, got 0"),
         (MIXTRAL | {"num_experts_per_tok": 5}, "'num_experts_per_tok' must be at most 4, got 5"),
@@ -231,6 +255,8 @@ def test_every_number_of_the_config_is_read(tmp_path):
     parameters = load.abstract(model.config, "float32")[1]
     changes = {
         "rms_norm_eps": 1e-2,
+        "rotary_dim": 8,
+        "qk_norm": "all",
         "rope_theta": 2e4,
         "rope_scaling": None,
         "layer_types": ("sliding_attention",) * 3,

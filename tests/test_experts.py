@@ -16,7 +16,9 @@ from tests import families, tolerances
 from tests.run import all_logits
 
 COUNT, CHOSEN, HIDDEN, INNER = 8, 3, 24, 20
-MIXTURES = [row for row in families.FAMILIES if {"num_local_experts", "num_experts"} & dict(row.changes).keys()]
+MIXTURES = [
+    row for row in families.FAMILIES if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
+]
 
 
 def stack(rng) -> experts.Stack:
@@ -74,6 +76,11 @@ def test_what_a_token_holds_stays_with_it():
     np.testing.assert_allclose(found[others], expected[others], rtol=0, atol=tolerances.EXACT)
 
 
+def by_id(taken: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
+    """Experts and weights in the order of the experts: transformers leaves them in no order."""
+    return [np.take_along_axis(x, np.argsort(taken[0], axis=1), axis=1) for x in taken]
+
+
 @pytest.mark.parametrize("row", MIXTURES, ids=str)
 @pytest.mark.parametrize("scale", families.SCALES)
 def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
@@ -83,30 +90,43 @@ def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     sparse = [i for i, layer in enumerate(ours.config.layers) if layer.experts is not None]
     assert sparse
     for i in sparse:
+        mlp, said = theirs.model.layers[i].mlp, []
+        hook = mlp.gate.register_forward_hook(lambda module, given, out, said=said: said.append(out))
         with torch.no_grad():
-            _, weights, ids = theirs.model.layers[i].mlp.gate(torch.tensor(x))
+            mlp(torch.tensor(x)[None])
+        hook.remove()
+        ((_, weights, ids),) = said
         found = jax.jit(lambda router, x: router(x))(ours.model.layers[i].mlp.gate, x)
-        order = np.argsort(-weights.numpy(), axis=1, kind="stable")
-        np.testing.assert_array_equal(found[0], np.take_along_axis(ids.numpy(), order, axis=1))
-        np.testing.assert_allclose(found[1], np.take_along_axis(weights.numpy(), order, axis=1), rtol=0, atol=tolerances.EXACT)
+        found, expected = (np.asarray(found[0]), np.asarray(found[1])), (ids.numpy(), weights.numpy())
+        (ours_by_id, our_weights), (theirs_by_id, their_weights) = map(by_id, (found, expected))
+        np.testing.assert_array_equal(ours_by_id, theirs_by_id)
+        np.testing.assert_allclose(our_weights, their_weights, rtol=0, atol=tolerances.EXACT)
 
 
 def test_every_number_of_the_experts_is_read(tmp_path):
     """Each field changes the logits, or the parameters that a checkpoint must have."""
-    model = families.load(families.build(families.row("qwen3_moe-plain")), tmp_path)
+    model = families.load(families.build(families.row("glm4_moe-groups")), tmp_path)
     prompt = families.tokens(60)
     before = all_logits(model, prompt, Full())
 
     def shapes(config):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
-    for field, value in dict(chosen=3, normed=False).items():
-        changed = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, **{field: value}))
+    experts = model.config.experts
+    numbers = {
+        field: dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
+        for field, value in dict(score="softmax", groups=2, chosen_groups=4, normed=False, factor=1.0).items()
+    }
+    assert {*numbers, "corrected"} == {field.name for field in dataclasses.fields(experts.routing)}
+    for field, other in (numbers | {"chosen": dataclasses.replace(experts, chosen=2)}).items():
+        changed = dataclasses.replace(model.config, experts=other)
         graph, _, tree = load.abstract(changed, "float32")
         after = all_logits(nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(model))), prompt, Full())
         assert np.abs(after - before).max() > 1e-3, field
-    for field, number in dict(count=16, size=32, shared=8).items():
-        changed = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, **{field: number}))
+    uncorrected = dataclasses.replace(experts.routing, corrected=False)
+    of_shape = dict(count=16, size=24, shared=8, shared_gated=True, routing=uncorrected)
+    for field, value in of_shape.items():
+        changed = dataclasses.replace(model.config, experts=dataclasses.replace(experts, **{field: value}))
         assert shapes(changed) != shapes(model.config), field
     assert shapes(dataclasses.replace(model.config, dense_layers=(1,))) != shapes(model.config)
-    assert {f.name for f in dataclasses.fields(model.config.experts)} == {"count", "chosen", "size", "normed", "shared"}
+    assert {*of_shape, "chosen"} == {field.name for field in dataclasses.fields(experts)}

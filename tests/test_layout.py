@@ -10,13 +10,16 @@ from icejax.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 
-MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain")
+MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain", "glm4_moe-plain", "minimax_m2-plain")
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_round_trip_is_bit_exact(name, tmp_path):
     model = families.build(families.row(name)).to(torch.bfloat16)
+    for key, buffer in model.named_buffers():  # as published
+        if key.endswith("e_score_correction_bias"):
+            buffer.data = buffer.data.float()
     model.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
     assert convert("hf_to_orbax", [str(tmp_path / "hf"), str(tmp_path / "orbax")]) == 0
     assert convert("orbax_to_hf", [str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
@@ -24,10 +27,35 @@ def test_round_trip_is_bit_exact(name, tmp_path):
     for shard in (tmp_path / "hf").glob("*.safetensors"):
         stored |= load_file(shard)
     assert stored.keys() == back.keys() and len(stored) > 30
+    assert any(tensor.dtype == np.float32 for tensor in stored.values()) == name.startswith(("glm", "minimax"))
     for key in stored:
         assert stored[key].dtype == back[key].dtype
         np.testing.assert_array_equal(stored[key].view(np.uint8), back[key].view(np.uint8))
     assert same_arrays(load_model(tmp_path / "hf"), load_model(tmp_path / "orbax"))
+
+
+def test_layers_behind_the_last_are_passed_over(tmp_path):
+    """As many as the config says, which guess further tokens; one more is a fault."""
+    families.save(families.build(families.row("glm4_moe-plain")), tmp_path)
+    edit(
+        tmp_path, lambda t: t.update({"model.layers.3.mlp.gate.weight": t[ROUTER].copy(), "model.layers.3.x": t[ROUTER].copy()})
+    )
+    load_model(tmp_path)
+    edit(tmp_path, lambda t: t.update({"model.layers.4.mlp.gate.weight": t[ROUTER].copy()}))
+    with pytest.raises(InputError, match=r": model\.layers\.4\.mlp\.gate\.weight is not a parameter of this model$"):
+        load_model(tmp_path)
+
+
+def test_a_bias_of_choice_stays_fp32(tmp_path):
+    """Or models in bf16 would choose others."""
+    model = families.load(families.build(families.row("glm4_moe-plain")), tmp_path / "hf")
+    bias = np.asarray(model.model.layers[1].mlp.gate.e_score_correction_bias[...])
+    assert (bias.astype(np.float16) != bias).any()
+    assert convert("hf_to_orbax", [str(tmp_path / "hf"), str(tmp_path / "orbax")]) == 0
+    for folder in ("hf", "orbax"):
+        gate = load_model(tmp_path / folder, dtype="bfloat16").model.layers[1].mlp.gate
+        assert gate.weight[...].dtype == "bfloat16" and gate.e_score_correction_bias[...].dtype == "float32"
+        np.testing.assert_array_equal(gate.e_score_correction_bias[...], bias)
 
 
 FAULTS = {

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -72,13 +71,14 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
         raise InputError(f"dtype must be one of {', '.join(orbax.DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)
     if (folder / ORBAX).is_dir():
-        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype=dtype)
+        dtypes = {key: p.dtype for key, p in parameters.items()}
+        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtypes=dtypes)
         leaves = [stored[key] for key in parameters]
     else:
         read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
         leaves_by_key = {}
         for done, (key, tensor) in enumerate(read, start=1):
-            leaves_by_key[key] = _to_device(tensor, dtype)
+            leaves_by_key[key] = _to_device(tensor, parameters[key].dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
         leaves = [leaves_by_key[key] for key in parameters]
@@ -93,7 +93,7 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             first tensor is read; or a tensor of codes is not sound.
     """
     raw = huggingface.read_json(folder / "config.json")
-    ignored, made_of = family(raw).ignored_keys, layout(folder, shapes)
+    ignored, made_of = family(raw).ignored_keys(raw), layout(folder, shapes)
     coded = formats.sources(raw, {key: source.shape for source in made_of.values() for key in source.keys})
     expected = {key: part for each in coded.values() for key, part in each.parts.items()}
     faults, where, dtypes = [], {}, {}
@@ -132,6 +132,6 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
     return ((name, source.join(map(read, source.keys))) for name, source in made_of.items())
 
 
-def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:
+def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:
     # Waited for, so that one tensor at a time is on its way: each is there twice until it has arrived.
-    return jax.block_until_ready(jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False)))
+    return jax.block_until_ready(jax.device_put(tensor.astype(dtype, copy=False)))

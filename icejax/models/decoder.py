@@ -57,15 +57,18 @@ class Attention(nnx.Module):
         self.v_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
-            self.q_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
+            normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
+            self.q_norm, self.k_norm = (RMSNorm(n, eps=config.rms_norm_eps, dtype=dtype) for n in normed)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
         size = self.config.head_dim
         with jax.named_scope("qkv"):
-            q, k, v = (f(x).reshape(*x.shape[:2], -1, size) for f in (self.q_proj, self.k_proj, self.v_proj))
-            if self.config.qk_norm:
+            q, k, v = (f(x) for f in (self.q_proj, self.k_proj, self.v_proj))
+            if self.config.qk_norm == "all":
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
+            if self.config.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
@@ -95,15 +98,19 @@ class SparseMLP(nnx.Module):
     def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
         self.gate = Router(config.hidden_size, experts, dtype=dtype)
         self.experts = ExpertStack(config.hidden_size, experts, dtype=dtype)
-        self.shares = bool(experts.shared)
-        if self.shares:
+        self.config = experts
+        if experts.shared:
             self.shared_expert = MLP(config, experts.shared, dtype=dtype)
+        if experts.shared_gated:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         tokens = x.reshape(-1, x.shape[-1])
         out = self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
-        return out + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if self.shares else out
+        if not self.config.shared:
+            return out
+        shared = self.shared_expert(x)
+        return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared)
 
 
 class Entered(NamedTuple):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from icejax.config import Experts
+from icejax.config import Experts, Routing
 from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.scaling import rope
 
 MOST_EXPERTS = 1024
+SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, normed=True, factor=1.0)
+SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0)
 # Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
@@ -39,7 +41,7 @@ NEUTRAL = {
 def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant: Set[str] = IRRELEVANT) -> None:
     """Raises InputError for every field that may change numbers and was not taken."""
     for name, value in fields.raw.items():
-        if name in neutral:
+        if name in neutral and name not in fields.taken:
             if value is not None and value not in neutral[name]:
                 raise InputError(f"{fields.source}: {name}={quoted(value)} is not supported (only {neutral[name][0]!r})")
         elif name not in fields.taken and name not in irrelevant and value is not None:
@@ -48,8 +50,10 @@ def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant
             )
 
 
-def common(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) -> tuple[Fields, dict[str, Any]]:
-    """Returns the reader and the ModelConfig fields that all families read alike; `yarn_fields` is as `rope` takes it.
+def common(
+    raw: dict[str, Any], *, part: float | None = None, yarn_fields: frozenset[str] = frozenset()
+) -> tuple[Fields, dict[str, Any]]:
+    """Returns the reader and the ModelConfig fields that all families read alike; `part` and `yarn_fields` as in `rope`.
 
     Reads both the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`).
 
@@ -63,7 +67,8 @@ def common(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) ->
     context = fields.whole("max_position_embeddings", default=2048)
     size = fields.whole("head_dim", most=2**12, default=None) or hidden // heads
     dtype = fields.take("dtype", str, default="") or fields.take("torch_dtype", str, default="float32")
-    theta, scaling = rope(fields, max_position_embeddings=context, yarn_fields=yarn_fields)
+    part, theta, scaling = rope(fields, max_position_embeddings=context, part=part, yarn_fields=yarn_fields)
+    rotated = int(size * part)
     values = dict(
         model_type=raw["model_type"],
         vocab_size=fields.whole("vocab_size", most=2**24),
@@ -73,6 +78,7 @@ def common(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) ->
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=size,
+        rotary_dim=rotated,
         rms_norm_eps=fields.number("rms_norm_eps", least=0, most=1, above=True, default=1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -83,16 +89,24 @@ def common(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) ->
     )
     if heads % kv_heads:
         raise InputError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
-    if size % 2 or size < 4:
-        raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {size}")
+    if size % 2 or rotated % 2 or rotated < 4:
+        raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {rotated}")
     return fields, values
 
 
-def experts(fields: Fields, *, count: str, size: str, normed: bool, shared: int = 0) -> Experts:
+def experts(fields: Fields, *, count: str, size: str, routing: Routing, shared: int = 0, shared_gated: bool = False) -> Experts:
     """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
     many = fields.whole(count, most=MOST_EXPERTS)
-    chosen = fields.whole("num_experts_per_tok", most=many)
-    return Experts(count=many, chosen=chosen, size=fields.whole(size, most=2**22), normed=normed, shared=shared)
+    if many % routing.groups or (routing.groups > 1 and many < 2 * routing.groups):
+        raise InputError(f"config.json: {many} experts do not divide among {routing.groups} groups of two or more")
+    return Experts(
+        count=many,
+        chosen=fields.whole("num_experts_per_tok", most=many // routing.groups * routing.chosen_groups),
+        size=fields.whole(size, most=2**22),
+        routing=routing,
+        shared=shared,
+        shared_gated=shared_gated,
+    )
 
 
 def layer_types(fields: Fields, count: int, *, window: int | None, sliding: range) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def read_ministral3_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _read(fields: Fields, values: dict[str, Any]) -> ModelConfig:
-    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     window, layers = fields.whole("sliding_window", default=None), values["num_hidden_layers"]
     values |= layer_types(fields, layers, window=window, sliding=range(layers))
     finish(fields)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from icejax import ranges
 from icejax.config import ModelConfig
 from icejax.models.fields import Fields
-from icejax.models.hf_config import common, experts, finish, layer_types
+from icejax.models.hf_config import SOFTMAX, common, experts, finish, layer_types
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `qwen2` checkpoint: biased q, k and v."""
-    return _read(raw, lambda fields: dict(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False), range)
+    return _read(raw, lambda fields: dict(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=None), range)
 
 
 def read_qwen2_moe_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `qwen2_moe` checkpoint: an expert that all tokens share, a window on every second early layer."""
 
     def attention(fields: Fields) -> dict[str, Any]:
-        return dict(qkv_bias=fields.take("qkv_bias", bool, default=True), o_bias=False, mlp_bias=False, qk_norm=False)
+        return dict(qkv_bias=fields.take("qkv_bias", bool, default=True), o_bias=False, mlp_bias=False, qk_norm=None)
 
     def shared(fields: Fields) -> int:
         return fields.whole("shared_expert_intermediate_size", most=2**22)
@@ -40,7 +41,7 @@ def read_qwen3_moe_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _normed(fields: Fields) -> dict[str, Any]:
     bias = fields.take("attention_bias", bool, default=False)
-    return dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True)
+    return dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm="head")
 
 
 def _read(
@@ -77,7 +78,8 @@ def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
         fields,
         count="num_local_experts" if "num_local_experts" in fields.raw else "num_experts",  # as transformers 5 writes it, and 4
         size="moe_intermediate_size",
-        normed=fields.take("norm_topk_prob", bool, default=False),
+        routing=replace(SOFTMAX, normed=fields.take("norm_topk_prob", bool, default=False)),
         shared=shared,
+        shared_gated=bool(shared),
     )
     return dict(experts=found, dense_layers=tuple(i for i in range(layers) if i in named or (i + 1) % step))
