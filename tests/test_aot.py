@@ -95,3 +95,13 @@ def test_pages_of_a_tpu_come_together(target):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072"
     (row,) = said(target, "bench.program", "--target", target, *line.split())
     assert row["host_copies"] > 0 and not row["serial_waits"] and not row["pool_copies"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_a_step_copies_no_experts(target, batch):
+    (found,) = said(target, "tests.aot_experts", target, str(batch))
+    matrix, experts = found["matrix_elements"], found["experts"]
+    assert found["largest"] < experts * matrix / 10
+    assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all

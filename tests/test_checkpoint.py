@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import jax
@@ -21,6 +20,7 @@ from icejax.errors import InputError
 from icejax.folder import claim
 from tests import families, tolerances
 from tests.crash import file_limit
+from tests.peak import loading_peak
 from tests.run import all_logits
 
 KEY = "model.layers.1.mlp.up_proj.weight"
@@ -274,30 +274,14 @@ def test_converters_refuse_the_other_form_and_broken_ones(folder, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_loading_peaks_under_1_3_times_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("name, experts", [("llama-gqa", {}), ("qwen3_moe-plain", {"moe_intermediate_size": 448})])
+def test_loading_peaks_under_1_3_times_the_checkpoint(name, experts, tmp_path):
     """On CPU, where the device is host memory too: the model itself and little beside it."""
-    row = families.row("llama-gqa")
-    model = families.build(row, vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    sizes = dict(vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8) | experts
+    model = families.build(families.row(name), **sizes)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(tmp_path, max_shard_size="200MB")
-    code = f"""
-import threading, time, jax, psutil, icejax.checkpoint
-jax.devices(); jax.numpy.zeros(3).block_until_ready()
-rss = psutil.Process().memory_info
-before = peak = rss().rss
-
-def watch():
-    global peak
-    while True:
-        peak = max(peak, rss().rss)
-        time.sleep(0.001)
-
-threading.Thread(target=watch, daemon=True).start()
-model = icejax.checkpoint.load_model({str(tmp_path)!r}, dtype="float32")
-jax.block_until_ready(jax.tree.leaves(model))
-print(peak - before)
-"""
-    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    peak = loading_peak(tmp_path, "float32")
     print(f"peak {peak / size:.3f} of the checkpoint")
     assert peak > 0.9 * size  # on CPU the model itself is host memory
     assert size > 5e8 and peak < 1.3 * size

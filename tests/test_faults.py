@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PROOFS = ("eviction_peers", "retrieval_peers", "omnikv")  # most of them are slow; elsewhere the default tests notice
 # Module, text that occurs once, the fault in its place, the file of tests that is to notice.
 FAULTS = (
     ("ops/rope.py", "[-second, first]", "[second, first]", "parity"),
@@ -114,13 +115,14 @@ def test_each_fault_has_its_place(module, text, _, __):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module, text, fault, noticed_by", FAULTS, ids=lambda x: str(x)[:24])
-def test_the_default_tests_notice(tmp_path, module, text, fault, noticed_by):
+def test_the_tests_notice(tmp_path, module, text, fault, noticed_by):
     for folder in ("icejax", "convert", "bench", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     file = tmp_path / "icejax" / module
     file.write_text(file.read_text().replace(text, fault))
     line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/test_{noticed_by}.py"]
+    line += ["-m", "slow or not slow"] if noticed_by in PROOFS else []
     done = subprocess.run(
         line,
         cwd=tmp_path,

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from icejax import saved
-from icejax.checkpoint import huggingface, load
+from icejax.checkpoint import formats, huggingface, load
 from icejax.commands.options import parser
 from icejax.commands.requests import read_prompts
 from icejax.errors import InputError
 from icejax.ops.rope import inverse_frequencies
+from tests.quantised import FORMATS
 from tests.test_published_configs import PUBLISHED
 
 CONFIG = dict(
@@ -53,6 +54,7 @@ def sound(folder: Path) -> None:
 
 def read_config(folder: Path) -> None:
     config = load.read_config(folder)
+    formats.sources(huggingface.read_json(folder / "config.json"), SHAPES)
     assert 1 <= config.context_length < 2**31 and config.head_dim % 2 == 0
     if config.rope_scaling is None or config.rope_scaling.rope_type != "dynamic":
         assert np.isfinite(inverse_frequencies(config.layers[0].rope)).all()
@@ -91,9 +93,10 @@ SESSION = dict(
     arrays={"token_ids": [len(TOKENS), zlib.crc32(TOKENS)]},
 )  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "max_new_tokens": 5, "stop": "x"}
+QUANTISED = [CONFIG | {"quantization_config": FORMATS[name].config} for name in ("fp8-blocks", "awq", "gptq", "packed-4")]
 # File -> what reads it, sound contents to begin with, and what makes bytes of a changed content's JSON.
 ENTRIES = {
-    "config.json": (read_config, [CONFIG, *(raw for raw, _ in PUBLISHED.values())], bytes),
+    "config.json": (read_config, [CONFIG, *QUANTISED, *(raw for raw, _ in PUBLISHED.values())], bytes),
     "generation_config.json": (read_config, [{"eos_token_id": 2}, {"eos_token_id": [1, 2], "temperature": 0.6}], bytes),
     huggingface.INDEX: (
         read_weights,

@@ -62,7 +62,7 @@ class Led(Follower):
         return state[0], super().joining(state[1], lengths, clock)
 
 
-@pytest.mark.parametrize("clock", [0, 5])
+@pytest.mark.parametrize("clock", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_omnikv_attends_to_what_the_layer_before_it_ranks_highest(clock):
     """Other tokens than its own keys would choose; by their positions, also where rows have joined a batch."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
@@ -106,6 +106,7 @@ def test_omnikv_with_room_for_all_tokens_is_the_full_cache(model):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
+@pytest.mark.slow
 def test_layers_behind_a_filter_fetch_the_same_tokens(model):
     plan = plan_for(model, OmniKV(budget=40, generated=16, first=0, every=4, wait=0), [families.tokens(300)], 80)
     assert plan.pooled == (1, 2, 3)

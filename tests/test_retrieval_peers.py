@@ -27,7 +27,7 @@ def numbers(layer: Layer, row: int, one: reference.Paged) -> list[int]:
     return [i if i < first else i - first + several for i in range(len(one.pages))]
 
 
-@pytest.mark.parametrize("heads", ["layer", "kv"])
+@pytest.mark.parametrize("heads", ["layer", pytest.param("kv", marks=pytest.mark.slow)])
 def test_arkvale_chooses_pages_for_all_heads_of_a_layer(heads):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = ArkVale(budget=64, page_size=8, heads=heads)
@@ -86,6 +86,7 @@ def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
     )
 
 
+@pytest.mark.slow
 def test_clusterkv_chooses_whole_clusters_for_every_query_head():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = ClusterKV(budget=64, sinks=8, clusters=20, iterations=5)
@@ -127,6 +128,7 @@ def test_a_key_that_cannot_be_cut_is_told(bundled):
         make_plan(bundled[0], PQCache(parts=3), batch_size=1, prompt_tokens=99, new_tokens=6)
 
 
+@pytest.mark.slow
 def test_retroinfer_attends_to_clusters_and_estimates_the_next():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = RetroInfer(budget=90, window=24, estimated=0.3, iterations=4)
@@ -151,6 +153,7 @@ def test_retroinfer_attends_to_clusters_and_estimates_the_next():
     assert max(estimated) > 4
 
 
+@pytest.mark.slow
 def test_an_estimate_is_exact_where_the_tokens_of_a_cluster_are_alike():
     """Twelve pages of one key and one value each: the clusters are these, and three fit the budget."""
     prompt, new = draw((196,), 1)
@@ -165,6 +168,7 @@ def test_an_estimate_is_exact_where_the_tokens_of_a_cluster_are_alike():
         assert np.allclose(found, expected, rtol=0, atol=tolerances.EXACT) == close
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [120, 60])
 def test_magicpig_samples_tokens_that_share_hashes(budget):
     """All of them, and of more than the budget holds those that agree in most tables."""
@@ -198,6 +202,7 @@ def test_a_sampled_token_weighs_as_much_as_it_is_unlikely():
     assert abs(np.mean(shared) - np.mean(likely)) < 0.01 and np.corrcoef(np.mean(shared, 0), likely)[0, 1] > 0.95
 
 
+@pytest.mark.slow
 def test_shadowkv_attends_to_pages_of_low_rank_keys_and_to_those_that_differ():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     mix = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]

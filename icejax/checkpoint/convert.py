@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from icejax import memory
-from icejax.checkpoint import huggingface, orbax
+from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
-from icejax.checkpoint.load import Progress, abstract, read_config, tensors
+from icejax.checkpoint.load import Progress, abstract, layout, read_config, tensors
 from icejax.errors import InputError
 from icejax.folder import claim
 
@@ -21,12 +21,16 @@ def hf_to_orbax(source: str | Path, target: Path, *, force: bool = False, progre
     """Writes the Hugging Face folder (or hub id) `source` as the icejax folder `target`, whole or not at all.
 
     Raises:
-        InputError: `source` is not a sound Hugging Face checkpoint, or `target` cannot be written, or exists and `force` is
-            False.
+        InputError: `source` is not a sound Hugging Face checkpoint, or is quantised, or `target` cannot be written, or exists
+            and `force` is False.
     """
     folder = resolve(source)
     if (folder / ORBAX).is_dir():
         raise InputError(f"{folder} is an icejax folder already: expected a Hugging Face folder")
+    if (method := formats.method(huggingface.read_json(folder / CONFIG))) is not None:
+        raise InputError(
+            f"{folder} is quantised by {method}, which an icejax folder cannot keep bit for bit: load the folder as it is"
+        )
     with claim(target, mark=CONFIG, replace=force) as held:
         _check_target(folder, target)
         shapes = _shapes(folder)
@@ -54,11 +58,13 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
         shapes = _shapes(folder)
         held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
         stored = orbax.read(folder / ORBAX, shapes, device=memory.device("cpu"))
-        parameters = {key: np.asarray(stored[key]) for key in shapes}
+        parameters = {}
+        for name, source in layout(folder, shapes).items():
+            parameters |= source.split(np.asarray(stored[name]))
         with held.writing() as part:
             copy_companions(folder, part)
             for done, key in enumerate(huggingface.write(part, parameters), start=1):
-                _tell(progress, key, done, len(shapes))
+                _tell(progress, key, done, len(parameters))
 
 
 def _check_target(source: Path, target: Path) -> None:

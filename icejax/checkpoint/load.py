@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from icejax import memory
-from icejax.checkpoint import huggingface, orbax
+from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
+from icejax.checkpoint.formats import EMBEDDING, HEAD
+from icejax.checkpoint.layout import Source, sources
+from icejax.checkpoint.layouts import FLOATS, Part
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
 
-TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
 
@@ -27,6 +30,8 @@ def read_config(folder: Path) -> ModelConfig:
     """Returns the config of a checkpoint folder; InputError for a field that is missing, unknown or unsupported."""
     raw = huggingface.read_json(folder / "config.json")
     config = family(raw).read_config(raw)
+    if formats.method(raw) is not None and (folder / ORBAX).is_dir():
+        raise InputError(f"{folder} is an icejax folder, whose weights are not quantised: expected no quantization_config")
     generation = folder / "generation_config.json"
     if generation.exists():
         more = Fields(huggingface.read_json(generation), generation.name).token_ids("eos_token_id")
@@ -40,6 +45,11 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     named = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
     return graph, named, tree
+
+
+def layout(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
+    return sources(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
 
 
 def load_model(model: str | Path, *, dtype: str | None = None, progress: Progress | None = None) -> CausalLM:
@@ -61,13 +71,14 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
         raise InputError(f"dtype must be one of {', '.join(orbax.DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)
     if (folder / ORBAX).is_dir():
-        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype=dtype)
+        dtypes = {key: p.dtype for key, p in parameters.items()}
+        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtypes=dtypes)
         leaves = [stored[key] for key in parameters]
     else:
         read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
         leaves_by_key = {}
         for done, (key, tensor) in enumerate(read, start=1):
-            leaves_by_key[key] = _to_device(tensor, dtype)
+            leaves_by_key[key] = _to_device(tensor, parameters[key].dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
         leaves = [leaves_by_key[key] for key in parameters]
@@ -75,37 +86,52 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
 
 
 def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
-    """Yields key and tensor, in the stored dtype, of every parameter of a Hugging Face folder, one at a time.
+    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time: as stored, or f32 of codes.
 
     Raises:
-        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; before
-            the first tensor is read.
+        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported, before the
+            first tensor is read; or a tensor of codes is not sound.
     """
     raw = huggingface.read_json(folder / "config.json")
-    ignored = family(raw).ignored_keys
-    faults, where = [], {}
+    ignored, made_of = family(raw).ignored_keys(raw), layout(folder, shapes)
+    coded = formats.sources(raw, {key: source.shape for source in made_of.values() for key in source.keys})
+    expected = {key: part for each in coded.values() for key, part in each.parts.items()}
+    faults, where, dtypes = [], {}, {}
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
-        tied = key == TIED_HEAD and config.tie_word_embeddings
         if ignored.fullmatch(key):
             continue
         if key in where:
             faults.append(f"{key} is stored twice")
-        elif key not in shapes and not tied:
+        elif key in expected or (key == HEAD and config.tie_word_embeddings):
+            faults += expected.get(key, Part(FLOATS, (shape,))).faults(key, shape, stored)
+        else:
             faults.append(f"{key} is not a parameter of this model")
-        elif not tied and shape != shapes[key]:
-            faults.append(f"{key} has shape {list(shape)}, expected {list(shapes[key])}")
-        elif stored not in huggingface.DTYPES:
-            faults.append(f"{key}: dtype {stored} is not supported: expected {', '.join(huggingface.DTYPES)}")
-        where[key] = file
-    faults += [f"{key} is missing" for key in shapes if key not in where]
-    if TIED_HEAD in where and TIED_HEAD not in shapes and not faults:
-        if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (TIED_HEAD, EMBEDDING))):
-            faults.append(f"{TIED_HEAD} differs from the embedding that config.json ties it to")
+        where[key], dtypes[key] = file, stored
+    faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in where]
+    for source in made_of.values():
+        stored = sorted({dtypes[key] for key in source.keys if key in dtypes and coded[key].layout is None})
+        if len(stored) > 1:
+            faults.append(f"{source.keys[0]} to {source.keys[-1]} are stored in {' and '.join(stored)}: expected one dtype")
+    if HEAD in where and HEAD not in expected and not faults:
+        if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (HEAD, EMBEDDING))):
+            faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
+    method = formats.method(raw)
     if faults:
-        raise InputError(f"{folder} does not fit its config.json: {listed(faults)}")
-    return ((key, huggingface.read_tensor(where[key], key)) for key in shapes)
+        told = "" if method is None else f" (weights quantised by {method})"
+        raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
+    if method is not None:
+        count = sum(each.layout is not None for each in coded.values())
+        LOG.info(
+            "%d matrices are quantised by %s, and dequantised as they are read: no product here takes codes", count, method
+        )
+
+    def read(key: str) -> np.ndarray:
+        parts = (part for part in coded[key].parts if part in where)
+        return coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
+
+    return ((name, source.join(map(read, source.keys))) for name, source in made_of.items())
 
 
-def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:
+def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:
     # Waited for, so that one tensor at a time is on its way: each is there twice until it has arrived.
-    return jax.block_until_ready(jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False)))
+    return jax.block_until_ready(jax.device_put(tensor.astype(dtype, copy=False)))

@@ -59,6 +59,7 @@ class Fields:
         self.taken.add(name)
         value = self.raw.get(name)
         if value is None and default is ...:
-            kind = quoted(self.raw.get("model_type")).strip("'")
-            raise InputError(f"{self.source} has no {name!r}, which a {kind} model needs")
+            kind = self.raw.get("model_type", self.raw.get("quant_method"))
+            needed = "is needed" if kind is None else f"a {quoted(kind).strip(chr(39))} model needs"
+            raise InputError(f"{self.source} has no {name!r}, which {needed}")
         return default if value is None else value

@@ -1,0 +1,220 @@
+"""The `quantization_config` of a config.json: which matrices of a folder stand as codes, and in which layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from icejax import ranges
+from icejax.checkpoint.layouts import FLOATS, Awq, Gptq, Layout, Packed, Part, Plain
+from icejax.errors import InputError, quoted
+from icejax.models.fields import Fields
+from icejax.models.hf_config import finish
+
+SOURCE = "config.json: quantization_config"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # no method here changes them
+# Fields that say how codes were found, or how others compute with them.
+IRRELEVANT = frozenset(
+    """activation_scheme act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
+    damp_percent dataset dequantize do_fuse exllama_config fuse_max_seq_len global_compression_ratio input_activations
+    max_input_length meta model_file_base_name model_name_or_path model_seqlen modules_to_fuse
+    module_name_preceding_first_block observer observer_kwargs output_activations pack_dtype pad_token_id quant_method
+    quantization_status run_compressed scale_dtype scale_fmt static_groups sym tokenizer true_sequential use_cuda_fp16
+    use_exllama use_optimized_inference version zp_dtype""".split()
+)
+# Fields that would change how codes are read, with the only values that do not.
+NEUTRAL = {
+    "desc_act": (False,),
+    "dynamic": (False, {}),
+    "expert_dtype": ("fp8",),
+    "fmt": ("e4m3",),
+    "is_marlin_format": (False,),
+    "kv_cache_scheme": (None,),
+    "lm_head": (False,),
+    "modules_to_convert": ([],),
+    "transform_config": ({},),
+    "zero_point": (True,),
+}
+# compressed-tensors: the type and the bits that the codes of each format may have.
+COMPRESSED = {"float-quantized": ("float", (8,)), "int-quantized": ("int", (8,)), "pack-quantized": ("int", (4, 8))}
+Layouts = Callable[[str], Layout | None]  # of a module, by its name; None: its weight is stored as it is
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a parameter is read from.
+
+    Attributes:
+        shape: of the parameter.
+        parts: the tensors, by key.
+        layout: None for the parameter itself.
+    """
+
+    shape: tuple[int, ...]
+    parts: dict[str, Part]
+    layout: Layout | None = None
+
+    def read(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
+        """Returns the parameter from its tensors, as stored, or f32 if they are codes; InputError if these are unsound."""
+        if self.layout is None:
+            return next(iter(tensors.values()))
+        last = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
+        try:
+            return self.layout.codes(self.shape, last).weights()
+        except InputError as error:
+            raise InputError(f"{next(iter(self.parts)).rpartition('.')[0]}.{error}: fetch the folder again") from None
+
+
+def method(raw: dict[str, Any]) -> str | None:
+    """Returns the name of the method that a raw config.json says its weights were quantised by; None: by none.
+
+    Raises:
+        InputError: it is none that is read here.
+    """
+    fields = Fields(raw).take("quantization_config", dict, default=None)
+    if fields is None:
+        return None
+    name = Fields(fields, SOURCE).take("quant_method", str, default="")
+    if name not in METHODS:
+        raise InputError(f"{SOURCE}: quant_method {quoted(name)} is not supported: expected one of {', '.join(METHODS)}")
+    return name
+
+
+def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Returns what each parameter of a folder with this raw config.json is read from, by key.
+
+    Raises:
+        InputError: `quantization_config` is not sound, or says what is not read here.
+    """
+    layouts, found = _layouts(raw), {}
+    for key, shape in shapes.items():
+        module, _, last = key.rpartition(".")
+        matrix = last == "weight" and len(shape) == 2 and key not in (EMBEDDING, HEAD)
+        layout = layouts(module) if matrix else None
+        parts = {key: Part(FLOATS, (shape,))}
+        if layout is not None:  # a part that is a parameter of its own, as a bias may be, is that alone
+            stored = {f"{module}.{part}": value for part, value in layout.parts(shape).items()}
+            parts = {part: value for part, value in stored.items() if part == key or part not in shapes}
+        found[key] = Source(shape, parts, layout)
+    return found
+
+
+def _layouts(raw: dict[str, Any]) -> Layouts:
+    if (name := method(raw)) is None:
+        return lambda module: None
+    fields = Fields(raw["quantization_config"], SOURCE)
+    layouts = METHODS[name](fields)
+    finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    return layouts
+
+
+def _fp8(fields: Fields) -> Layouts:
+    block = _block(fields, "weight_block_size", default=(None, None))
+    layout = Plain(block=block, dtype="F8_E4M3", scale_name="weight_scale_inv")
+    return _but(_names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers"), layout)
+
+
+def _awq(fields: Fields) -> Layouts:
+    ranges.one_of(f"{SOURCE}: 'bits'", fields.whole("bits", default=4), (4,))
+    ranges.one_of(f"{SOURCE}: 'version'", fields.take("version", str, default="gemm").lower(), ("gemm",))
+    return _but(_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
+
+
+def _gptq(fields: Fields) -> Layouts:
+    bits = fields.whole("bits")
+    ranges.one_of(f"{SOURCE}: 'bits'", bits, (4, 8))
+    version = fields.take("checkpoint_format", str, default="") or fields.take("format", str, default="gptq")
+    fields.take("format", str, default="gptq")
+    ranges.one_of(f"{SOURCE}: 'checkpoint_format'", version, ("gptq", "gptq_v2"))
+    layout = Gptq(block=(1, _group(fields, "group_size", default=128)), bits=bits, less=int(version == "gptq"))
+    return _but(_names(fields, "modules_to_not_convert"), layout)
+
+
+def _compressed(fields: Fields) -> Layouts:
+    ignored = _names(fields, "ignore")
+    default = fields.take("format", str, default="")
+    sparsity = Fields(fields.take("sparsity_config", dict, default={})).take("format", str, default="dense")
+    ranges.one_of(f"{SOURCE}: 'format' of sparsity_config", sparsity, ("dense",))
+    groups = []
+    for name, raw in fields.take("config_groups", dict).items():
+        if not isinstance(raw, dict):
+            raise InputError(f"{SOURCE}: config_groups.{name} must be an object, got {quoted(raw)}")
+        group = Fields(raw, f"{SOURCE}: config_groups.{name}")
+        targets, stored = _names(group, "targets"), group.take("format", str, default=default)
+        weights = group.take("weights", dict, default=None)
+        finish(group, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+        if weights is not None:
+            groups.append((targets, _compressed_layout(stored, Fields(weights, f"{group.source}.weights"))))
+
+    def layout(module: str) -> Layout | None:
+        if _named(module, ignored):
+            return None
+        return next((layout for targets, layout in groups if "Linear" in targets or _named(module, targets)), None)
+
+    return layout
+
+
+def _compressed_layout(stored: str, fields: Fields) -> Layout:
+    """Returns the layout of a group of modules from its `weights`."""
+    ranges.one_of(f"{SOURCE}: 'format'", stored, tuple(COMPRESSED))
+    kind, widths = COMPRESSED[stored]
+    bits = fields.whole("num_bits")
+    ranges.one_of(f"{fields.source}: 'type' of {stored}", fields.take("type", str, default="int"), (kind,))
+    ranges.one_of(f"{fields.source}: 'num_bits' of {stored}", bits, widths)
+    ranges.one_of(f"{fields.source}: 'actorder'", fields.take("actorder", str, default="static"), ("static", "weight"))
+    symmetric = fields.take("symmetric", bool, default=True)
+    group, block = _group(fields, "group_size", default=-1), _block(fields, "block_structure", default=None)
+    blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, group), "block": block}
+    strategy = fields.take("strategy", str, default="tensor" if group is None else "group")
+    ranges.one_of(f"{fields.source}: 'strategy'", strategy, tuple(blocks))
+    if blocks[strategy] is None:
+        raise InputError(f"{fields.source} has no 'block_structure', which the strategy 'block' needs")
+    finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    if stored == "pack-quantized":
+        return Packed(block=blocks[strategy], bits=bits, symmetric=symmetric)
+    return Plain(block=blocks[strategy], dtype="I8" if kind == "int" else "F8_E4M3", scale_name="weight_scale")
+
+
+METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
+
+
+def _but(names: tuple[str, ...], layout: Layout) -> Layouts:
+    """Returns `layout` for every module but those that a name stands for: a whole part of their own, between dots."""
+    return lambda module: None if any(f".{name}." in f".{module}." for name in names) else layout
+
+
+def _named(module: str, patterns: Iterable[str]) -> bool:
+    """Says whether a name of compressed-tensors stands for a module: its own, or a regular expression behind `re:`."""
+    return any(re.match(p[3:], module) if p.startswith("re:") else p == module for p in patterns)
+
+
+def _names(fields: Fields, name: str) -> tuple[str, ...]:
+    """Returns a list of names of modules; InputError for what is none, or a regular expression that is not sound."""
+    found = fields.take(name, list, default=[])
+    for each in found:
+        try:
+            re.compile(each[3:] if each.startswith("re:") else "")
+        except (AttributeError, re.error, OverflowError, RecursionError):
+            raise InputError(f"{fields.source}: {name!r} must list names or sound expressions, got {quoted(each)}") from None
+    return tuple(found)
+
+
+def _group(fields: Fields, name: str, *, default: int) -> int | None:
+    """Returns a group size; None for -1, all columns."""
+    size = fields.whole(name, least=-1, default=default)
+    return None if size == -1 else ranges.whole(f"{fields.source}: {name!r}", size)
+
+
+def _block(fields: Fields, name: str, *, default: Any) -> Any:
+    """Returns the rows and columns of a block; InputError for what is no two whole numbers."""
+    found = fields.take(name, list, default=None)
+    if found is None:
+        return default
+    if len(found) != 2:
+        raise InputError(f"{fields.source}: {name!r} must be rows and columns, got {quoted(found)}")
+    rows, columns = (ranges.whole(f"{fields.source}: {name!r}", size) for size in found)
+    return rows, columns

@@ -1,0 +1,240 @@
+"""Ways in which a matrix stands in a checkpoint as codes: which tensors it is read from, and what their bits say."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from icejax.errors import InputError
+
+FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that each of its eight columns stands in
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored tensor that a parameter is read from.
+
+    Attributes:
+        dtypes: which it may have.
+        shapes: which it may have.
+        needed: whether the parameter cannot be read without it.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    needed: bool = True
+
+    def faults(self, key: str, shape: Shape, dtype: str) -> list[str]:
+        """Returns what is wrong with a tensor that is stored for it."""
+        if shape not in self.shapes:
+            return [f"{key} has shape {list(shape)}, expected {' or '.join(str(list(each)) for each in self.shapes)}"]
+        if dtype not in self.dtypes:
+            return [f"{key}: dtype {dtype} is not supported: expected {', '.join(self.dtypes)}"]
+        return []
+
+
+class Codes(NamedTuple):
+    """A matrix [O, I] whose rows are cut into G groups of equal size: a weight is (its code - zero) times scale.
+
+    Attributes:
+        codes: int8 or float8_e4m3fn [O, I].
+        scale: f32[O, G].
+        zero: int8[O, G]; None: 0.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray | None
+
+    def weights(self) -> np.ndarray:
+        """Returns the matrix, f32[O, I]."""
+        if self.codes.dtype == FLOAT8:  # a table of its 256 codes is several times faster than a cast
+            wide = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)[self.codes.view(np.uint8)]
+        else:
+            wide = self.codes.astype(np.float32)
+        groups = wide.reshape(*self.scale.shape, -1)
+        if self.zero is not None:
+            groups -= self.zero[..., None]
+        groups *= self.scale[..., None]
+        return wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(abc.ABC):
+    """How a matrix [O, I] stands.
+
+    Attributes:
+        block: rows and columns of the matrix that share a scale; None: all there are.
+    """
+
+    block: tuple[int | None, int | None]
+
+    @abc.abstractmethod
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        """Returns the tensors of a matrix of `shape`, by the last part of their names."""
+
+    @abc.abstractmethod
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+        """Returns the matrix from its tensors; InputError for what their shapes do not tell."""
+
+    def grid(self, shape: Shape) -> tuple[int, int]:
+        """Returns how many blocks the matrix has, down and across."""
+        down, across = (math.ceil(size / (block or size)) for size, block in zip(shape, self.block, strict=True))
+        return down, across
+
+    def spread(self, values: np.ndarray, shape: Shape) -> np.ndarray:
+        """Returns a value per block as [O, G], where groups are equal though the last block may be cut."""
+        rows, columns = (min(block or size, size) for size, block in zip(shape, self.block, strict=True))
+        group = math.gcd(shape[1], columns)
+        tall = np.repeat(values.reshape(self.grid(shape)), rows, axis=0)[: shape[0]]
+        return np.repeat(tall, columns // group, axis=1)[:, : shape[1] // group]
+
+    def scale(self, values: np.ndarray, shape: Shape) -> np.ndarray:
+        """Returns stored scales as f32[O, G]."""
+        return self.spread(values.astype(np.float32), shape)
+
+    def flat(self, shape: Shape) -> tuple[Shape, ...]:
+        """Returns the shapes that a value per block may have: an axis of one block may be left out."""
+        grid = self.grid(shape)
+        return tuple(dict.fromkeys((grid, grid[:1]) if grid[1] == 1 else (grid,))) + (((),) if grid == (1, 1) else ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Layout):
+    """A code per element of `weight`: fp8's, and compressed-tensors' float-quantized and int-quantized.
+
+    Attributes:
+        dtype: of the codes.
+        scale_name: what the scales are called.
+    """
+
+    dtype: str
+    scale_name: str
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        # What activations were rounded with is passed over: they are not rounded here.
+        unused = {name: Part(FLOATS, ((), (1,)), needed=False) for name in ("input_scale", "activation_scale")}
+        if self.dtype == "I8":
+            unused["input_zero_point"] = Part(("I8",), ((), (1,)), needed=False)
+            unused["weight_zero_point"] = Part(("I8",), self.flat(shape), needed=False)
+        return {"weight": Part((self.dtype,), (shape,)), self.scale_name: Part(FLOATS, self.flat(shape))} | unused
+
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+        zero = parts.get("weight_zero_point")
+        scale = self.scale(parts[self.scale_name], shape)
+        return Codes(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed(Layout):
+    """compressed-tensors' pack-quantized: words along the columns of a row, zero points along the rows.
+
+    Attributes:
+        bits: of a code.
+        symmetric: whether there are no zero points.
+    """
+
+    bits: int
+    symmetric: bool
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        rows, columns = shape
+        down, across = self.grid(shape)
+        zero = Part(("I32",), ((_words(down, self.bits), across),), needed=not self.symmetric)
+        return {
+            "weight_packed": Part(("I32",), ((rows, _words(columns, self.bits)),)),
+            "weight_scale": Part(FLOATS, self.flat(shape)),
+            "weight_zero_point": zero,
+            "weight_shape": Part(("I64", "I32"), ((2,),)),
+        }
+
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+        if tuple(stored := parts["weight_shape"].tolist()) != shape:
+            raise InputError(f"weight_shape says {stored}, expected {list(shape)}")
+        codes = _signed(unpack(parts["weight_packed"], self.bits)[:, : shape[1]], self.bits)
+        zero = parts.get("weight_zero_point")
+        if zero is not None:
+            stored = unpack(zero.T, self.bits)[:, : self.grid(shape)[0]].T
+            zero = self.spread(_signed(stored, self.bits), shape)
+        return Codes(codes, self.scale(parts["weight_scale"], shape), zero)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awq(Layout):
+    """AutoAWQ's gemm form: the transposed matrix, words of eight columns in an order of their own."""
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        groups, words = self.grid(shape)[1], _words(shape[0], 4)
+        return {
+            "qweight": Part(("I32",), ((shape[1], words),)),
+            "qzeros": Part(("I32",), ((groups, words),)),
+            "scales": Part(FLOATS, ((groups, shape[0]),)),
+        }
+
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+        def nibbles(words: np.ndarray) -> np.ndarray:
+            eights = unpack(words, 4).reshape(*words.shape, 8)[..., AWQ_ORDER]
+            return np.ascontiguousarray(_signed(eights.reshape(len(words), -1)[:, : shape[0]], 4).T)
+
+        zero = self.spread(nibbles(parts["qzeros"]), shape)
+        return Codes(nibbles(parts["qweight"]), self.scale(parts["scales"].T, shape), zero)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gptq(Layout):
+    """GPTQ's form: the transposed matrix, words along its rows, zero points along its columns.
+
+    Attributes:
+        bits: of a code.
+        less: what zero points are stored less: 1 in the first version, 0 in the second.
+    """
+
+    bits: int
+    less: int
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        rows, columns = shape
+        groups = self.grid(shape)[1]
+        return {
+            "qweight": Part(("I32",), ((_words(columns, self.bits), rows),)),
+            "qzeros": Part(("I32",), ((groups, _words(rows, self.bits)),)),
+            "scales": Part(FLOATS, ((groups, rows),)),
+            "g_idx": Part(("I32",), ((columns,),)),
+            "bias": Part(FLOATS, ((rows,),), needed=False),  # AutoGPTQ wrote one of zeros where there is none
+        }
+
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+        if not np.array_equal(parts["g_idx"], np.arange(shape[1]) // (self.block[1] or shape[1])):
+            raise InputError("g_idx is not in order (act-order is not supported)")
+        if "bias" in parts and parts["bias"].any():
+            raise InputError("bias is not zero, and config.json says that there is none")
+        codes = _signed(unpack(parts["qweight"].T, self.bits)[:, : shape[1]], self.bits)
+        zero = unpack(parts["qzeros"], self.bits)[:, : shape[0]].T + np.uint8(self.less)
+        zero = _signed(zero & np.uint8(2**self.bits - 1), self.bits)
+        return Codes(codes, self.scale(parts["scales"].T, shape), self.spread(zero, shape))
+
+
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the numbers of `bits` bits, 4 or 8, in words i32[..., W], the lowest first: u8[..., 32 / bits W]."""
+    each = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    if bits == 4:
+        each = np.stack([each & 15, each >> 4], axis=-1)
+    return each.reshape(*words.shape[:-1], -1)
+
+
+def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Returns codes less half of how many there are, as int8: codes and zero points both, so weights are the same."""
+    return (codes - np.uint8(2 ** (bits - 1))).view(np.int8)
+
+
+def _words(count: int, bits: int) -> int:
+    return math.ceil(count * bits / 32)

@@ -1,0 +1,217 @@
+"""Tiny folders in every layout of quantised weights: how a matrix is written, and read back bit by bit, in plain numpy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+Tensors = dict[str, torch.Tensor]
+LEFT = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A layout: its `quantization_config`, what it makes of a matrix, what its tensors mean, and its error of Gaussians."""
+
+    config: dict
+    write: Callable[[np.ndarray], Tensors]
+    read: Callable[[Tensors, tuple[int, int]], np.ndarray]
+    error: float
+
+
+def steps(w: np.ndarray, rows: int, columns: int, *, lowest: int, highest: int, symmetric: bool):
+    """Returns the codes of a matrix, and scale and zero point of each block of so many rows and columns."""
+    down, across = -(-w.shape[0] // rows), -(-w.shape[1] // columns)
+    codes, scale, zero = np.zeros(w.shape, int), np.zeros((down, across), np.float32), np.zeros((down, across), int)
+    for r in range(down):
+        for c in range(across):
+            block = (slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns))
+            low, high = min(w[block].min(), 0), max(w[block].max(), 0)
+            scale[r, c] = max(-low, high) / highest if symmetric else (high - low) / (highest - lowest)
+            zero[r, c] = 0 if symmetric else np.clip(lowest - np.round(low / scale[r, c]), lowest, highest)
+            codes[block] = np.clip(np.round(w[block] / scale[r, c]) + zero[r, c], lowest, highest)
+    return codes, scale, zero
+
+
+def pack(codes: np.ndarray, bits: int, order: tuple[int, ...]) -> torch.Tensor:
+    """Returns unsigned codes [A, C] as words i32[A, C bits / 32]: nibble n of a word is column order[n]."""
+    each = 32 // bits
+    words = np.zeros((codes.shape[0], -(-codes.shape[1] // each)), np.uint64)
+    for word in range(words.shape[1]):
+        for nibble, column in enumerate(order):
+            if each * word + column < codes.shape[1]:
+                words[:, word] |= codes[:, each * word + column].astype(np.uint64) << np.uint64(bits * nibble)
+    return torch.tensor(words.astype(np.uint32).view(np.int32))
+
+
+def bits_at(words: torch.Tensor, index: np.ndarray, bits: int, order: tuple[int, ...]) -> np.ndarray:
+    """Returns the unsigned codes in columns `index` of words i32[A, W]."""
+    each, all_words = 32 // bits, words.numpy().astype(np.int64) & 0xFFFFFFFF
+    shift = np.array([bits * order.index(i % each) for i in index])
+    return (all_words[:, index // each] >> shift) & (2**bits - 1)
+
+
+def blocked(values: np.ndarray, shape, rows: int, columns: int) -> np.ndarray:
+    """Returns a value per block for every element of a matrix."""
+    return values[np.arange(shape[0])[:, None] // rows, np.arange(shape[1])[None] // columns]
+
+
+def plain(config: dict, rows: int | None, columns: int | None, *, scale: str, kind: str, error: float, lead=None) -> Format:
+    """A code per element: fp8 or int8, scales of `lead` dimensions where an axis has one block."""
+
+    def sides(shape):
+        return rows or shape[0], columns or shape[1]
+
+    def write(w):
+        codes, by, zero = steps(w, *sides(w.shape), lowest=-128, highest=127, symmetric=kind != "asymmetric")
+        zeros = {"weight_zero_point": torch.tensor(zero.astype(np.int8))} if kind == "asymmetric" else {}
+        if kind == "fp8":
+            by = by * np.float32(127 / 448)
+            stored = torch.tensor(w / blocked(by, w.shape, *sides(w.shape))).to(torch.float8_e4m3fn)
+        else:
+            stored = torch.tensor(codes.astype(np.int8))
+        return {"weight": stored, scale: torch.tensor(by if lead is None else by.reshape(by.shape[:lead]))} | zeros
+
+    def read(t, shape):
+        down, across = (-(-size // side) for size, side in zip(shape, sides(shape), strict=True))
+        by = blocked(t[scale].numpy().reshape(down, across), shape, *sides(shape))
+        zero = blocked(t["weight_zero_point"].numpy(), shape, *sides(shape)) if kind == "asymmetric" else 0
+        return ((t["weight"].float().numpy() - zero) * by).astype(np.float32)
+
+    return Format(config, write, read, error)
+
+
+def compressed(format: str, strategy: str, *, bits: int = 8, type: str = "int", **weights) -> dict:
+    """The `quantization_config` of compressed-tensors, with what its own library writes besides."""
+    group = {
+        "input_activations": None, "output_activations": None, "targets": ["Linear"],
+        "weights": {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": bits,
+                    "observer": "minmax", "observer_kwargs": {}, "strategy": strategy, "symmetric": True, "type": type} | weights,
+    }  # fmt: skip
+    return {
+        "config_groups": {"group_0": group}, "format": format, "global_compression_ratio": 1.5, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+IN_ORDER = {4: tuple(range(8)), 8: tuple(range(4))}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def packed(bits: int, group: int, *, symmetric: bool, error: float, **weights) -> Format:
+    """compressed-tensors: offset codes along the columns, offset zero points along the rows."""
+    half, order = 2 ** (bits - 1), IN_ORDER[bits]
+
+    def write(w):
+        codes, scale, zero = steps(w, 1, group, lowest=-half, highest=half - 1, symmetric=symmetric)
+        zeros = {} if symmetric else {"weight_zero_point": pack(zero.T + half, bits, order).T.contiguous()}
+        about = {"weight_scale": torch.tensor(scale).bfloat16(), "weight_shape": torch.tensor(w.shape)}
+        return {"weight_packed": pack(codes + half, bits, order)} | about | zeros
+
+    def read(t, shape):
+        codes = bits_at(t["weight_packed"], np.arange(shape[1]), bits, order) - half
+        zero = 0
+        if not symmetric:
+            zero = blocked(bits_at(t["weight_zero_point"].T, np.arange(shape[0]), bits, order).T - half, shape, 1, group)
+        return ((codes - zero) * blocked(t["weight_scale"].float().numpy(), shape, 1, group)).astype(np.float32)
+
+    strategy = compressed("pack-quantized", "group", bits=bits, group_size=group, symmetric=symmetric, **weights)
+    return Format(strategy, write, read, error)
+
+
+def awq(group: int, *, error: float) -> Format:
+    def write(w):
+        codes, scale, zero = steps(w, 1, group, lowest=0, highest=15, symmetric=False)
+        scales = {"scales": torch.tensor(scale.T.copy()).half()}
+        return {"qweight": pack(codes.T, 4, AWQ_ORDER), "qzeros": pack(zero.T, 4, AWQ_ORDER)} | scales
+
+    def read(t, shape):
+        columns = np.arange(shape[0])
+        codes, zero = (bits_at(t[name], columns, 4, AWQ_ORDER) for name in ("qweight", "qzeros"))
+        return ((codes.T - blocked(zero.T, shape, 1, group)) * blocked(t["scales"].float().numpy().T, shape, 1, group)).astype(
+            "f4"
+        )
+
+    config = dict(bits=4, group_size=group, modules_to_not_convert=None, quant_method="awq", version="gemm", zero_point=True)
+    return Format(config, write, read, error)
+
+
+def gptq(bits: int, group: int, *, version: str, error: float) -> Format:
+    order, less, size = IN_ORDER[bits], version == "gptq", 2**bits
+
+    def write(w):
+        codes, scale, zero = steps(w, 1, group, lowest=0, highest=size - 1, symmetric=False)
+        index = torch.arange(w.shape[1], dtype=torch.int32) // group
+        about = {"scales": torch.tensor(scale.T.copy()).half(), "g_idx": index}
+        words = pack(codes, bits, order).T.contiguous(), pack((zero.T - less) % size, bits, order)
+        return {"qweight": words[0], "qzeros": words[1]} | about
+
+    def read(t, shape):
+        codes = bits_at(t["qweight"].T, np.arange(shape[1]), bits, order)
+        zero = (bits_at(t["qzeros"], np.arange(shape[0]), bits, order) + less) % size
+        return ((codes - blocked(zero.T, shape, 1, group)) * blocked(t["scales"].float().numpy().T, shape, 1, group)).astype(
+            "f4"
+        )
+
+    config = dict(bits=bits, group_size=group, desc_act=False, sym=False, quant_method="gptq", checkpoint_format=version)
+    return Format(config | dict(damp_percent=0.1, true_sequential=True, dynamic=None), write, read, error)
+
+
+def fp8(block: list[int] | None) -> Format:
+    config = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=block)
+    sides = block or (None, None)
+    return plain(config, *sides, scale="weight_scale_inv", kind="fp8", error=0.026, lead=None if block else 0)
+
+
+def floats(strategy: str, rows: int | None, columns: int | None, **more) -> Format:
+    config = compressed("float-quantized", strategy, type="float", **more)
+    return plain(config, rows, columns, scale="weight_scale", kind="fp8", error=0.026)
+
+
+def ints(strategy: str, rows: int | None, kind: str, lead: int | None = None) -> Format:
+    config = compressed("int-quantized", strategy, symmetric=kind != "asymmetric")
+    return plain(config, rows, None, scale="weight_scale", kind=kind, error=0.008, lead=lead)
+
+
+# The study's relative errors of Gaussian weights; groups here are of 32 columns, or of 40, which cut their last one.
+FORMATS = {
+    "fp8-tensor": fp8(None),
+    "fp8-blocks": fp8([32, 40]),
+    "float-tensor": floats("tensor", None, None),
+    "float-channel": floats("channel", 1, None),
+    "float-blocks": floats("block", 48, 32, block_structure=[48, 32]),
+    "int-channel": ints("channel", 1, "symmetric"),
+    "int-channel-flat": ints("channel", 1, "symmetric", lead=1),
+    "int-asymmetric": ints("channel", 1, "asymmetric"),
+    "packed-4": packed(4, 32, symmetric=True, error=0.097, actorder="static"),
+    "packed-4-asymmetric": packed(4, 32, symmetric=False, error=0.097),
+    "packed-8": packed(8, 32, symmetric=True, error=0.008),
+    "awq": awq(32, error=0.097),
+    "gptq": gptq(4, 32, version="gptq", error=0.097),
+    "gptq-v2": gptq(4, 32, version="gptq_v2", error=0.097),
+    "gptq-8": gptq(8, 32, version="gptq", error=0.008),
+}
+
+
+def save(model: PreTrainedModel, folder: Path, format: Format) -> dict[str, np.ndarray]:
+    """Writes `model` as a folder of this format, in a file; returns the weights of the matrices as its tensors say them."""
+    model.save_pretrained(folder)
+    stored, weights = {}, {}
+    for key, tensor in model.state_dict().items():
+        if key.endswith(".weight") and tensor.ndim == 2 and key not in LEFT:
+            parts = format.write(tensor.numpy())
+            weights[key] = format.read(parts, tuple(tensor.shape))
+            stored |= {f"{key.removesuffix('.weight')}.{name}": part for name, part in parts.items()}
+        else:
+            stored[key] = tensor.clone()
+    save_file(stored, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": format.config}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return weights
