@@ -115,8 +115,11 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             faults.append(f"{TIED_HEAD} differs from the embedding that config.json ties it to")
     if faults:
         raise InputError(f"{folder} does not fit its config.json: {listed(faults)}")
-    read = ((name, (huggingface.read_tensor(where[key], key) for key in source.keys)) for name, source in made_of.items())
-    return ((name, made_of[name].join(parts)) for name, parts in read)
+
+    def read(source: Source) -> np.ndarray:
+        return source.join(huggingface.read_tensor(where[key], key) for key in source.keys)
+
+    return ((name, read(source)) for name, source in made_of.items())
 
 
 def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:
