@@ -15,8 +15,8 @@ from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.checkpoint.formats import EMBEDDING, HEAD
-from icejax.checkpoint.layout import Source, sources
 from icejax.checkpoint.layouts import FLOATS, Part
+from icejax.checkpoint.stacked import Stack, stacks
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
@@ -47,9 +47,9 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
     return graph, named, tree
 
 
-def layout(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+def made_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stack]:
     """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
-    return sources(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
+    return stacks(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
 
 
 def load_model(model: str | Path, *, dtype: str | None = None, progress: Progress | None = None) -> CausalLM:
@@ -93,8 +93,8 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             first tensor is read; or a tensor of codes is not sound.
     """
     raw = huggingface.read_json(folder / "config.json")
-    ignored, made_of = family(raw).ignored_keys(raw), layout(folder, shapes)
-    coded = formats.sources(raw, {key: source.shape for source in made_of.values() for key in source.keys})
+    ignored, stacked = family(raw).ignored_keys(raw), made_of(folder, shapes)
+    coded = formats.sources(raw, {key: source.shape for source in stacked.values() for key in source.keys})
     expected = {key: part for each in coded.values() for key, part in each.parts.items()}
     faults, where, dtypes = [], {}, {}
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
@@ -108,7 +108,7 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             faults.append(f"{key} is not a parameter of this model")
         where[key], dtypes[key] = file, stored
     faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in where]
-    for source in made_of.values():
+    for source in stacked.values():
         stored = sorted({dtypes[key] for key in source.keys if key in dtypes and coded[key].layout is None})
         if len(stored) > 1:
             faults.append(f"{source.keys[0]} to {source.keys[-1]} are stored in {' and '.join(stored)}: expected one dtype")
@@ -129,7 +129,7 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
         parts = (part for part in coded[key].parts if part in where)
         return coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
 
-    return ((name, source.join(map(read, source.keys))) for name, source in made_of.items())
+    return ((name, source.join(map(read, source.keys))) for name, source in stacked.items())
 
 
 def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:
