@@ -95,3 +95,10 @@ def test_pages_of_a_tpu_come_together(target):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072"
     (row,) = said(target, "bench.program", "--target", target, *line.split())
     assert row["host_copies"] > 0 and not row["serial_waits"] and not row["pool_copies"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
+    rows = said(target, "tests.aot_quantized", target)
+    assert len(rows) == 2 * 5 and not [row for row in rows if row["copies"]]

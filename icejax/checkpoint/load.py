@@ -16,11 +16,12 @@ from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.checkpoint.formats import EMBEDDING, HEAD
-from icejax.checkpoint.layouts import FLOATS, Part
+from icejax.checkpoint.layouts import FLOATS, Codes, Part
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
+from icejax.ops.quantized import Grouped
 
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
@@ -47,13 +48,17 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
     return graph, named, tree
 
 
-def load_model(model: str | Path, *, dtype: str | None = None, progress: Progress | None = None) -> CausalLM:
+def load_model(
+    model: str | Path, *, dtype: str | None = None, codes: bool | None = None, progress: Progress | None = None
+) -> CausalLM:
     """Returns the model of a Hugging Face folder, an icejax folder or a hub id, on the default device.
 
     Tensors go one by one to `dtype` and the device, so host memory holds little beside the model itself.
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on CPU, whose bf16 products are slow, else the checkpoint's.
+        codes: whether quantised matrices stay codes, instead of becoming `dtype`; None: unless on CPU, where products with
+            codes are slower.
         progress: called after every tensor.
 
     Raises:
@@ -70,17 +75,26 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
         leaves = [stored[key] for key in parameters]
     else:
         read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
-        leaves_by_key = {}
+        keep = memory.platform() != "cpu" if codes is None else codes
+        leaves_by_key, quantised = {}, 0
         for done, (key, tensor) in enumerate(read, start=1):
-            leaves_by_key[key] = _to_device(tensor, dtype)
+            if isinstance(tensor, Codes):
+                quantised += 1
+                leaves_by_key[key] = _grouped(tensor) if keep else _to_device(tensor.weights(), dtype)
+            else:
+                leaves_by_key[key] = _to_device(tensor, dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
+        if quantised:
+            became = "stay codes" if keep else f"became {dtype} as they were read: products with codes are slower on a CPU"
+            method = formats.method(huggingface.read_json(folder / "config.json"))
+            LOG.info("%d matrices quantised by %s %s", quantised, method, became)
         leaves = [leaves_by_key[key] for key in parameters]
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
 def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
-    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time: as stored, or f32 of codes.
+    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time, as stored or as codes.
 
     Raises:
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported, before the
@@ -104,18 +118,22 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
     if HEAD in where and HEAD not in shapes and not faults:
         if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (HEAD, EMBEDDING))):
             faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
-    method = formats.method(raw)
     if faults:
+        method = formats.method(raw)
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    if method is not None:
-        count = sum(source.layout is not None for source in sources.values())
-        LOG.info(
-            "%d matrices are quantised by %s, and dequantised as they are read: no product here takes codes", count, method
-        )
     return (
         (key, source.read({part: huggingface.read_tensor(where[part], part) for part in source.parts if part in where}))
         for key, source in sources.items()
+    )
+
+
+def _grouped(matrix: Codes) -> Grouped:
+    rows, groups = matrix.scale.shape
+    codes = matrix.codes.reshape(rows, groups, -1).swapaxes(0, 1)
+    zero = None if matrix.zero is None else _to_device(matrix.zero.T, "int8")
+    return Grouped(
+        _to_device(codes, "int4" if matrix.bits == 4 else codes.dtype.name), _to_device(matrix.scale.T, "float32"), zero
     )
 
 
