@@ -22,7 +22,7 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
     Takes a pass over the weights, and, where all of them are finite, another prefill.
     """
     paths = jax.tree.leaves_with_path(nnx.state(model))
-    weights = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
+    weights = {jax.tree_util.keystr(path, simple=True, separator=".").replace(".value", ""): leaf for path, leaf in paths}
     for name in sorted(weights, key=lambda name: name.startswith("lm_head")):  # the head comes last, as it runs
         if not jnp.isfinite(weights[name]).all():
             return f"{name} holds {'NaN' if jnp.isnan(weights[name]).any() else 'an infinity'}: fetch the checkpoint again"

@@ -105,3 +105,10 @@ def test_a_step_copies_no_experts(target, batch):
     matrix, experts = found["matrix_elements"], found["experts"]
     assert found["largest"] < experts * matrix / 10
     assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
+    rows = said(target, "tests.aot_quantized", target)
+    assert len(rows) == 2 * 5 and not [row for row in rows if row["copies"]]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from icejax import ranges
-from icejax.checkpoint.layouts import FLOATS, Awq, Gptq, Layout, Packed, Part, Plain
+from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain
 from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
@@ -58,13 +58,13 @@ class Source:
     parts: dict[str, Part]
     layout: Layout | None = None
 
-    def read(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
-        """Returns the parameter from its tensors, as stored, or f32 if they are codes; InputError if these are unsound."""
+    def read(self, tensors: dict[str, np.ndarray]) -> np.ndarray | Codes:
+        """Returns the parameter from its tensors, as stored or as codes; InputError if these are not sound."""
         if self.layout is None:
             return next(iter(tensors.values()))
         last = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
         try:
-            return self.layout.codes(self.shape, last).weights()
+            return self.layout.codes(self.shape, last)
         except InputError as error:
             raise InputError(f"{next(iter(self.parts)).rpartition('.')[0]}.{error}: fetch the folder again") from None
 

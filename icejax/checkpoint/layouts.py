@@ -49,11 +49,13 @@ class Codes(NamedTuple):
         codes: int8 or float8_e4m3fn [O, I].
         scale: f32[O, G].
         zero: int8[O, G]; None: 0.
+        bits: of a code.
     """
 
     codes: np.ndarray
     scale: np.ndarray
     zero: np.ndarray | None
+    bits: int = 8
 
     def weights(self) -> np.ndarray:
         """Returns the matrix, f32[O, I]."""
@@ -165,7 +167,7 @@ class Packed(Layout):
         if zero is not None:
             stored = unpack(zero.T, self.bits)[:, : self.grid(shape)[0]].T
             zero = self.spread(_signed(stored, self.bits), shape)
-        return Codes(codes, self.scale(parts["weight_scale"], shape), zero)
+        return Codes(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,7 @@ class Awq(Layout):
             return np.ascontiguousarray(_signed(eights.reshape(len(words), -1)[:, : shape[0]], 4).T)
 
         zero = self.spread(nibbles(parts["qzeros"]), shape)
-        return Codes(nibbles(parts["qweight"]), self.scale(parts["scales"].T, shape), zero)
+        return Codes(nibbles(parts["qweight"]), self.scale(parts["scales"].T, shape), zero, bits=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,7 @@ class Gptq(Layout):
         codes = _signed(unpack(parts["qweight"].T, self.bits)[:, : shape[1]], self.bits)
         zero = unpack(parts["qzeros"], self.bits)[:, : shape[0]].T + np.uint8(self.less)
         zero = _signed(zero & np.uint8(2**self.bits - 1), self.bits)
-        return Codes(codes, self.scale(parts["scales"].T, shape), self.spread(zero, shape))
+        return Codes(codes, self.scale(parts["scales"].T, shape), self.spread(zero, shape), self.bits)
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,12 +16,13 @@ from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.checkpoint.formats import EMBEDDING, HEAD
-from icejax.checkpoint.layouts import FLOATS, Part
+from icejax.checkpoint.layouts import FLOATS, Codes, Part
 from icejax.checkpoint.stacked import Stack, stacks
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
+from icejax.ops.quantized import Grouped
 
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
@@ -52,13 +54,17 @@ def made_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stack
     return stacks(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
 
 
-def load_model(model: str | Path, *, dtype: str | None = None, progress: Progress | None = None) -> CausalLM:
+def load_model(
+    model: str | Path, *, dtype: str | None = None, codes: bool | None = None, progress: Progress | None = None
+) -> CausalLM:
     """Returns the model of a Hugging Face folder, an icejax folder or a hub id, on the default device.
 
     Tensors go one by one to `dtype` and the device, so host memory holds little beside the model itself.
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on CPU, whose bf16 products are slow, else the checkpoint's.
+        codes: whether quantised matrices stay codes, instead of becoming `dtype`; None: unless on CPU, where products with
+            codes are slower.
         progress: called after every tensor.
 
     Raises:
@@ -76,17 +82,26 @@ def load_model(model: str | Path, *, dtype: str | None = None, progress: Progres
         leaves = [stored[key] for key in parameters]
     else:
         read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
-        leaves_by_key = {}
+        keep = memory.platform() != "cpu" if codes is None else codes
+        leaves_by_key, quantised = {}, 0
         for done, (key, tensor) in enumerate(read, start=1):
-            leaves_by_key[key] = _to_device(tensor, parameters[key].dtype)
+            if isinstance(tensor, Codes):
+                quantised += 1
+                leaves_by_key[key] = _grouped(tensor) if keep else _to_device(tensor.weights(), parameters[key].dtype)
+            else:
+                leaves_by_key[key] = _to_device(tensor, parameters[key].dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
+        if quantised:
+            became = "stay codes" if keep else f"became {dtype} as they were read: products with codes are slower on a CPU"
+            method = formats.method(huggingface.read_json(folder / "config.json"))
+            LOG.info("%d matrices quantised by %s %s", quantised, method, became)
         leaves = [leaves_by_key[key] for key in parameters]
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
 def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
-    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time: as stored, or f32 of codes.
+    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time, as stored or as codes.
 
     Raises:
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported, before the
@@ -115,21 +130,32 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
     if HEAD in where and HEAD not in expected and not faults:
         if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (HEAD, EMBEDDING))):
             faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
-    method = formats.method(raw)
     if faults:
+        method = formats.method(raw)
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    if method is not None:
-        count = sum(each.layout is not None for each in coded.values())
-        LOG.info(
-            "%d matrices are quantised by %s, and dequantised as they are read: no product here takes codes", count, method
-        )
+    if any(coded[key].layout is not None for source in stacked.values() if source.stacked for key in source.keys):
+        LOG.info("experts quantised by %s are dequantised as they are read: their products take no codes", formats.method(raw))
 
-    def read(key: str) -> np.ndarray:
+    def read(key: str) -> np.ndarray | Codes:
         parts = (part for part in coded[key].parts if part in where)
         return coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
 
-    return ((name, source.join(map(read, source.keys))) for name, source in stacked.items())
+    def parameter(source: Stack) -> np.ndarray | Codes:
+        if not source.stacked:
+            return read(source.keys[0])
+        matrices = map(read, source.keys)  # of experts
+        return source.join(each.weights() if isinstance(each, Codes) else each for each in matrices)
+
+    return ((name, parameter(source)) for name, source in stacked.items())
+
+
+def _grouped(matrix: Codes) -> Grouped:
+    rows, groups = matrix.scale.shape
+    codes = matrix.codes.reshape(rows, groups, -1).swapaxes(0, 1)
+    zero = None if matrix.zero is None else _to_device(matrix.zero.T, jnp.dtype("int8"))
+    kept = jnp.dtype("int4" if matrix.bits == 4 else codes.dtype.name)
+    return Grouped(_to_device(codes, kept), _to_device(matrix.scale.T, jnp.dtype("float32")), zero)
 
 
 def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:

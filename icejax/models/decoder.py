@@ -14,13 +14,14 @@ from jaxtyping import Array, Float, Int
 from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertStack, Router
 from icejax.ops.attention import EINSUM, Scoring
+from icejax.ops.quantized import product
 from icejax.ops.rope import cos_sin, grow, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with W as Hugging Face stores it."""
+    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.Grouped`) in its place."""
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
@@ -29,7 +30,7 @@ class Linear(nnx.Module):
         self.has_bias = bias
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        y = EINSUM("bti,oi->bto", x, self.weight[...]).astype(x.dtype)
+        y = product(x, self.weight.get_value()).astype(x.dtype)
         return y + self.bias[...][None, None, :] if self.has_bias else y
 
 

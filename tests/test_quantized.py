@@ -1,0 +1,121 @@
+"""Products with codes are those with the dequantised matrix; a model keeps its codes but on a CPU."""
+
+import dataclasses
+import logging
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from icejax import memory
+from icejax.cache import Full
+from icejax.checkpoint import load_model
+from icejax.diagnose import not_finite
+from icejax.ops.quantized import MOST_ROWS, Grouped, product
+from tests import families, quantised, tolerances
+from tests.run import all_logits, greedy, jitted
+
+KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("group", [32, 96])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch, tokens", [(1, 1), (MOST_ROWS, 1), (1, MOST_ROWS + 1)])
+def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, batch, tokens):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((batch, tokens, 96)).astype(np.float32)
+    shape = (96 // group, 40)
+    codes = (rng.standard_normal((*shape, group)) * 3).clip(-8, 7).astype(KINDS[kind])
+    scale = rng.uniform(0.01, 0.1, shape).astype(np.float32)
+    offset = rng.integers(-8, 8, shape).astype(np.int8)
+    grouped = Grouped(jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(offset) if zero else None)
+    matrix = (codes.astype(np.float64) - offset[..., None] * zero) * scale[..., None]
+    expected = np.einsum("bti,oi->bto", x.astype(np.float64), np.concatenate(list(matrix), axis=-1))
+    found = np.asarray(jitted(product, jnp.asarray(x), grouped))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+    half = np.asarray(jitted(product, jnp.asarray(x, "bfloat16"), grouped))  # scales and sums stay fp32
+    assert np.abs(half - expected).max() < 2.0**-7 * np.abs(expected).max() + 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of a format."""
+    model = families.build(families.row("qwen2-plain"), num_hidden_layers=2)
+
+    def made(name):
+        path = tmp_path_factory.mktemp(name)
+        quantised.save(model, path, quantised.FORMATS[name])
+        return path
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "name, kind, zero",
+    [
+        ("fp8-blocks", "float8_e4m3fn", False),
+        ("int-asymmetric", "int8", True),
+        ("packed-4", "int4", False),
+        ("awq", "int4", True),
+        ("gptq-8", "int8", True),
+    ],
+)
+def test_matrices_stay_codes_but_on_a_cpu(folder, monkeypatch, caplog, name, kind, zero):
+    path = folder(name)
+    plain = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
+    monkeypatch.setattr(memory, "platform", lambda: "gpu")
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
+    assert caplog.messages == [f"14 matrices quantised by {quantised.FORMATS[name].config['quant_method']} stay codes"]
+    assert coded.codes.dtype == kind and (coded.zero is not None) == zero
+    found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
+    np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
+    """Prefill has many rows, decode has few."""
+    path, prompts = folder(name), [families.tokens(40), families.tokens(30, seed=1)]
+    models = (load_model(path, dtype="float32", codes=codes) for codes in (False, True))
+    expected, found = (greedy(model, Full(), prompts, 4) for model in models)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+
+
+def test_a_scale_of_nan_is_named(folder):
+    model = load_model(folder("awq"), dtype="float32", codes=True)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.set_value(dataclasses.replace(weight.get_value(), scale=weight.get_value().scale.at[0, 3].set(jnp.nan)))
+    expected = "model.layers.1.mlp.up_proj.weight.scale holds NaN: fetch the checkpoint again"
+    assert not_finite(model, families.tokens(8)) == expected
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_experts_of_codes_are_dequantised_and_that_is_told(tmp_path, caplog, codes):
+    kind = quantised.FORMATS["fp8-blocks"]
+    families.save(families.build(families.row("qwen3_moe-plain")), tmp_path / "plain")
+    plain, stored = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    for key in list(plain):
+        if ".experts." not in key:
+            stored[key] = plain[key]
+            continue
+        parts = kind.write(plain[key].numpy())
+        plain[key] = torch.tensor(kind.read(parts, tuple(plain[key].shape)).astype(np.float32))
+        stored |= {f"{key.removesuffix('.weight')}.{name}": part for name, part in parts.items()}
+    shutil.copytree(tmp_path / "plain", tmp_path / "codes")
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    save_file(stored, tmp_path / "codes" / "model.safetensors")
+    left = ["self_attn", "gate"]
+    families.edit_config(tmp_path / "codes", quantization_config=kind.config | dict(modules_to_not_convert=left))
+    with caplog.at_level(logging.INFO, "icejax"):
+        found = load_model(tmp_path / "codes", codes=codes)
+    assert "experts quantised by fp8 are dequantised as they are read: their products take no codes" in caplog.text
+    tokens, expected = families.tokens(40), load_model(tmp_path / "plain")
+    logits = [all_logits(each, tokens, Full()) for each in (found, expected)]
+    np.testing.assert_allclose(*logits, rtol=0, atol=tolerances.LOGITS)
