@@ -19,6 +19,8 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
         attention_factor: `yarn` only, what cos and sin are multiplied by.
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
+        query_beta: `yarn` only, by how much queries grow: each is multiplied by 1 + query_beta ln(1 + n), n being how many
+            original contexts lie before it (Ministral 3).
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
@@ -30,11 +32,12 @@ class RopeScaling:
     beta_fast: float = 0.0
     beta_slow: float = 0.0
     truncate: bool = True
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embeddings of heads of so many channels."""
+    """Rotary position embeddings of the first `size` channels of a head."""
 
     size: int
     theta: float
@@ -42,20 +45,63 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens choose experts by the logits of a router, and with what weights they take them.
+
+    Attributes:
+        score: what makes scores of the logits.
+        corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
+        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among, by their two best each.
+        normed: whether the scores of those a token takes are divided by their sum.
+        factor: what they are then multiplied by.
+    """
+
+    score: Literal["softmax", "sigmoid"]
+    corrected: bool
+    groups: int
+    chosen_groups: int
+    normed: bool
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The MLPs of a layer of which each token takes a few.
+
+    Attributes:
+        count: how many there are.
+        chosen: how many a token takes.
+        size: the inner size of each.
+        routing: how they are chosen.
+        shared: the inner size of one more that all tokens take; 0: there is none.
+        shared_gated: whether that is multiplied by the sigmoid of a gate of its own.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    routing: Routing
+    shared: int
+    shared_gated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """How one layer attends.
+    """How one layer attends, and what its MLP is.
 
     Attributes:
         window: tokens it sees, the newest included; None: all.
         scale: what products of queries and keys are multiplied by.
         rope: of its queries and keys.
         softcap: what the scaled products then come near and never exceed, by tanh; None: no bound.
+        experts: those its tokens choose among; None: one MLP for all tokens.
     """
 
     window: int | None
     scale: float
     rope: Rope
     softcap: float | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +112,11 @@ class ModelConfig:
         layer_types: one of `full_attention` and `sliding_attention` per layer.
         sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
-        qk_norm: whether queries and keys pass an RMSNorm per head before RoPE (Qwen3).
+        rotary_dim: the first channels of a head that RoPE rotates.
+        qk_norm: over what queries and keys pass an RMSNorm before RoPE: each head (Qwen3), or all at once (MiniMax-M2).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
+        experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
     """
 
     model_type: str
@@ -79,6 +127,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
@@ -88,16 +137,21 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "all"] | None
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """How every layer attends."""
-        rope, scale = Rope(size=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
-        return tuple(LayerConfig(window=window, scale=scale, rope=rope) for window in self.windows)
+        """How every layer attends, and what its MLP is."""
+        rope, scale = Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
+        return tuple(
+            LayerConfig(window=window, scale=scale, rope=rope, experts=None if i in self.dense_layers else self.experts)
+            for i, window in enumerate(self.windows)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -9,17 +9,29 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import icejax.checkpoint
@@ -62,12 +74,36 @@ def _mistral(name: str, **changes) -> Row:
     return Row("mistral-" + name, MistralConfig, MistralForCausalLM, tuple(changes.items()))
 
 
+def _mixtral(name: str, **changes) -> Row:
+    return Row("mixtral-" + name, MixtralConfig, MixtralForCausalLM, (("num_local_experts", 4), *changes.items()))
+
+
 def _qwen2(name: str, **changes) -> Row:
     return Row("qwen2-" + name, Qwen2Config, Qwen2ForCausalLM, tuple(changes.items()))
 
 
 def _qwen3(name: str, **changes) -> Row:
     return Row("qwen3-" + name, Qwen3Config, Qwen3ForCausalLM, tuple(changes.items()))
+
+
+def _qwen2_moe(name: str, **changes) -> Row:
+    small = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+    return Row("qwen2_moe-" + name, Qwen2MoeConfig, Qwen2MoeForCausalLM, tuple((small | changes).items()))
+
+
+def _qwen3_moe(name: str, **changes) -> Row:
+    small = dict(num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    return Row("qwen3_moe-" + name, Qwen3MoeConfig, Qwen3MoeForCausalLM, tuple((small | changes).items()))
+
+
+def _glm(name: str, **changes) -> Row:
+    small = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, routed_scaling_factor=1.5)
+    return Row("glm4_moe-" + name, Glm4MoeConfig, Glm4MoeForCausalLM, tuple((small | changes).items()))
+
+
+def _minimax(name: str, **changes) -> Row:
+    small = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=16)
+    return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
 
 
 def _rope(rope_type: str, **fields) -> dict:
@@ -107,13 +143,46 @@ FAMILIES = (
         MinistralForCausalLM,
         (("head_dim", 16), ("sliding_window", WINDOW), ("layer_types", ALTERNATING)),
     ),
+    Row(
+        "ministral3-plain",
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        (
+            ("head_dim", 32),
+            (
+                "rope_parameters",
+                _rope(
+                    "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0,
+                    beta_slow=1.0, llama_4_scaling_beta=0.5, max_position_embeddings=512,
+                ),
+            ),
+        ),
+    ),
+    _mixtral("plain"),  # 8x7B, 8x22B
+    _mixtral("window", sliding_window=WINDOW, head_dim=32, num_experts_per_tok=1),
     _qwen2("plain"),  # 2.5 and DeepSeek-R1-Distill-Qwen too
     _qwen2("tied", tie_word_embeddings=True),
     _qwen2("window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     _qwen2("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    _qwen2_moe("plain"),  # 1.5-MoE-A2.7B, 57B-A14B
+    _qwen2_moe(
+        "dense-layers", norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[1], num_experts_per_tok=3, use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
     _qwen3("plain", head_dim=32),
     _qwen3("layer-types", head_dim=16, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
     _qwen3("biases", head_dim=16, attention_bias=True),
+    _qwen3_moe("plain", norm_topk_prob=True),  # 30B-A3B, 235B-A22B
+    _qwen3_moe("dense-layers", head_dim=32, mlp_only_layers=[0], attention_bias=True),
+    _minimax("plain", head_dim=32, rotary_dim=8),
+    _minimax("whole-heads", head_dim=16, num_experts_per_tok=3),
+    _glm("plain", attention_bias=True, routed_scaling_factor=1.0),  # 4.5-Air
+    _glm("groups", head_dim=32, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=0, n_shared_experts=2),
+    _glm(
+        "yarn", norm_topk_prob=False,
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
+    ),
+    _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
 
 
@@ -126,15 +195,17 @@ def row(name: str) -> Row:
 def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
     """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
 
-    Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested.
+    Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested; of buffers those
+    that a router adds.
     """
     torch.manual_seed(0)
     model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
-    for name, parameter in model.named_parameters():
+    buffers = (x for x in model.named_buffers() if x[0].endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.ndim == 1:
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
         elif scale == "fan_in":
-            parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     return model
 
 

@@ -18,21 +18,25 @@ from icejax.cache import (
     ClusterKV,
     ExpectedAttention,
     Full,
+    InfiniGen,
     KeyDiff,
     LaCache,
     MagicPIG,
     OmniKV,
+    ParisKV,
     PQCache,
     PyramidKV,
     Quest,
     ReSTKV,
     RetroInfer,
+    RocketKV,
     ShadowKV,
     SnapKV,
     Streaming,
     TopK,
     TopKPages,
     TopP,
+    VAttention,
 )
 
 
@@ -92,15 +96,18 @@ POLICIES = (
     Row("adakv", AdaKV(budget=64, window=16), lambda n: AdaKV(budget=n), keeps_all=False, slow=True),
     Row("expected-attention", ExpectedAttention(budget=64), lambda n: ExpectedAttention(budget=n), keeps_all=False, slow=True),
     Row("restkv", ReSTKV(budget=64, window=16), lambda n: ReSTKV(budget=n), keeps_all=False, slow=True),
+    Row("rocketkv", RocketKV(budget=32, kept=100), lambda n: RocketKV(budget=n), keeps_all=False, slow=True),
     Row("lacache", LaCache(budget=64), lambda n: LaCache(budget=n), keeps_all=False, slow=True),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False),
     Row("arkvale", ArkVale(budget=64, page_size=8), lambda n: ArkVale(budget=2 * n, page_size=8)),
     Row("arkvale-kv", ArkVale(budget=64, page_size=8, heads="kv"), lambda n: ArkVale(budget=2 * n, heads="kv"), slow=True),
     Row("omnikv", OmniKV(budget=64), lambda n: OmniKV(budget=n), slow=True),
+    Row("pariskv", ParisKV(budget=64), lambda n: ParisKV(budget=n + 36), slow=True),
     Row("pqcache", PQCache(budget=64, sinks=8, bits=4), lambda n: PQCache(budget=2 * n, window=40), slow=True),
     Row("clusterkv", ClusterKV(budget=64, sinks=8, clusters=20), lambda n: ClusterKV(budget=n + 32, clusters=20), slow=True),
     Row("magicpig", MagicPIG(budget=64, window=24, bits=4, tables=30), None, slow=True),
+    Row("infinigen", InfiniGen(budget=64), lambda n: InfiniGen(budget=n + 17, alpha=1e9), slow=True),
     Row("retroinfer", RetroInfer(budget=64, window=24), lambda n: RetroInfer(budget=n + 64), slow=True),
     Row(
         "shadowkv",
@@ -113,6 +120,7 @@ POLICIES = (
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full
     Row("topp", TopP(mass=0.5), lambda n: TopP(mass=1.0), slow=True),
+    Row("vattention", VAttention(budget=64), lambda n: VAttention(budget=2 * n), slow=True),  # half of it are top tokens
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
 

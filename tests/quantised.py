@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
-LEFT = ("model.embed_tokens.weight", "lm_head.weight")
+LEFT = ("model.embed_tokens.weight", "lm_head.weight", ".gate.weight")
 
 
 @dataclass(frozen=True)
@@ -204,13 +204,13 @@ def save(model: PreTrainedModel, folder: Path, format: Format) -> dict[str, np.n
     """Writes `model` as a folder of this format, in a file; returns the weights of the matrices as its tensors say them."""
     model.save_pretrained(folder)
     stored, weights = {}, {}
-    for key, tensor in model.state_dict().items():
-        if key.endswith(".weight") and tensor.ndim == 2 and key not in LEFT:
+    for key, tensor in load_file(folder / "model.safetensors").items():  # not the state: experts are written one by one
+        if tensor.ndim == 2 and not key.endswith(LEFT):
             parts = format.write(tensor.numpy())
             weights[key] = format.read(parts, tuple(tensor.shape))
             stored |= {f"{key.removesuffix('.weight')}.{name}": part for name, part in parts.items()}
         else:
-            stored[key] = tensor.clone()
+            stored[key] = tensor
     save_file(stored, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": format.config}
     (folder / "config.json").write_text(json.dumps(raw))

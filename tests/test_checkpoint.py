@@ -274,10 +274,11 @@ def test_converters_refuse_the_other_form_and_broken_ones(folder, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_loading_peaks_under_1_3_times_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("name, experts", [("llama-gqa", {}), ("qwen3_moe-plain", {"moe_intermediate_size": 448})])
+def test_loading_peaks_under_1_3_times_the_checkpoint(name, experts, tmp_path):
     """On CPU, where the device is host memory too: the model itself and little beside it."""
-    row = families.row("llama-gqa")
-    model = families.build(row, vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    sizes = dict(vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8) | experts
+    model = families.build(families.row(name), **sizes)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(tmp_path, max_shard_size="200MB")
     peak = loading_peak(tmp_path, "float32")

@@ -146,7 +146,7 @@ BAD = {
     "small budget": (["--prompt", "x", "--budget", "30"], "budget must hold 5 sinks, a window of 21 and a page of 16: at least 42, got 30"),
     "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
     "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),
-    "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of clustered, full"),
+    "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of adakv, arkvale, clustered"),
     "score": (["--cache-option", "score=best", *SHORT], "score must be one of second-order, mean, got 'best'"),
     "group": (["--cache-option", "group=vote", *SHORT], "group must be one of sum, max, interleave, got 'vote'"),
     "digests": (["--cache-option", "digest_dtype=int4", *SHORT], "digest_dtype must be one of None, int8, float8_e4m3fn, got 'int4'"),

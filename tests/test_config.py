@@ -66,7 +66,11 @@ def test_defaults_of_old_configs():
     assert read(model_type="mistral").sliding_window == 4096
     assert read(model_type="mistral", sliding_window=None).sliding_window is None
     assert read(model_type="qwen3").head_dim == 128
+    mixtral = read(**MIXTRAL, rms_norm_eps=...)
+    assert (mixtral.rms_norm_eps, mixtral.rope_theta, mixtral.sliding_window) == (1e-5, 1e6, None)
     assert read(model_type="qwen2", sliding_window=8, use_sliding_window=False).sliding_window is None
+    moe = read(**QWEN2_MOE, sliding_window=8, use_sliding_window=True, max_window_layers=2)
+    assert moe.layer_types == ("sliding_attention", "full_attention", "full_attention") and moe.qkv_bias
     window = read(model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2)
     assert window.layer_types == ("full_attention", "full_attention", "sliding_attention")
 
@@ -108,6 +112,12 @@ def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
 
 NAN, INFINITY = float("nan"), float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0}
+MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
+GLM = dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -152,10 +162,56 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_scaling": YARN | {"mscale": NAN}}, "'mscale' must be a number from 0 to 1e+06, got nan"),
         ({"rope_scaling": YARN | {"truncate": 1}}, "'truncate' must be true or false, got 1"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1024}}, "the factor must be a number from 1 to 1e+06, got 0.5"),
+        (MINISTRAL3 | {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}}, "'llama_4_scaling_beta' must be a number from 0 to 1e+06, got -1"),
+        (MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "fields ['llama_4_scaling_beta'] of rope type 'default' are"),
+        (MINISTRAL3 | {"rope_parameters": ...}, "config.json has no 'rope_parameters', which a ministral3 model needs"),
+        ({"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "fields ['llama_4_scaling_beta'] of rope type 'yarn' are not known"),
         ({"layer_types": [["full_attention"], {}, 3]}, "layer_types must name full_attention or sliding_attention for 3 layers, got [["),
         ({"model_type": "mistral", "sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
         ({"model_type": "qwen2", "use_sliding_window": 1}, "'use_sliding_window' must be true or false, got 1"),
         ({"model_type": "qwen2", "max_window_layers": -1}, "'max_window_layers' must be at least 0, got -1"),
+        (MOE | {"num_experts": ...}, "config.json has no 'num_experts', which a qwen3_moe model needs"),
+        (MOE | {"num_experts": 0}, "'num_experts' must be at least 1, got 0"),
+        (MOE | {"num_experts": ..., "num_local_experts": 1025}, "'num_local_experts' must be at most 1024, got 1025"),
+        (MOE | {"num_experts_per_tok": 9}, "'num_experts_per_tok' must be at most 8, got 9"),
+        (MOE | {"moe_intermediate_size": 0}, "'moe_intermediate_size' must be at least 1, got 0"),
+        (MOE | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
+        (MOE | {"mlp_only_layers": 3}, "'mlp_only_layers' must be a list, got 3"),
+        (MOE | {"mlp_only_layers": [3]}, "'mlp_only_layers' must be at most 2, got 3"),
+        (MOE | {"mlp_only_layers": ["a"]}, "'mlp_only_layers' must be a whole number, got 'a'"),
+        (MOE | {"decoder_sparse_step": 0}, "'decoder_sparse_step' must be at least 1, got 0"),
+        (MOE | {"max_window_layers": "a"}, "'max_window_layers' must be a whole number, got 'a'"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": ...}, "config.json has no 'shared_expert_intermediate_size', which a qwen2_moe"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be at least 1, got 0"),
+        (QWEN2_MOE | {"qkv_bias": "no"}, "'qkv_bias' must be true or false, got 'no'"),
+        (GLM | {"n_routed_experts": ...}, "config.json has no 'n_routed_experts', which a glm4_moe model needs"),
+        (GLM | {"n_group": 0}, "'n_group' must be at least 1, got 0"),
+        (GLM | {"n_group": 3}, "8 experts do not divide among 3 groups of two or more"),
+        (GLM | {"n_group": 8}, "8 experts do not divide among 8 groups of two or more"),
+        (GLM | {"n_group": 2, "topk_group": 3}, "'topk_group' must be at most 2, got 3"),
+        (GLM | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "'num_experts_per_tok' must be at most 2, got 3"),
+        (GLM | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
+        (GLM | {"routed_scaling_factor": 0}, "'routed_scaling_factor' must be a number above 0 and at most 1e+06, got 0"),
+        (GLM | {"n_shared_experts": 0}, "'n_shared_experts' must be at least 1, got 0"),
+        (GLM | {"first_k_dense_replace": 4}, "'first_k_dense_replace' must be at most 3, got 4"),
+        (GLM | {"num_nextn_predict_layers": -1}, "'num_nextn_predict_layers' must be at least 0, got -1"),
+        (GLM | {"use_qk_norm": 1}, "'use_qk_norm' must be true or false, got 1"),
+        (GLM | {"partial_rotary_factor": 0}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 0"),
+        (GLM | {"partial_rotary_factor": 0.2}, "heads must have an even size of at least 4 to be rotated, got 3"),
+        (GLM | {"rope_parameters": {"partial_rotary_factor": 2}}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 2"),
+        (MINIMAX | {"rotary_dim": 2}, "'rotary_dim' must be at least 4, got 2"),
+        (MINIMAX | {"rotary_dim": 17}, "'rotary_dim' must be at most 16, got 17"),
+        (MINIMAX | {"rotary_dim": 7}, "heads must have an even size of at least 4 to be rotated, got 7"),
+        (MINIMAX | {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported (only 'sigmoid')"),
+        (MINIMAX | {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported (only 0)"),
+        (MINIMAX | {"attn_type_list": [1, 0, 1]}, "attn_type_list=[1, 0, 1] is not supported (only 1, full attention)"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported (only 1.0)"),
+        (MIXTRAL | {"num_local_experts": ...}, "config.json has no 'num_local_experts', which a mixtral model needs"),
+        (MIXTRAL | {"num_local_experts": 0}, "'num_local_experts' must be at least 1, got 0"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "'num_experts_per_tok' must be at most 4, got 5"),
+        (MIXTRAL | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
+        (MOE | {"n_group": 4}, "field 'n_group' (4) is not known here"),
+        ({"num_experts": 8}, "field 'num_experts' (8) is not known here"),
         ({"eos_token_id": "2"}, "'eos_token_id' must be a whole number, got '2'"),
         ({"eos_token_id": [2, 1.5]}, "'eos_token_id' must be a whole number, got 1.5"),
         ({"eos_token_id": -1}, "'eos_token_id' must be at least 0, got -1"),
@@ -182,7 +238,7 @@ def test_generation_config_is_read_as_carefully(tmp_path):
 
 
 # Fields whose change alone cannot change logits, or has a test of its own.
-INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings"}
+INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers"}
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
@@ -199,6 +255,8 @@ def test_every_number_of_the_config_is_read(tmp_path):
     parameters = load.abstract(model.config, "float32")[1]
     changes = {
         "rms_norm_eps": 1e-2,
+        "rotary_dim": 8,
+        "qk_norm": "all",
         "rope_theta": 2e4,
         "rope_scaling": None,
         "layer_types": ("sliding_attention",) * 3,

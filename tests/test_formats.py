@@ -45,7 +45,7 @@ NAMES = (
     "model.embed_tokens",
     "model.layers.1.mlp.up_proj",
     "model.layers.11.mlp.up_proj",
-    "model.layers.1.mlp.gate",
+    "model.layers.1.mlp.extra",
 )
 
 
@@ -54,17 +54,18 @@ NAMES = (
     [
         (fp8(), "0 0 1 1 1"),
         (fp8(modules_to_not_convert=["lm_head", "model.layers.1"]), "0 0 0 1 0"),
-        (fp8(ignored_layers=["mlp.gate"]), "0 0 1 1 0"),
+        (fp8(ignored_layers=["mlp.extra"]), "0 0 1 1 0"),
         (fp8(modules_to_not_convert=["up_proj"]), "0 0 0 0 1"),
-        (FORMATS["awq"].config | {"modules_to_not_convert": ["gate"]}, "0 0 1 1 0"),
+        (FORMATS["awq"].config | {"modules_to_not_convert": ["extra"]}, "0 0 1 1 0"),
         (group() | {"ignore": [r"re:.*\.1\.mlp.*", "lm_head"]}, "0 0 0 1 0"),
-        (group() | {"ignore": ["model.layers.1.mlp.gate", "model.layers.1"]}, "0 0 1 1 0"),
+        (group() | {"ignore": ["model.layers.1.mlp.extra", "model.layers.1"]}, "0 0 1 1 0"),
         (group() | {"config_groups": {}}, "0 0 0 0 0"),
         (group() | {"config_groups": {"a": group()["config_groups"]["group_0"] | {"targets": ["re:.*up_proj$"]}}}, "0 0 1 1 0"),
         (group() | {"config_groups": {"a": {"targets": ["Linear"], "weights": None}}}, "0 0 0 0 0"),
     ],
 )
 def test_modules_are_left_as_they_are_by_name(config, quantised):
+    assert layouts(config, "model.layers.0.mlp.gate") == [False]  # a router
     assert layouts(config, *NAMES) == [each == "1" for each in quantised.split()]
 
 

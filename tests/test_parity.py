@@ -88,9 +88,10 @@ def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
         np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
 
 
-def test_chunked_prefill_equals_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain"])
+def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     """The layer's own code, traced anew with other sizes of its blocks."""
-    ours = families.load(families.build(families.row("mistral-window")), tmp_path)
+    ours = families.load(families.build(families.row(name)), tmp_path)
     lengths, layer = jnp.asarray([250]), ours.model.layers[0]
 
     def output(layer, x):

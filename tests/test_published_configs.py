@@ -1,9 +1,13 @@
 """The config.json of published checkpoints, in the form they are published in, reads as it should."""
 
+from dataclasses import replace
+
 import pytest
 
 from icejax.cache import Clustered, layer_policies
+from icejax.config import Experts
 from icejax.models import family
+from icejax.models.hf_config import SIGMOID, SOFTMAX
 
 COMMON = dict(
     attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True, torch_dtype="bfloat16",
@@ -43,7 +47,44 @@ PUBLISHED = {
     "Qwen3-8B": (
         sizes(4096, 12288, 36, 32, 8, 151936, 40960, model_type="qwen3", attention_bias=False, head_dim=128, max_window_layers=36,
               rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False, tie_word_embeddings=False),
-        dict(qk_norm=True, head_dim=128, qkv_bias=False),
+        dict(qk_norm="head", head_dim=128, qkv_bias=False),
+    ),
+    "Qwen3-30B-A3B": (
+        sizes(2048, 6144, 48, 32, 4, 151936, 40960, model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128,
+              max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+              num_experts_per_tok=8, output_router_logits=False, rope_scaling=None, rope_theta=1000000.0,
+              router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
+        dict(qk_norm="head", head_dim=128, experts=Experts(count=128, chosen=8, size=768, routing=SOFTMAX, shared=0, shared_gated=False), dense_layers=()),
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        sizes(2048, 5632, 24, 16, 16, 151936, 8192, model_type="qwen2_moe", decoder_sparse_step=1, max_window_layers=21,
+              moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4, output_router_logits=False,
+              rope_theta=1000000.0, router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
+              tie_word_embeddings=False, use_sliding_window=False),
+        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, routing=replace(SOFTMAX, normed=False), shared=5632, shared_gated=True), sliding_window=None),
+    ),
+    "GLM-4.5-Air": (
+        sizes(4096, 10944, 46, 96, 8, 151552, 131072, model_type="glm4_moe", attention_bias=True, head_dim=128, pad_token_id=151329,
+              partial_rotary_factor=0.5, moe_intermediate_size=1408, n_routed_experts=128, n_shared_experts=1, norm_topk_prob=True,
+              num_experts_per_tok=8, first_k_dense_replace=1, n_group=1, topk_group=1, num_nextn_predict_layers=1, use_qk_norm=False,
+              rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.0, tie_word_embeddings=False),
+        dict(
+            qkv_bias=True, qk_norm=None, rotary_dim=64, dense_layers=(0,),
+            experts=Experts(
+                count=128, chosen=8, size=1408, shared=1408, shared_gated=False,
+                routing=SIGMOID,
+            ),
+        ),
+    ),
+    "MiniMax-M2.5": (  # without its quantization_config
+        sizes(3072, 1536, 62, 48, 8, 200064, 196608, model_type="minimax_m2", head_dim=128, attn_type_list=[1] * 62,
+              mtp_transformer_layers=1, num_experts_per_tok=8, num_local_experts=256, num_mtp_modules=3, qk_norm_type="per_layer",
+              rope_theta=5000000, rotary_dim=64, scoring_func="sigmoid", shared_intermediate_size=0, tie_word_embeddings=False,
+              use_mtp=True, use_qk_norm=True, use_routing_bias=True),
+        dict(
+            qk_norm="all", rotary_dim=64, rope_theta=5e6,
+            experts=Experts(count=256, chosen=8, size=1536, routing=SIGMOID, shared=0, shared_gated=False),
+        ),
     ),
     "Mistral-7B-Instruct-v0.1": (
         sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mistral", rope_theta=10000.0, sliding_window=4096),
@@ -56,6 +97,12 @@ PUBLISHED = {
     "Mistral-Nemo-Instruct-2407": (
         sizes(5120, 14336, 40, 32, 8, 131072, 131072, model_type="mistral", head_dim=128, rope_theta=1000000.0, sliding_window=None),
         dict(head_dim=128, hidden_size=5120),
+    ),
+    "Mixtral-8x7B-Instruct-v0.1": (
+        sizes(4096, 14336, 32, 32, 8, 32000, 32768, model_type="mixtral", num_experts_per_tok=2, num_local_experts=8,
+              output_router_logits=False, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
+              tie_word_embeddings=False),
+        dict(sliding_window=None, rope_theta=1e6, experts=Experts(count=8, chosen=2, size=14336, routing=SOFTMAX, shared=0, shared_gated=False)),
     ),
     "Ministral-8B-Instruct-2410": (
         sizes(4096, 12288, 36, 32, 8, 131072, 32768, model_type="mistral", head_dim=128, rope_theta=100000000.0, sliding_window=32768),

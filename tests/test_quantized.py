@@ -69,7 +69,7 @@ def test_matrices_stay_codes_but_on_a_cpu(folder, monkeypatch, caplog, name, kin
     monkeypatch.setattr(memory, "platform", lambda: "gpu")
     with caplog.at_level(logging.INFO, logger="icejax"):
         coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
-    assert caplog.messages == [f"14 matrices quantised by {quantised.FORMATS[name].config['quant_method']} stay codes"]
+    assert caplog.messages == [f"of 14 matrices quantised by {quantised.FORMATS[name].config['quant_method']} 14 stay codes"]
     assert coded.codes.dtype == kind and (coded.zero is not None) == zero
     found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
     np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
@@ -83,6 +83,21 @@ def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
     expected, found = (greedy(model, Full(), prompts, 4) for model in models)
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+
+
+def test_experts_are_dequantised_one_by_one(tmp_path, caplog):
+    weights = quantised.save(
+        families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), tmp_path, quantised.FORMATS["awq"]
+    )
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        layer = load_model(tmp_path, dtype="float32", codes=True).model.layers[0]
+    many = sum(".experts." in key for key in weights)
+    why = f"{many} are dequantised as they are read (products with experts take no codes)"
+    assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq 4 stay codes, {why}"]
+    assert isinstance(layer.self_attn.q_proj.weight.get_value(), Grouped)
+    for number, found in enumerate(np.asarray(layer.mlp.experts.down_proj.weight[...])):
+        expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_scale_of_nan_is_named(folder):

@@ -35,11 +35,11 @@ def at(x, positions, config):
 
 def float64(x, positions, config):
     """The same as complex numbers: RoPE's pairs are a head's first half and its second."""
-    size = config.head_dim // 2
+    half = config.layers[0].rope.size // 2
     angles = positions[..., None, None] * inverse_frequencies(config.layers[0].rope).astype(np.float64)
     factor = config.rope_scaling.attention_factor if config.rope_scaling is not None else 1.0
-    turned = (x[..., :size] + 1j * x[..., size:]) * factor * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * factor * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
 
 def test_every_rope_type_is_here():

@@ -9,7 +9,7 @@ import pytest
 
 import icejax
 from icejax import rows
-from icejax.cache import Clustered, Full, OmniKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
+from icejax.cache import Clustered, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
 from icejax.cache.extents import Extents
 from icejax.decoding import Decoding
 from icejax.errors import InputError
@@ -31,8 +31,10 @@ EXACT = {
     "omnikv": OmniKV(budget=ROOM, generated=16, every=2, wait=0),
     "pqcache": PQCache(budget=ROOM, window=40),
     "retroinfer": RetroInfer(budget=ROOM),
+    "pariskv": ParisKV(budget=ROOM),
 }
-SINGLY = ("pqcache", "retroinfer")  # what finds single tokens; OmniKV, which needs layers that follow, is in test_omnikv.py
+# What finds single tokens; OmniKV, which needs layers that follow, is in test_omnikv.py.
+SINGLY = ("pqcache", "retroinfer", "pariskv")
 
 
 def slow(value):

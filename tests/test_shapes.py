@@ -42,7 +42,8 @@ def test_every_annotation_can_be_read():
         module = importlib.import_module(name)
         owners = (module, *(x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == name))
         for function in (inspect.unwrap(getattr(x, "fget", x)) for owner in owners for x in vars(owner).values()):
-            if inspect.isfunction(function) and function.__module__ == name:
+            # What dataclasses write says options of a class from another module by names that stand only there.
+            if inspect.isfunction(function) and function.__module__ == name and function.__code__.co_filename != "<string>":
                 typing.get_type_hints(function)
                 read += 1
     assert read > 500

@@ -18,7 +18,8 @@ MEANS = (
     *("error", "error_whole", "attended", "attended_95", "distinct"),
     *("first_token_s", "tpot_s", "moved_bytes", "device_bytes", "digest_bytes", "host_bytes"),
 )
-EXACT = ("full", "topk", "topp", "topk-pages")  # and oracles: at the top of a table
+NO_ERROR = 1e-4  # an error below which there is none
+FIRST = ("full", "topk", "topp", "topk-pages")  # the exact cache and the oracles stand at the top
 
 
 def summed(lines: Iterable[dict]) -> list[dict]:
@@ -69,14 +70,14 @@ def tables(found: list[dict]) -> Iterator[Table]:
 def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
     (policy, budget), by_task = item
     rows = by_task.values()
-    return policy not in EXACT, budget, -np.mean([row["exact"] for row in rows]), np.mean([row["error"] for row in rows])
+    return policy not in FIRST, budget, -np.mean([row["exact"] for row in rows]), np.mean([row["error"] for row in rows])
 
 
 def plot(found: list[dict], picture: Path) -> None:
     """Draws answers against budget, device bytes and bytes moved, error against budget, and time per token against context.
 
-    Answers are means over models, tasks and protocols; every policy has its own colour and marker, so that it is told apart in
-    grey too.
+    A point is the mean over models, tasks and protocols; a policy without a budget stands at what it attends to. Every policy
+    has its own colour and marker, so that it is told apart in grey too.
     """
     import matplotlib
 
@@ -91,22 +92,22 @@ def plot(found: list[dict], picture: Path) -> None:
         ("length", "tpot_s", "tokens of the text", "seconds per token"),
     )
     figure, axes = plt.subplots(2, 3, figsize=(18, 10), layout="constrained")
-    names = sorted({row["policy"] for row in found}, key=lambda name: (name not in EXACT, name))
+    names = sorted({row["policy"] for row in found}, key=lambda name: (name not in FIRST, name))
     colours, markers = plt.get_cmap("turbo")(np.linspace(0.02, 0.95, len(names))), "osv^<>DPX*hd"
     for (x, y, xlabel, ylabel), each in zip(panels, axes.flat, strict=False):
         for i, name in enumerate(names):
             points = defaultdict(list)
             for row in found:
-                if row["policy"] == name and row[x] is not None:
+                if row["policy"] == name and (y != "error" or row[y] > NO_ERROR):
                     at = row["length"] if x == "length" else row["budget"]
-                    points[at].append((row[x], row[y]))
+                    points[at].append((row[x] or row["attended"] if x == "tokens" else row[x], row[y]))
             pairs = sorted(np.mean(of, axis=0).tolist() for of in points.values())
             if pairs:
                 style = dict(
                     color=colours[i], marker=markers[i % len(markers)], linestyle=("-", "--", ":")[i // len(markers) % 3]
                 )
                 each.plot(*zip(*pairs, strict=True), label=name, markersize=7, **style)
-        each.set(xlabel=xlabel, ylabel=ylabel)
+        each.set(xlabel=xlabel, ylabel=ylabel, yscale="linear" if y == "exact" else "log")
         each.set_xscale("symlog", linthresh=1) if x == "moved_bytes" else each.set_xscale("log", base=2)
         each.grid(alpha=0.3)
     axes.flat[-1].axis("off")

@@ -12,15 +12,18 @@ from icejax.cache.policies.clusterkv import ClusterKV
 from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
+from icejax.cache.policies.infinigen import InfiniGen
 from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.lacache import LaCache
 from icejax.cache.policies.magicpig import MagicPIG
 from icejax.cache.policies.omnikv import OmniKV
+from icejax.cache.policies.pariskv import ParisKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.pyramidkv import PyramidKV
 from icejax.cache.policies.quest import Quest
 from icejax.cache.policies.restkv import ReSTKV
 from icejax.cache.policies.retroinfer import RetroInfer
+from icejax.cache.policies.rocketkv import RocketKV
 from icejax.cache.policies.shadowkv import ShadowKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
@@ -28,6 +31,7 @@ from icejax.cache.policies.topk import TopK
 from icejax.cache.policies.topk_pages import TopKPages
 from icejax.cache.policies.topp import TopP
 from icejax.cache.policies.tova import TOVA
+from icejax.cache.policies.vattention import VAttention
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
 
@@ -41,15 +45,18 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "expected-attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
+    "infinigen": InfiniGen,
     "keydiff": KeyDiff,
     "lacache": LaCache,
     "magicpig": MagicPIG,
     "omnikv": OmniKV,
+    "pariskv": ParisKV,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "restkv": ReSTKV,
     "retroinfer": RetroInfer,
+    "rocketkv": RocketKV,
     "shadowkv": ShadowKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
@@ -57,6 +64,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "topk-pages": TopKPages,
     "topp": TopP,
     "tova": TOVA,
+    "vattention": VAttention,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
 ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")

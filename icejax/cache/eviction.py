@@ -112,7 +112,8 @@ class Eviction(CachePolicy):
 
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
         """Returns how many of the tokens each KV head keeps after a text, at most `most`; they have their scores."""
-        return jnp.full(tokens.positions.shape[:2], self.budget, jnp.int32)
+        shape = tokens.positions.shape[:2]
+        return jnp.full(shape, self.most(shape[1]), jnp.int32)
 
     def worth(self, tokens: Slots) -> Float[Array, "B K S"]:
         """Returns what tokens are worth: the one that is worth least leaves first. Here it is their scores."""
@@ -170,18 +171,22 @@ class Eviction(CachePolicy):
             best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
             return replace(tokens.at(best), room=jnp.full_like(budgets, size) if self.on_top else budgets)
 
-    def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
+    def appended(self, state: Slots, heads: Heads, view: View) -> Slots:
+        """Returns the slots with a decoded token, in the place of the one that is worth least where there is no room."""
         with jax.named_scope("append"):
             empty = jnp.where(state.there.sum(-1) < state.room, -jnp.inf, jnp.inf)[..., None]
             slot = jnp.argmin(jnp.where(state.there, self.worth(state), empty), axis=2).astype(jnp.int32)
             here = jnp.arange(state.positions.shape[2])[None, None] == slot[..., None]
-            state = Slots(
+            return Slots(
                 append_apart(state.k, heads.k[:, 0], slot),
                 append_apart(state.v, heads.v[:, 0], slot),
                 jnp.where(here, view.lengths.seen[:, None, None], state.positions),
                 jnp.where(here, 0, state.scores),
                 state.room,
             )
+
+    def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
+        state = self.appended(state, heads, view)
         with jax.named_scope("attend"):
             mask = joined(state.there)[:, None]
             scores = masked_scores(joined(heads.by_group()), self.keys(state, view), mask, scoring=heads.scoring)

@@ -67,7 +67,7 @@ def slots_there(counts: Int[Array, "B K P"], page_size: int) -> Bool[Array, "B K
 
 
 class CodesPerToken(PageIndex):
-    """An index with `codes` [B, K, P, p, n] and the `count` of pages, beside what is `made` of a row's first text for all."""
+    """An index with `codes`, arrays [B, K, P, p, n], and the `count` of pages, beside what is `made` of a row's first text."""
 
     def counts(self, index: Any) -> Int[Array, "B K P"]:
         return index.count

@@ -10,7 +10,7 @@ import numpy as np
 from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
-from icejax.checkpoint.load import Progress, abstract, read_config, tensors
+from icejax.checkpoint.load import Progress, abstract, layout, read_config, tensors
 from icejax.errors import InputError
 from icejax.folder import claim
 
@@ -58,11 +58,13 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
         shapes = _shapes(folder)
         held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
         stored = orbax.read(folder / ORBAX, shapes, device=memory.device("cpu"))
-        parameters = {key: np.asarray(stored[key]) for key in shapes}
+        parameters = {}
+        for name, source in layout(folder, shapes).items():
+            parameters |= source.split(np.asarray(stored[name]))
         with held.writing() as part:
             copy_companions(folder, part)
             for done, key in enumerate(huggingface.write(part, parameters), start=1):
-                _tell(progress, key, done, len(shapes))
+                _tell(progress, key, done, len(parameters))
 
 
 def _check_target(source: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.checkpoint.formats import EMBEDDING, HEAD
+from icejax.checkpoint.layout import Source, sources
 from icejax.checkpoint.layouts import FLOATS, Codes, Part
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
@@ -48,6 +49,11 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
     return graph, named, tree
 
 
+def layout(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
+    return sources(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
+
+
 def load_model(
     model: str | Path, *, dtype: str | None = None, codes: bool | None = None, progress: Progress | None = None
 ) -> CausalLM:
@@ -71,39 +77,36 @@ def load_model(
         raise InputError(f"dtype must be one of {', '.join(orbax.DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)
     if (folder / ORBAX).is_dir():
-        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtype=dtype)
+        dtypes = {key: p.dtype for key, p in parameters.items()}
+        stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtypes=dtypes)
         leaves = [stored[key] for key in parameters]
     else:
-        read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
         keep = memory.platform() != "cpu" if codes is None else codes
-        leaves_by_key, quantised = {}, 0
+        read = tensors(folder, config, {key: p.shape for key, p in parameters.items()}, codes=keep)
+        leaves_by_key = {}
         for done, (key, tensor) in enumerate(read, start=1):
-            if isinstance(tensor, Codes):
-                quantised += 1
-                leaves_by_key[key] = _grouped(tensor) if keep else _to_device(tensor.weights(), dtype)
-            else:
-                leaves_by_key[key] = _to_device(tensor, dtype)
+            coded = isinstance(tensor, Codes)
+            leaves_by_key[key] = _grouped(tensor) if coded else _to_device(tensor, parameters[key].dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
-        if quantised:
-            became = "stay codes" if keep else f"became {dtype} as they were read: products with codes are slower on a CPU"
-            method = formats.method(huggingface.read_json(folder / "config.json"))
-            LOG.info("%d matrices quantised by %s %s", quantised, method, became)
         leaves = [leaves_by_key[key] for key in parameters]
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
-def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
-    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time, as stored or as codes.
+def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, codes: bool = False):
+    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time, as stored.
+
+    A quantised matrix is f32, or with `codes` as it stands, unless it is of experts, which are stacked.
 
     Raises:
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported, before the
             first tensor is read; or a tensor of codes is not sound.
     """
     raw = huggingface.read_json(folder / "config.json")
-    ignored, sources = family(raw).ignored_keys, formats.sources(raw, shapes)
-    expected = {key: part for source in sources.values() for key, part in source.parts.items()}
-    faults, where = [], {}
+    ignored, made_of = family(raw).ignored_keys(raw), layout(folder, shapes)
+    coded = formats.sources(raw, {key: source.shape for source in made_of.values() for key in source.keys})
+    expected = {key: part for each in coded.values() for key, part in each.parts.items()}
+    faults, where, dtypes = [], {}, {}
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
         if ignored.fullmatch(key):
             continue
@@ -113,30 +116,44 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             faults += expected.get(key, Part(FLOATS, (shape,))).faults(key, shape, stored)
         else:
             faults.append(f"{key} is not a parameter of this model")
-        where[key] = file
+        where[key], dtypes[key] = file, stored
     faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in where]
-    if HEAD in where and HEAD not in shapes and not faults:
+    for source in made_of.values():
+        stored = sorted({dtypes[key] for key in source.keys if key in dtypes and coded[key].layout is None})
+        if len(stored) > 1:
+            faults.append(f"{source.keys[0]} to {source.keys[-1]} are stored in {' and '.join(stored)}: expected one dtype")
+    if HEAD in where and HEAD not in expected and not faults:
         if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (HEAD, EMBEDDING))):
             faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
+    method = formats.method(raw)
     if faults:
-        method = formats.method(raw)
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    return (
-        (key, source.read({part: huggingface.read_tensor(where[part], part) for part in source.parts if part in where}))
-        for key, source in sources.items()
-    )
+    kept = [source.keys[0] for source in made_of.values() if codes and not source.stacked]
+    if method is not None:
+        count, stay = (sum(coded[key].layout is not None for key in keys) for keys in (coded, kept))
+        why = "products with experts take no codes" if codes else "products with codes are slower on a CPU"
+        rest = f", {count - stay} are dequantised as they are read ({why})" if stay < count else ""
+        LOG.info("of %d matrices quantised by %s %d stay codes%s", count, method, stay, rest)
+
+    def read(key: str) -> np.ndarray | Codes:
+        parts = (part for part in coded[key].parts if part in where)
+        found = coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
+        return found.weights() if isinstance(found, Codes) and key not in kept else found
+
+    return ((name, source.join(map(read, source.keys))) for name, source in made_of.items())
 
 
 def _grouped(matrix: Codes) -> Grouped:
     rows, groups = matrix.scale.shape
     codes = matrix.codes.reshape(rows, groups, -1).swapaxes(0, 1)
-    zero = None if matrix.zero is None else _to_device(matrix.zero.T, "int8")
     return Grouped(
-        _to_device(codes, "int4" if matrix.bits == 4 else codes.dtype.name), _to_device(matrix.scale.T, "float32"), zero
+        codes=_to_device(codes, jnp.dtype("int4") if matrix.bits == 4 else codes.dtype),
+        scale=_to_device(matrix.scale.T, matrix.scale.dtype),
+        zero=None if matrix.zero is None else _to_device(matrix.zero.T, matrix.zero.dtype),
     )
 
 
-def _to_device(tensor: np.ndarray, dtype: str) -> jax.Array:
+def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:
     # Waited for, so that one tensor at a time is on its way: each is there twice until it has arrived.
-    return jax.block_until_ready(jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False)))
+    return jax.block_until_ready(jax.device_put(tensor.astype(dtype, copy=False)))

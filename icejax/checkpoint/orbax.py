@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -66,12 +65,16 @@ def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read(
-    path: Path, shapes: dict[str, tuple[int, ...]], *, dtype: str | None = None, device: jax.Device | None = None
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    dtypes: dict[str, np.dtype] | None = None,
+    device: jax.Device | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns the parameters at `path` on `device` (the default one), in `dtype` or as stored.
+    """Returns the parameters at `path` on `device` (the default one), in `dtypes` or as stored.
 
     Raises:
-        InputError: keys are missing, unknown or of another shape; or, with `dtype`, one is stored in none of DTYPES.
+        InputError: keys are missing, unknown or of another shape; or, with `dtypes`, one is stored in none of DTYPES.
     """
     saved = stored(path)
     faults = [f"{key} is missing" for key in shapes if key not in saved]
@@ -81,7 +84,7 @@ def read(
         for key, shape in shapes.items()
         if key in saved and tuple(saved[key].shape) != tuple(shape)
     ]
-    if dtype is not None:
+    if dtypes is not None:
         faults += [
             f"{key}: dtype {s.dtype} is not supported: expected {', '.join(DTYPES)}"
             for key, s in saved.items()
@@ -91,7 +94,7 @@ def read(
         raise InputError(f"{path} does not fit its config.json: {listed(faults)}")
     sharding = memory.on_device(device)
     target = {
-        key: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype) if dtype is not None else s.dtype, sharding=sharding)
+        key: jax.ShapeDtypeStruct(s.shape, s.dtype if dtypes is None else dtypes[key], sharding=sharding)
         for key, s in saved.items()
     }
     with ocp.StandardCheckpointer() as checkpointer:

@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import llama, mistral, qwen
+from icejax.models import glm, llama, minimax, mistral, mixtral, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -22,19 +22,27 @@ class Family:
 
     Attributes:
         read_config: raw config.json -> ModelConfig.
-        ignored_keys: checkpoint keys that hold no parameter.
+        ignored_keys: raw config.json -> checkpoint keys that hold no parameter.
+        renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
-    ignored_keys: re.Pattern[str] = ROTARY_TABLES
+    ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: ROTARY_TABLES
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 FAMILIES = {
     "llama": Family(llama.read_config),
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
+    "ministral3": Family(mistral.read_ministral3_config),
+    "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
+    "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
+    "qwen3_moe": Family(qwen.read_qwen3_moe_config),
+    "glm4_moe": Family(glm.read_config, glm.ignored_keys, glm.RENAMED),
+    "minimax_m2": Family(minimax.read_config, renamed=minimax.RENAMED),
 }
 
 

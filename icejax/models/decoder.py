@@ -11,10 +11,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.config import LayerConfig, ModelConfig
+from icejax.config import Experts, LayerConfig, ModelConfig
+from icejax.models.experts import ExpertStack, Router
 from icejax.ops.attention import EINSUM, Scoring
 from icejax.ops.quantized import product
-from icejax.ops.rope import cos_sin, rotate, turn
+from icejax.ops.rope import cos_sin, grow, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 
@@ -57,19 +58,22 @@ class Attention(nnx.Module):
         self.v_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
-            self.q_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
+            normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
+            self.q_norm, self.k_norm = (RMSNorm(n, eps=config.rms_norm_eps, dtype=dtype) for n in normed)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
         size = self.config.head_dim
         with jax.named_scope("qkv"):
-            q, k, v = (f(x).reshape(*x.shape[:2], -1, size) for f in (self.q_proj, self.k_proj, self.v_proj))
-            if self.config.qk_norm:
+            q, k, v = (f(x) for f in (self.q_proj, self.k_proj, self.v_proj))
+            if self.config.qk_norm == "all":
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
+            if self.config.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
-            return rotate(q, cos, sin), rotate(k, cos, sin), v
+            return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads."""
@@ -79,14 +83,35 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """The gated MLP (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SparseMLP(nnx.Module):
+    """Many MLPs, of which each token takes a few (arXiv 1701.06538)."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
+        self.gate = Router(config.hidden_size, experts, dtype=dtype)
+        self.experts = ExpertStack(config.hidden_size, experts, dtype=dtype)
+        self.config = experts
+        if experts.shared:
+            self.shared_expert = MLP(config, experts.shared, dtype=dtype)
+        if experts.shared_gated:
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        tokens = x.reshape(-1, x.shape[-1])
+        out = self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
+        if not self.config.shared:
+            return out
+        shared = self.shared_expert(x)
+        return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared)
 
 
 class Entered(NamedTuple):
@@ -109,13 +134,16 @@ class DecoderLayer(nnx.Module):
     """One layer in two halves, with whatever attends between them.
 
     Attributes:
-        config: how it attends.
+        config: how it attends, and what its MLP is.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
         self.self_attn = Attention(config, layer, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype)
+        if layer.experts is None:
+            self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
+        else:
+            self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+from icejax.config import Experts, Routing
 from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.scaling import rope
 
+MOST_EXPERTS = 1024
+SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, normed=True, factor=1.0)
+SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0)
 # Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
     chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
     is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type quantization_config resid_pdrop return_dict sliding_window
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config resid_pdrop
+    return_dict router_aux_loss_coef router_jitter_noise sliding_window
     tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
     rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
 )
@@ -36,7 +41,7 @@ NEUTRAL = {
 def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant: Set[str] = IRRELEVANT) -> None:
     """Raises InputError for every field that may change numbers and was not taken."""
     for name, value in fields.raw.items():
-        if name in neutral:
+        if name in neutral and name not in fields.taken:
             if value is not None and value not in neutral[name]:
                 raise InputError(f"{fields.source}: {name}={quoted(value)} is not supported (only {neutral[name][0]!r})")
         elif name not in fields.taken and name not in irrelevant and value is not None:
@@ -45,8 +50,10 @@ def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant
             )
 
 
-def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
-    """Returns the reader and the ModelConfig fields that all families read alike.
+def common(
+    raw: dict[str, Any], *, part: float | None = None, yarn_fields: frozenset[str] = frozenset()
+) -> tuple[Fields, dict[str, Any]]:
+    """Returns the reader and the ModelConfig fields that all families read alike; `part` and `yarn_fields` as in `rope`.
 
     Reads both the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`).
 
@@ -60,7 +67,8 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     context = fields.whole("max_position_embeddings", default=2048)
     size = fields.whole("head_dim", most=2**12, default=None) or hidden // heads
     dtype = fields.take("dtype", str, default="") or fields.take("torch_dtype", str, default="float32")
-    theta, scaling = rope(fields, max_position_embeddings=context)
+    part, theta, scaling = rope(fields, max_position_embeddings=context, part=part, yarn_fields=yarn_fields)
+    rotated = int(size * part)
     values = dict(
         model_type=raw["model_type"],
         vocab_size=fields.whole("vocab_size", most=2**24),
@@ -70,6 +78,7 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=size,
+        rotary_dim=rotated,
         rms_norm_eps=fields.number("rms_norm_eps", least=0, most=1, above=True, default=1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -80,22 +89,37 @@ def common(raw: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     )
     if heads % kv_heads:
         raise InputError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
-    if size % 2 or size < 4:
-        raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {size}")
+    if size % 2 or rotated % 2 or rotated < 4:
+        raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {rotated}")
     return fields, values
 
 
-def layer_types(fields: Fields, count: int, *, window: int | None, first_sliding: int) -> dict[str, Any]:
-    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else sliding from `first_sliding` on."""
+def experts(fields: Fields, *, count: str, size: str, routing: Routing, shared: int = 0, shared_gated: bool = False) -> Experts:
+    """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
+    many = fields.whole(count, most=MOST_EXPERTS)
+    if many % routing.groups or (routing.groups > 1 and many < 2 * routing.groups):
+        raise InputError(f"config.json: {many} experts do not divide among {routing.groups} groups of two or more")
+    return Experts(
+        count=many,
+        chosen=fields.whole("num_experts_per_tok", most=many // routing.groups * routing.chosen_groups),
+        size=fields.whole(size, most=2**22),
+        routing=routing,
+        shared=shared,
+        shared_gated=shared_gated,
+    )
+
+
+def layer_types(fields: Fields, count: int, *, window: int | None, sliding: range) -> dict[str, Any]:
+    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window."""
     listed = fields.take("layer_types", list, default=None)
     if listed is None:
-        listed = ["sliding_attention" if window is not None and i >= first_sliding else "full_attention" for i in range(count)]
+        listed = ["sliding_attention" if window is not None and i in sliding else "full_attention" for i in range(count)]
     if len(listed) != count or any(kind not in ("full_attention", "sliding_attention") for kind in listed):
         raise InputError(
             "config.json: layer_types must name full_attention or sliding_attention "
             f"for {count} layers, got {quoted(listed)} ({len(listed)})"
         )
-    sliding = "sliding_attention" in listed
-    if sliding and window is None:
+    slides = "sliding_attention" in listed
+    if slides and window is None:
         raise InputError("config.json: layer_types has sliding layers and no sliding_window is in use")
-    return dict(layer_types=tuple(listed), sliding_window=window if sliding else None)
+    return dict(layer_types=tuple(listed), sliding_window=window if slides else None)

@@ -12,7 +12,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `llama` checkpoint."""
     fields, values = common(raw)
     bias = fields.take("attention_bias", bool, default=False)
-    values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=fields.take("mlp_bias", bool, default=False), qk_norm=False)
-    values |= layer_types(fields, values["num_hidden_layers"], window=None, first_sliding=0)
+    values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=fields.take("mlp_bias", bool, default=False), qk_norm=None)
+    values |= layer_types(fields, values["num_hidden_layers"], window=None, sliding=range(0))
     finish(fields)
     return ModelConfig(**values)

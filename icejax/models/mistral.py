@@ -1,20 +1,33 @@
-"""Mistral 7B v0.1 to v0.3, Codestral-22B, Mistral-Nemo and Ministral."""
+"""Mistral 7B v0.1 to v0.3, Codestral-22B, Mistral-Nemo, Ministral and Ministral 3."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from icejax.config import ModelConfig
+from icejax.models.fields import Fields
 from icejax.models.hf_config import common, finish, layer_types
+
+# The scaling of queries, and a number that stands beside the rope fields and is not used.
+YARN_FIELDS = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `mistral` or `ministral` checkpoint; a sliding window (v0.1) is on every layer."""
     # transformers' own default where the field is absent; v0.2 and later write null.
-    raw = raw if "sliding_window" in raw else raw | {"sliding_window": 4096}
-    fields, values = common(raw)
-    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
-    window = fields.whole("sliding_window", default=None)
-    values |= layer_types(fields, values["num_hidden_layers"], window=window, first_sliding=0)
+    return _read(*common(raw if "sliding_window" in raw else raw | {"sliding_window": 4096}))
+
+
+def read_ministral3_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `ministral3` checkpoint: queries grow with their positions, head_dim is 128 unless said."""
+    fields, values = common({"head_dim": 128, "rms_norm_eps": 1e-5, **raw}, yarn_fields=YARN_FIELDS)
+    fields.take("rope_parameters", dict)  # without it transformers takes those of one checkpoint
+    return _read(fields, values)
+
+
+def _read(fields: Fields, values: dict[str, Any]) -> ModelConfig:
+    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
+    window, layers = fields.whole("sliding_window", default=None), values["num_hidden_layers"]
+    values |= layer_types(fields, layers, window=window, sliding=range(layers))
     finish(fields)
     return ModelConfig(**values)

@@ -21,11 +21,18 @@ ROPE_FIELDS = {
     },
 }  # fmt: skip
 THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
+PART = dict(least=0, most=1, above=True)
 SCALE = dict(least=1e-6, most=1e6)
 
 
-def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
-    """Returns theta and the scaling of either form of the config.
+def rope(
+    fields: Fields, *, max_position_embeddings: int, part: float | None = None, yarn_fields: frozenset[str] = frozenset()
+) -> tuple[float, float, RopeScaling | None]:
+    """Returns which part of a head is rotated, theta and the scaling of either form of the config.
+
+    Args:
+        part: of a head that is rotated where the config does not say; None: the family rotates whole heads.
+        yarn_fields: what the family's `yarn` has beside the fields that all have.
 
     Raises:
         InputError: the rope type or one of its fields is not supported or out of range.
@@ -39,11 +46,16 @@ def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeSc
     theta = next((value for value in thetas if value is not None), 1e4)
     kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
-    if form.take("partial_rotary_factor", object, default=1.0) != 1.0:
-        raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
+    if part is None:
+        if form.take("partial_rotary_factor", object, default=1.0) != 1.0:
+            raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
+    else:
+        part = fields.number("partial_rotary_factor", **PART, default=part)
+        part = form.number("partial_rotary_factor", **PART, default=part)
     if kind not in ROPE_FIELDS:
         raise InputError(f"{form.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
-    unknown = sorted(key for key, value in form.raw.items() if value is not None and key not in form.taken | ROPE_FIELDS[kind])
+    known = form.taken | ROPE_FIELDS[kind] | (yarn_fields if kind == "yarn" else set())
+    unknown = sorted(key for key, value in form.raw.items() if value is not None and key not in known)
     if unknown:
         raise InputError(
             f"{form.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
@@ -52,7 +64,7 @@ def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeSc
     original = fields.whole("original_max_position_embeddings", default=max_position_embeddings)
     original = form.whole("original_max_position_embeddings", default=original)
     if kind == "default":
-        return theta, None
+        return part or 1.0, theta, None
     if kind == "dynamic":
         original = max_position_embeddings  # transformers stretches from here whatever else is written
     factor = form.number("factor", least=1, most=1e6, default=None)
@@ -73,8 +85,10 @@ def rope(fields: Fields, *, max_position_embeddings: int) -> tuple[float, RopeSc
             beta_fast=form.number("beta_fast", **SCALE, default=32.0),
             beta_slow=form.number("beta_slow", **SCALE, default=1.0),
             truncate=form.take("truncate", bool, default=True),
+            query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
         )
-    return theta, RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
+    scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
+    return part or 1.0, theta, scaling
 
 
 def _yarn_attention(form: Fields, factor: float) -> float:

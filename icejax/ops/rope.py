@@ -15,8 +15,8 @@ from icejax.errors import InputError
 
 def cos_sin(
     positions: Int[Array, "B T"], lengths: Int[Array, " B"], *, rope: Rope
-) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
-    """Returns fp32 cos and sin of every position, halves repeated, as `rotate` takes them.
+) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+    """Returns fp32 cos and sin of every position for the R channels that are rotated, halves repeated, as `rotate` takes them.
 
     Args:
         positions: token positions from 0.
@@ -33,12 +33,23 @@ def cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T H"], sin: Float[Array, "*B T H"]) -> Float[Array, "*B T N H"]:
-    """Returns `x` rotated, in its own dtype; Hugging Face's layout (first half with second half)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T R"], sin: Float[Array, "*B T R"]) -> Float[Array, "*B T N H"]:
+    """Returns `x` with its first R channels rotated, in its own dtype; Hugging Face's layout (first half with second half)."""
+    wide, rest = x[..., : cos.shape[-1]].astype(jnp.float32), x[..., cos.shape[-1] :]
+    first, second = jnp.split(wide, 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)
-    rotated = x.astype(jnp.float32) * cos[..., None, :] + turned * sin[..., None, :]
-    return rotated.astype(x.dtype)
+    rotated = (wide * cos[..., None, :] + turned * sin[..., None, :]).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+
+
+def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
+    """Returns queries times what they grow by with their positions, in their own dtype."""
+    scaling = rope.scaling
+    if scaling is None or not scaling.query_beta:
+        return q
+    contexts = positions // scaling.original_max_position_embeddings
+    factor = 1.0 + scaling.query_beta * jnp.log1p(contexts.astype(jnp.float32))
+    return q * factor[..., None, None].astype(q.dtype)
 
 
 def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
@@ -66,7 +77,7 @@ def check_turn(rope: Rope) -> None:
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """Returns the fp32 inverse frequencies [H / 2] of every scaling but `dynamic`."""
+    """Returns the fp32 inverse frequencies [R / 2] of every scaling but `dynamic`."""
     size, theta, scaling = rope.size, rope.theta, rope.scaling
     plain = (1.0 / theta ** (np.arange(0, size, 2, dtype=np.float64) / size)).astype(np.float32)
     match scaling.rope_type if scaling is not None else None:

@@ -19,13 +19,13 @@ from icejax.ops.attention import EINSUM, Attended, masked_scores
 
 
 class Oracle(Full):
-    """What the oracles share: all but which tokens are chosen."""
+    """What the oracles share: all but which tokens are attended to."""
 
     dense_layers: int | None
 
     @abc.abstractmethod
-    def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
-        """Returns the tokens to attend to, for all query heads or for each; what has no token may be chosen.
+    def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
+        """Returns the scores of the tokens to attend to, -inf for the others.
 
         Args:
             scores: those that softmax takes; -inf where there is no token.
@@ -40,8 +40,8 @@ class Oracle(Full):
         state, mask = appended(state, heads, slot=seen, last=seen)
         scores = masked_scores(joined(heads.by_group()), state.k, mask[:, None], scoring=heads.scoring)
         with jax.named_scope("select"):
-            scores = jnp.where(self.chosen(scores, jnp.repeat(seen, kv_heads)), scores, -jnp.inf)
-            chosen = apart(scores > -jnp.inf, kv_heads)
+            scores = self.weighed(apart(scores, kv_heads), seen)
+            chosen, scores = scores > -jnp.inf, joined(scores)
         with jax.named_scope("attend"):
             lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
             out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.v.dtype), state.v)
@@ -49,6 +49,18 @@ class Oracle(Full):
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
         counts = chosen.sum(-1).mean((1, 2)), chosen.any(2).sum(-1).mean(1)
         return Outcome(state, attended, tokens=jnp.stack(counts))
+
+
+class Ranked(Oracle):
+    """An oracle whose tokens weigh what they do in exact attention."""
+
+    @abc.abstractmethod
+    def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
+        """Returns the tokens to attend to, for all query heads or for each; what has no token may be chosen."""
+
+    def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
+        chosen = apart(self.chosen(joined(scores), jnp.repeat(newest, scores.shape[1])), scores.shape[1])
+        return jnp.where(chosen, scores, -jnp.inf)
 
 
 def ranks(worth: Float[Array, "*R n"]) -> Int[Array, "*R n"]:

@@ -10,14 +10,14 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Oracle, ranks
+from icejax.cache.policies.oracle import Ranked, ranks
 from icejax.ranges import one_of, whole
 
 Group = Literal["none", "sum"]
 
 
 @dataclass(frozen=True)
-class TopK(Oracle):
+class TopK(Ranked):
     """The exact top tokens: every query head attends to those of highest score.
 
     Attributes:

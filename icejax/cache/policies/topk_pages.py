@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Oracle, ranks
+from icejax.cache.policies.oracle import Ranked, ranks
 from icejax.ranges import power_of_two, whole
 
 
 @dataclass(frozen=True)
-class TopKPages(Oracle):
+class TopKPages(Ranked):
     """The exact top pages: a KV head attends to the pages in order of position that have most of its query heads' attention.
 
     Attributes:

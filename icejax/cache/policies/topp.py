@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Oracle, ranks
+from icejax.cache.policies.oracle import Ranked, ranks
 from icejax.ranges import number
 
 
 @dataclass(frozen=True)
-class TopP(Oracle):
+class TopP(Ranked):
     """The exact top tokens up to a mass: every query head attends to the fewest that have so much of its attention.
 
     Attributes:

@@ -1,0 +1,131 @@
+"""ParisKV (arXiv 2602.07721): tokens whose keys often lie on the query's side, the best of them by four bits of a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.found import Found
+from icejax.cache.index import slots_there
+from icejax.cache.policies.full import behind_dense, check_dense
+from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.retrieval import PAGE, Retrieval
+from icejax.cache.signs import BLOCK, Signs, SignsIndex, estimated, patterns
+from icejax.cache.slots import apart, joined
+from icejax.cache.spec import CacheSpec, PoolSpec
+from icejax.cache.window import Window
+from icejax.errors import InputError
+from icejax.ops.attention import EINSUM
+from icejax.ops.topk import best, largest
+from icejax.ranges import whole
+
+# Below how many tokens, and then which share of them votes are given to and which become candidates, in twentieths.
+SHARES = ((30000, 5, 4), (10000, 6, 5), (5000, 10, 10))
+MANY = (4, 2)  # of more
+TIERS = (1, 3, 6, 10, 15, 20)  # shares of those that get 6 votes, 5 or more, and so on, in twentieths
+
+
+@dataclass(frozen=True)
+class ParisKV(Retrieval):
+    """ParisKV: sinks, window, and the tokens of highest product with the mean query, as four bits of a channel tell it.
+
+    Keys are turned at random. For each eight channels the patterns of signs are ranked by their product with the query, and
+    the tokens of the first patterns get votes, up to six; those of most votes are candidates, and of these the products are
+    estimated: by the sign and one of eight sizes of every channel, and by how long the eight are. Shares follow from how many
+    tokens there are, as in its code. There a text of less than 2,000 tokens is attended to whole; here there are at least as
+    many candidates as the budget holds. There the window is 512 tokens and leaves 128 at a time, and no layer is dense.
+
+    Attributes:
+        budget: tokens attended exactly per KV head and layer, sinks and window included.
+        sinks: first tokens kept on the device.
+        window: newest tokens kept on the device.
+        seed: of the random turn, the same in all layers.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
+
+    Raises:
+        InputError: an option is out of range, or keys have not as many channels as a power of two, 8 or more.
+    """
+
+    budget: int = 256
+    sinks: int = 4
+    window: int = 32
+    seed: int = 0
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("sinks", self.sinks, least=0, most=2**20)
+        whole("window", self.window, least=PAGE, most=2**20)
+        whole("budget", self.budget, least=self.sinks + self.window + 1)
+        whole("seed", self.seed, least=0)
+        check_dense(self.dense_layers)
+
+    page_size = PAGE
+    by_slot = True
+
+    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        return behind_dense(self, full, dense=self.dense_layers, of=of)
+
+    def pool(self, spec: CacheSpec) -> PoolSpec:
+        if spec.head_dim < BLOCK or spec.head_dim & (spec.head_dim - 1):
+            raise InputError(f"pariskv takes keys of a power of two of channels, {BLOCK} or more, got {spec.head_dim}")
+        return super().pool(spec)
+
+    @property
+    def window_of(self) -> Window:
+        return Window(self.sinks, self.window, PAGE)
+
+    @property
+    def index(self) -> SignsIndex:
+        return SignsIndex(PAGE, self.seed)
+
+    def num_fetched(self, pages: int) -> int:
+        return min(pages * PAGE, self.budget - self.sinks - self.window)
+
+    def find(self, heads: Heads, index: Signs, view: View) -> Found:
+        q = self.index.turned(heads.by_group().astype(jnp.float32).mean(2))
+        there, wanted = slots_there(index.count, PAGE), self.num_fetched(index.count.shape[2])
+        tokens = there.sum(-1, dtype=jnp.int32)
+        voting, share = _shares(tokens)
+        votes = jnp.where(there, voted(q, patterns(index), there, tokens * voting), -1)
+        room = jnp.maximum(-(-tokens * share // 20), wanted)
+        candidates = largest(joined(votes).astype(jnp.float32), room.reshape(-1), most=there.shape[-1])
+        candidates = there & apart(candidates, there.shape[1])
+        worth = jnp.where(candidates, estimated(q, index), -jnp.inf)
+        ids, _, (counts,) = best(worth, wanted, candidates.astype(jnp.int32))
+        return Found(ids, counts)
+
+
+def _shares(tokens: Int[Array, "B K"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
+    """Returns which share of so many tokens get votes and which become candidates, in twentieths."""
+    voting, candidates = (jnp.full_like(tokens, share) for share in MANY)
+    for below, *shares in SHARES:
+        voting, candidates = (jnp.where(tokens < below, x, y) for x, y in zip(shares, (voting, candidates), strict=True))
+    return voting, candidates
+
+
+def voted(
+    q: Float[Array, "B K b 8"], codes: Int[Array, "B K S b"], there: Bool[Array, "B K S"], voting: Int[Array, "B K"]
+) -> Int[Array, "B K S"]:
+    """Returns the votes of tokens: of each eight channels as many as tiers are not full before their pattern.
+
+    Args:
+        voting: how many tokens are to get votes for each eight channels, in twentieths of a token.
+    """
+    signs = np.arange(2**BLOCK)[:, None] >> np.arange(BLOCK) & 1
+    scores = EINSUM("bkci,ni->bkcn", q, np.float32(2 * signs - 1))
+    order = jnp.argsort(-scores, axis=-1, stable=True)
+
+    def counted(codes: Int[Array, " S"], there: Bool[Array, " S"]) -> Int[Array, " n"]:
+        return jnp.zeros(2**BLOCK, jnp.int32).at[codes].add(there.astype(jnp.int32))
+
+    codes = codes.swapaxes(2, 3)
+    counts = jax.vmap(jax.vmap(jax.vmap(counted, (0, None))))(codes, there)
+    sizes = jnp.take_along_axis(counts, order, axis=-1)
+    before = jnp.take_along_axis(jnp.cumsum(sizes, axis=-1) - sizes, jnp.argsort(order, axis=-1), axis=-1)
+    votes = sum((before < -(-voting * tier // 400)[..., None, None]).astype(jnp.int32) for tier in TIERS)
+    return jnp.take_along_axis(votes, codes, axis=-1).sum(2)

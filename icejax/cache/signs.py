@@ -1,0 +1,104 @@
+"""An index of tokens by four bits of every channel of their turned keys: a sign and one of eight sizes.
+
+A random turn makes channels alike, so that nothing has to be learnt of the keys: how large a channel is within eight of them is
+known beforehand, and so are the sizes that are told apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from icejax.cache.index import CodesPerToken
+from icejax.cache.spec import CacheSpec
+from icejax.ops.attention import EINSUM
+
+TOGETHER = 128  # pages that are coded at once
+BLOCK = 8  # channels whose length is kept
+# Of a channel of a direction in eight dimensions: between which sizes it is, and what it is then taken for.
+EDGES = (0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901)
+SIZES = (0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633)
+
+
+@functools.lru_cache(maxsize=4)
+def turn(size: int, seed: int) -> np.ndarray:
+    """Returns the matrix f32[size, size] that turns vectors: random signs, then Hadamard's matrix; `size` is a power of two."""
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < size:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size)
+    return (signs[:, None] * hadamard / size**0.5).astype(np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Signs:
+    """What is kept of the slots of every page.
+
+    Attributes:
+        codes: two channels in a byte, the sign as the highest of four bits; and for each eight channels how long they are by
+            how far their sizes tell.
+        count: tokens of every page, in its first slots.
+    """
+
+    codes: tuple[jax.Array, jax.Array]  # u8[B, K, P, p, H / 2], bf16[B, K, P, p, H / 8]
+    count: jax.Array  # i32[B, K, P]
+
+
+@dataclass(frozen=True)
+class SignsIndex(CodesPerToken):
+    """Codes of turned keys.
+
+    Attributes:
+        page_size: slots of a page.
+        seed: of the turn.
+    """
+
+    page_size: int
+    seed: int
+
+    def empty(self, spec: CacheSpec, pages: int) -> Signs:
+        shape, size = (spec.batch_size, spec.num_kv_heads, pages), spec.head_dim
+        codes = jnp.zeros((*shape, self.page_size, size // 2), jnp.uint8)
+        return Signs((codes, jnp.zeros((*shape, self.page_size, size // BLOCK), jnp.bfloat16)), jnp.zeros(shape, jnp.int32))
+
+    def prepared(self, index: Signs, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Signs:
+        keys, mask = described
+
+        def page(x: Float[Array, "B K p H"]) -> tuple[jax.Array, jax.Array]:
+            blocks = self.turned(x)
+            length = jnp.linalg.norm(blocks, axis=-1)
+            shares = jnp.abs(blocks) / jnp.maximum(length, 1e-30)[..., None]
+            size = sum((shares > edge).astype(jnp.int32) for edge in EDGES)
+            told = (jnp.float32(SIZES)[size] * shares).sum(-1)
+            four = (jnp.where(blocks >= 0, 8, 0) + size).reshape(*x.shape[:-1], -1, 2)
+            return (four[..., 0] + 16 * four[..., 1]).astype(jnp.uint8), (length / jnp.maximum(told, 1e-6)).astype(jnp.bfloat16)
+
+        codes = jax.lax.map(page, keys.transpose(2, 0, 1, 3, 4), batch_size=TOGETHER)
+        return Signs(tuple(x.transpose(1, 2, 0, 3, 4) for x in codes), mask.sum(-1, dtype=jnp.int32))
+
+    def turned(self, x: Float[Array, "*R H"]) -> Float[Array, "*R b 8"]:
+        """Returns turned vectors in fp32, eight channels at a time."""
+        y = EINSUM("...h,hi->...i", x.astype(jnp.float32), turn(x.shape[-1], self.seed))
+        return y.reshape(*x.shape[:-1], -1, BLOCK)
+
+
+def patterns(index: Signs) -> Int[Array, "B K S b"]:
+    """Returns the signs of eight channels as a number, the first as its lowest bit, of the slots of all pages."""
+    bytes_ = index.codes[0]
+    pairs = bytes_.reshape(*bytes_.shape[:2], -1, bytes_.shape[-1] // (BLOCK // 2), BLOCK // 2).astype(jnp.int32)
+    bits = (pairs >> 3 & 1) + (pairs >> 6 & 2)
+    return sum(bits[..., i] << 2 * i for i in range(BLOCK // 2))
+
+
+def estimated(q: Float[Array, "B K b 8"], index: Signs) -> Float[Array, "B K S"]:
+    """Returns about what products turned queries have with the keys of the slots of all pages."""
+    codes, length = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in index.codes)
+    halves = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32).reshape(*length.shape, BLOCK)
+    value = jnp.float32(SIZES)[halves & 7] * jnp.where(halves > 7, 1.0, -1.0)
+    return (EINSUM("bkci,bksci->bksc", q, value) * length.astype(jnp.float32)).sum(-1)

@@ -1,0 +1,61 @@
+"""Which tensors of a Hugging Face folder a parameter is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+STACKED = re.compile(r"(.*\.experts)\.(\w+\.weight)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter stands in a Hugging Face folder.
+
+    Attributes:
+        keys: its tensors; of a matrix of all experts one an expert, in order.
+        shape: of each of them.
+        stacked: whether they are stacked; else there is one, the parameter itself.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    stacked: bool
+
+    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the tensors of a parameter, views of it."""
+        return dict(zip(self.keys, parameter if self.stacked else [parameter], strict=True))
+
+    def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
+        """Returns the parameter of its tensors, of which one at a time exists beside it."""
+        tensors = iter(tensors)
+        first = next(tensors)
+        if not self.stacked:
+            return first
+        whole = np.empty((len(self.keys), *self.shape), first.dtype)
+        whole[0] = first
+        for i, tensor in enumerate(tensors, start=1):
+            whole[i] = tensor
+        return whole
+
+
+def sources(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]]) -> dict[str, Source]:
+    """Returns where each parameter stands.
+
+    Args:
+        shapes: of the parameters, by their keys.
+        renamed: parts of keys that are others in the folder, ours and theirs.
+    """
+
+    def source(key: str, shape: tuple[int, ...]) -> Source:
+        for ours, theirs in renamed:
+            key = key.replace(ours, theirs)
+        stacked = STACKED.fullmatch(key)
+        if stacked is None:
+            return Source((key,), tuple(shape), False)
+        return Source(tuple(f"{stacked[1]}.{i}.{stacked[2]}" for i in range(shape[0])), tuple(shape[1:]), True)
+
+    return {key: source(key, shape) for key, shape in shapes.items()}

@@ -1,0 +1,63 @@
+"""A layer's experts and the router by which tokens choose among them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from icejax.config import Experts, Routing
+from icejax.ops.attention import EINSUM
+from icejax.ops.experts import Stack, mixed
+from icejax.ops.topk import best
+
+
+class Router(nnx.Module):
+    """Which experts a token takes, and with what weights."""
+
+    def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
+        self.chosen, self.routing = experts.chosen, experts.routing
+        self.weight = nnx.Param(jnp.zeros((experts.count, features), dtype))
+        if experts.routing.corrected:  # fp32 in every model: near scores differ by less than a narrow dtype holds
+            self.e_score_correction_bias = nnx.Param(jnp.zeros((experts.count,), "float32"))
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """Returns the experts of every token, best first, and their fp32 weights."""
+        with jax.named_scope("route"):
+            logits, routing = EINSUM("td,ed->te", x, self.weight[...]), self.routing
+            scores = jax.nn.softmax(logits, axis=-1) if routing.score == "softmax" else jax.nn.sigmoid(logits)
+            worth = scores + self.e_score_correction_bias[...][None, :] if routing.corrected else scores
+            ids = best(_in_groups(worth, routing) if routing.groups > 1 else worth, self.chosen)[0]
+            weights = jnp.take_along_axis(scores, ids, axis=-1)
+            if routing.normed:
+                weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
+            return ids, weights * routing.factor
+
+
+def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
+    """Returns `worth` [T, E] with all but the experts of the best groups at -inf."""
+    groups = worth.reshape(len(worth), routing.groups, -1)
+    first, second = (jnp.take_along_axis(groups, best(groups, 2)[0], axis=-1)[..., i] for i in (0, 1))
+    allowed = best(first + second, routing.chosen_groups)[1]
+    return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(worth.shape)
+
+
+class Matrices(nnx.Module):
+    """The same matrix of every expert, each as Hugging Face stores it."""
+
+    def __init__(self, *shape: int, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+
+
+class ExpertStack(nnx.Module):
+    """All experts of a layer; a checkpoint holds each matrix of each apart."""
+
+    def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
+        self.gate_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
+        self.up_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
+        self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
+        stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
+        return mixed(x, stack, ids, weights)

@@ -1,0 +1,54 @@
+"""Compiles a decode step with experts for a device that is not there: ``python -m tests.aot_experts h100 8`` prints what was made.
+
+Its arguments: the target and the batch size. Needs the compilers: ``pip install -e '.[aot]'``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from flax import nnx
+
+from bench.program import hlo
+from bench.program.compile import compile_for, decode_step, without_devices
+from bench.program.targets import TARGETS
+from icejax import compiler
+from icejax.cache import Full
+from icejax.models import CausalLM, family
+
+RAW = dict(
+    model_type="qwen3_moe", vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, num_experts=128,
+    num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True,
+)  # fmt: skip
+# What names an array that is there, or makes none in the device's memory.
+GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
+
+
+def main(name: str, batch: str) -> None:
+    without_devices()
+    target, config = TARGETS[name], family(RAW).read_config(RAW)
+    model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
+    step = decode_step(model, Full(), target, batch=int(batch), context=512, new_tokens=64, backend=None)
+    compiled = compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {}))
+    module = hlo.parse(compiled.hlo)
+    # Of a fusion only what comes out of it is an array: what is inside is never whole.
+    fused = {x.calls for x in module.all() if x.opcode == "fusion"}
+    made = [x for name, lines in module.computations.items() if name not in fused for x in lines.values()]
+    sizes = [array.elements for x in made if x.opcode not in GIVEN for array in x.arrays]
+    print(
+        json.dumps(
+            dict(
+                matrix_elements=config.hidden_size * config.experts.size,
+                experts=config.experts.count,
+                chosen=config.experts.chosen,
+                largest=max(sizes),
+                temp_bytes=compiled.memory.temp_size_in_bytes,
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
