@@ -99,8 +99,7 @@ def test_a_folder_has_the_logits_of_its_dequantised_weights(model, tmp_path, nam
     with caplog.at_level(logging.INFO, logger="icejax"):
         ours = load_model(tmp_path / name, dtype="float32")
     method = FORMATS[name].config["quant_method"]
-    why = "14 are dequantised as they are read (products with codes are slower on a CPU)"
-    assert caplog.messages == [f"of 14 matrices quantised by {method} 0 stay codes, {why}"]
+    assert f"14 matrices quantised by {method} became float32 as they were read: products with codes are slower" in caplog.text
     prompt = families.tokens(40)
     expected = all_logits(load_model(plain, dtype="float32"), prompt, Full())
     np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)

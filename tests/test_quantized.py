@@ -2,11 +2,14 @@
 
 import dataclasses
 import logging
+import shutil
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from icejax import memory
 from icejax.cache import Full
@@ -14,7 +17,7 @@ from icejax.checkpoint import load_model
 from icejax.diagnose import not_finite
 from icejax.ops.quantized import MOST_ROWS, Grouped, product
 from tests import families, quantised, tolerances
-from tests.run import greedy, jitted
+from tests.run import all_logits, greedy, jitted
 
 KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
@@ -69,7 +72,7 @@ def test_matrices_stay_codes_but_on_a_cpu(folder, monkeypatch, caplog, name, kin
     monkeypatch.setattr(memory, "platform", lambda: "gpu")
     with caplog.at_level(logging.INFO, logger="icejax"):
         coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
-    assert caplog.messages == [f"of 14 matrices quantised by {quantised.FORMATS[name].config['quant_method']} 14 stay codes"]
+    assert caplog.messages == [f"14 matrices quantised by {quantised.FORMATS[name].config['quant_method']} stay codes"]
     assert coded.codes.dtype == kind and (coded.zero is not None) == zero
     found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
     np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
@@ -85,24 +88,34 @@ def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
-def test_experts_are_dequantised_one_by_one(tmp_path, caplog):
-    weights = quantised.save(
-        families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), tmp_path, quantised.FORMATS["awq"]
-    )
-    with caplog.at_level(logging.INFO, logger="icejax"):
-        layer = load_model(tmp_path, dtype="float32", codes=True).model.layers[0]
-    many = sum(".experts." in key for key in weights)
-    why = f"{many} are dequantised as they are read (products with experts take no codes)"
-    assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq 4 stay codes, {why}"]
-    assert isinstance(layer.self_attn.q_proj.weight.get_value(), Grouped)
-    for number, found in enumerate(np.asarray(layer.mlp.experts.down_proj.weight[...])):
-        expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_a_scale_of_nan_is_named(folder):
     model = load_model(folder("awq"), dtype="float32", codes=True)
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.set_value(dataclasses.replace(weight.get_value(), scale=weight.get_value().scale.at[0, 3].set(jnp.nan)))
     expected = "model.layers.1.mlp.up_proj.weight.scale holds NaN: fetch the checkpoint again"
     assert not_finite(model, families.tokens(8)) == expected
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_experts_of_codes_are_dequantised_and_that_is_told(tmp_path, caplog, codes):
+    kind = quantised.FORMATS["fp8-blocks"]
+    families.save(families.build(families.row("qwen3_moe-plain")), tmp_path / "plain")
+    plain, stored = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    for key in list(plain):
+        if ".experts." not in key:
+            stored[key] = plain[key]
+            continue
+        parts = kind.write(plain[key].numpy())
+        plain[key] = torch.tensor(kind.read(parts, tuple(plain[key].shape)).astype(np.float32))
+        stored |= {f"{key.removesuffix('.weight')}.{name}": part for name, part in parts.items()}
+    shutil.copytree(tmp_path / "plain", tmp_path / "codes")
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    save_file(stored, tmp_path / "codes" / "model.safetensors")
+    left = ["self_attn", "gate"]
+    families.edit_config(tmp_path / "codes", quantization_config=kind.config | dict(modules_to_not_convert=left))
+    with caplog.at_level(logging.INFO, "icejax"):
+        found = load_model(tmp_path / "codes", codes=codes)
+    assert "experts quantised by fp8 are dequantised as they are read: their products take no codes" in caplog.text
+    tokens, expected = families.tokens(40), load_model(tmp_path / "plain")
+    logits = [all_logits(each, tokens, Full()) for each in (found, expected)]
+    np.testing.assert_allclose(*logits, rtol=0, atol=tolerances.LOGITS)

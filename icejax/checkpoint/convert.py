@@ -10,7 +10,7 @@ import numpy as np
 from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
-from icejax.checkpoint.load import Progress, abstract, layout, read_config, tensors
+from icejax.checkpoint.load import Progress, abstract, made_of, read_config, tensors
 from icejax.errors import InputError
 from icejax.folder import claim
 
@@ -59,7 +59,7 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
         held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
         stored = orbax.read(folder / ORBAX, shapes, device=memory.device("cpu"))
         parameters = {}
-        for name, source in layout(folder, shapes).items():
+        for name, source in made_of(folder, shapes).items():
             parameters |= source.split(np.asarray(stored[name]))
         with held.writing() as part:
             copy_companions(folder, part)

@@ -16,8 +16,8 @@ from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.checkpoint.formats import EMBEDDING, HEAD
-from icejax.checkpoint.layout import Source, sources
 from icejax.checkpoint.layouts import FLOATS, Codes, Part
+from icejax.checkpoint.stacked import Stack, stacks
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
@@ -49,9 +49,9 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
     return graph, named, tree
 
 
-def layout(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+def made_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stack]:
     """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
-    return sources(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
+    return stacks(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
 
 
 def load_model(
@@ -81,30 +81,35 @@ def load_model(
         stored = orbax.read(folder / ORBAX, {key: p.shape for key, p in parameters.items()}, dtypes=dtypes)
         leaves = [stored[key] for key in parameters]
     else:
+        read = tensors(folder, config, {key: p.shape for key, p in parameters.items()})
         keep = memory.platform() != "cpu" if codes is None else codes
-        read = tensors(folder, config, {key: p.shape for key, p in parameters.items()}, codes=keep)
-        leaves_by_key = {}
+        leaves_by_key, quantised = {}, 0
         for done, (key, tensor) in enumerate(read, start=1):
-            coded = isinstance(tensor, Codes)
-            leaves_by_key[key] = _grouped(tensor) if coded else _to_device(tensor, parameters[key].dtype)
+            if isinstance(tensor, Codes):
+                quantised += 1
+                leaves_by_key[key] = _grouped(tensor) if keep else _to_device(tensor.weights(), parameters[key].dtype)
+            else:
+                leaves_by_key[key] = _to_device(tensor, parameters[key].dtype)
             if progress is not None:
                 progress(key, done, len(parameters))
+        if quantised:
+            became = "stay codes" if keep else f"became {dtype} as they were read: products with codes are slower on a CPU"
+            method = formats.method(huggingface.read_json(folder / "config.json"))
+            LOG.info("%d matrices quantised by %s %s", quantised, method, became)
         leaves = [leaves_by_key[key] for key in parameters]
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
-def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, codes: bool = False):
-    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time, as stored.
-
-    A quantised matrix is f32, or with `codes` as it stands, unless it is of experts, which are stacked.
+def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]):
+    """Yields key and tensor of every parameter of a Hugging Face folder, one at a time, as stored or as codes.
 
     Raises:
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported, before the
             first tensor is read; or a tensor of codes is not sound.
     """
     raw = huggingface.read_json(folder / "config.json")
-    ignored, made_of = family(raw).ignored_keys(raw), layout(folder, shapes)
-    coded = formats.sources(raw, {key: source.shape for source in made_of.values() for key in source.keys})
+    ignored, stacked = family(raw).ignored_keys(raw), made_of(folder, shapes)
+    coded = formats.sources(raw, {key: source.shape for source in stacked.values() for key in source.keys})
     expected = {key: part for each in coded.values() for key, part in each.parts.items()}
     faults, where, dtypes = [], {}, {}
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
@@ -118,40 +123,39 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
             faults.append(f"{key} is not a parameter of this model")
         where[key], dtypes[key] = file, stored
     faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in where]
-    for source in made_of.values():
+    for source in stacked.values():
         stored = sorted({dtypes[key] for key in source.keys if key in dtypes and coded[key].layout is None})
         if len(stored) > 1:
             faults.append(f"{source.keys[0]} to {source.keys[-1]} are stored in {' and '.join(stored)}: expected one dtype")
     if HEAD in where and HEAD not in expected and not faults:
         if not np.array_equal(*(huggingface.read_tensor(where[key], key) for key in (HEAD, EMBEDDING))):
             faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
-    method = formats.method(raw)
     if faults:
+        method = formats.method(raw)
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    kept = [source.keys[0] for source in made_of.values() if codes and not source.stacked]
-    if method is not None:
-        count, stay = (sum(coded[key].layout is not None for key in keys) for keys in (coded, kept))
-        why = "products with experts take no codes" if codes else "products with codes are slower on a CPU"
-        rest = f", {count - stay} are dequantised as they are read ({why})" if stay < count else ""
-        LOG.info("of %d matrices quantised by %s %d stay codes%s", count, method, stay, rest)
+    if any(coded[key].layout is not None for source in stacked.values() if source.stacked for key in source.keys):
+        LOG.info("experts quantised by %s are dequantised as they are read: their products take no codes", formats.method(raw))
 
     def read(key: str) -> np.ndarray | Codes:
         parts = (part for part in coded[key].parts if part in where)
-        found = coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
-        return found.weights() if isinstance(found, Codes) and key not in kept else found
+        return coded[key].read({part: huggingface.read_tensor(where[part], part) for part in parts})
 
-    return ((name, source.join(map(read, source.keys))) for name, source in made_of.items())
+    def parameter(source: Stack) -> np.ndarray | Codes:
+        if not source.stacked:
+            return read(source.keys[0])
+        matrices = map(read, source.keys)  # of experts
+        return source.join(each.weights() if isinstance(each, Codes) else each for each in matrices)
+
+    return ((name, parameter(source)) for name, source in stacked.items())
 
 
 def _grouped(matrix: Codes) -> Grouped:
     rows, groups = matrix.scale.shape
     codes = matrix.codes.reshape(rows, groups, -1).swapaxes(0, 1)
-    return Grouped(
-        codes=_to_device(codes, jnp.dtype("int4") if matrix.bits == 4 else codes.dtype),
-        scale=_to_device(matrix.scale.T, matrix.scale.dtype),
-        zero=None if matrix.zero is None else _to_device(matrix.zero.T, matrix.zero.dtype),
-    )
+    zero = None if matrix.zero is None else _to_device(matrix.zero.T, jnp.dtype("int8"))
+    kept = jnp.dtype("int4" if matrix.bits == 4 else codes.dtype.name)
+    return Grouped(_to_device(codes, kept), _to_device(matrix.scale.T, jnp.dtype("float32")), zero)
 
 
 def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:

@@ -12,7 +12,7 @@ STACKED = re.compile(r"(.*\.experts)\.(\w+\.weight)")
 
 
 @dataclass(frozen=True)
-class Source:
+class Stack:
     """Where a parameter stands in a Hugging Face folder.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source:
         return whole
 
 
-def sources(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]]) -> dict[str, Source]:
+def stacks(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]]) -> dict[str, Stack]:
     """Returns where each parameter stands.
 
     Args:
@@ -50,12 +50,12 @@ def sources(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str
         renamed: parts of keys that are others in the folder, ours and theirs.
     """
 
-    def source(key: str, shape: tuple[int, ...]) -> Source:
+    def stack(key: str, shape: tuple[int, ...]) -> Stack:
         for ours, theirs in renamed:
             key = key.replace(ours, theirs)
         stacked = STACKED.fullmatch(key)
         if stacked is None:
-            return Source((key,), tuple(shape), False)
-        return Source(tuple(f"{stacked[1]}.{i}.{stacked[2]}" for i in range(shape[0])), tuple(shape[1:]), True)
+            return Stack((key,), tuple(shape), False)
+        return Stack(tuple(f"{stacked[1]}.{i}.{stacked[2]}" for i in range(shape[0])), tuple(shape[1:]), True)
 
-    return {key: source(key, shape) for key, shape in shapes.items()}
+    return {key: stack(key, shape) for key, shape in shapes.items()}
