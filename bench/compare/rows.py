@@ -77,7 +77,7 @@ def plot(found: list[dict], picture: Path) -> None:
     """Draws answers against budget, device bytes and bytes moved, error against budget, and time per token against context.
 
     A point is the mean over models, tasks and protocols; a policy without a budget stands at what it attends to. Every policy
-    has its own colour and marker, so that it is told apart in grey too.
+    has its own colour and marker, so that it is told apart in grey too. Times that were taken out are not drawn.
     """
     import matplotlib
 
@@ -98,7 +98,7 @@ def plot(found: list[dict], picture: Path) -> None:
         for i, name in enumerate(names):
             points = defaultdict(list)
             for row in found:
-                if row["policy"] == name and (y != "error" or row[y] > NO_ERROR):
+                if row["policy"] == name and row[y] is not None and (y != "error" or row[y] > NO_ERROR):
                     at = row["length"] if x == "length" else row["budget"]
                     points[at].append((row[x] or row["attended"] if x == "tokens" else row[x], row[y]))
             pairs = sorted(np.mean(of, axis=0).tolist() for of in points.values())
@@ -110,8 +110,9 @@ def plot(found: list[dict], picture: Path) -> None:
         each.set(xlabel=xlabel, ylabel=ylabel, yscale="linear" if y == "exact" else "log")
         each.set_xscale("symlog", linthresh=1) if x == "moved_bytes" else each.set_xscale("log", base=2)
         each.grid(alpha=0.3)
+        each.set_visible(bool(each.lines))
     axes.flat[-1].axis("off")
-    axes.flat[-1].legend(*axes.flat[-2].get_legend_handles_labels(), loc="center", ncols=2, frameon=False)
+    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", ncols=2, frameon=False)
     part = picture.with_name(f".{picture.name}.part")
     figure.savefig(part, dpi=110, format=picture.suffix[1:])
     plt.close(figure)
