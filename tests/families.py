@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import (
     Glm4MoeConfig,
@@ -184,6 +185,12 @@ FAMILIES = (
     ),
     _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
+
+
+def by_family() -> list:
+    """Returns the rows as parameters of a test, of which by default the first of every family runs."""
+    first = {each.model: each for each in reversed(FAMILIES)}
+    return [pytest.param(x, id=str(x), marks=() if first[x.model] is x else pytest.mark.slow) for x in FAMILIES]
 
 
 def row(name: str) -> Row:

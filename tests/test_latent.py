@@ -55,12 +55,16 @@ APART = dict(  # keep latent values apart
     expected=ExpectedAttention(budget=TOTAL),
     restkv=ReSTKV(budget=TOTAL),
 )
+BY_DEFAULT = ("clustered", "snapkv", "ring")
 
 
 @pytest.mark.parametrize(
     "policy, sizes, latent",
     [pytest.param(policy, (KEYS, VALUES), True, id=f"latent-{name}") for name, policy in BOTH.items()]
-    + [pytest.param(policy, (KEYS, VALUES), False, id=f"narrow-{name}") for name, policy in (BOTH | APART).items()]
+    + [
+        pytest.param(policy, (KEYS, VALUES), False, id=f"narrow-{name}", marks=() if name in BY_DEFAULT else pytest.mark.slow)
+        for name, policy in (BOTH | APART).items()
+    ]
     + [pytest.param(ALL, (VALUES, KEYS), False, id="wide-clustered")],
 )
 def test_a_budget_for_all_tokens_equals_float64(policy, sizes, latent):

@@ -37,7 +37,7 @@ def test_logits_equal_transformers(row, scale, tmp_path):
         )
 
 
-@pytest.mark.parametrize("row", families.FAMILIES, ids=str)
+@pytest.mark.parametrize("row", families.by_family())
 def test_greedy_text_equals_transformers(row, tmp_path):
     theirs = families.build(row)
     ours = families.load(theirs, tmp_path)

@@ -142,6 +142,7 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
         Session.load(tmp_path, *bundled)
 
 
+@pytest.mark.slow
 def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_path):
     """A prompt, answers with flushes and compactions, a second text, and a save and load; pages are read from the pool."""
     session = Session(*bundled, cache=Clustered(budget=64, compact_every=32), context_length=3000)
@@ -159,6 +160,7 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
             assert_digests(state.index, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(held)])
 
 
+@pytest.mark.slow
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     """To the bit, so both decode programs are compiled as for users: conftest's cheaper way rounds each in its own order."""
     monkeypatch.setitem(compiler.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
