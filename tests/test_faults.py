@@ -59,7 +59,7 @@ FAULTS = (
     ("cache/policies/quest.py", "products(jnp.minimum(q, 0), low)", "products(jnp.minimum(q, 0), high)", "peers"),
     ("ops/pooling.py", "jnp.clip(places + step, first, last)", "jnp.clip(places + step, 0, last)", "eviction_peers"),
     ("ops/observed.py", "jnp.exp(scores - lse)", "jnp.exp(scores)", "peers"),
-    ("cache/policies/full.py", "2 if of >= 16", "2 if of > 16", "inference"),
+    ("cache/__init__.py", "2 if layers >= 16", "2 if layers > 16", "inference"),
     ("cache/__init__.py", "else Ring(window)", "else Ring(window + 1)", "parity"),
     ("errors.py", "c if c.isprintable() else ascii(c)[1:-1]", "c", "jsontext"),
     ("ranges.py", "isinstance(value, int) or isinstance(value, bool)", "isinstance(value, int)", "config"),

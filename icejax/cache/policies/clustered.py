@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.found import Found
 from icejax.cache.index import PageIndex
-from icejax.cache.policies.full import behind_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Near, Pages, Retrieval
 from icejax.cache.slots import joined
@@ -171,12 +170,8 @@ class Clustered(Retrieval):
         return self.reuse > 1
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        policies = behind_dense(self, full, dense=self.dense_layers, of=of)
-        own = [i for i, policy in enumerate(policies) if policy is self]
         follower = Follower(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        for rank, i in enumerate(own):
-            policies[i] = follower if rank % self.reuse else self
-        return policies
+        return [follower if rank % self.reuse else self for rank in range(len(full))]
 
     @property
     def _most_paged(self) -> int:
@@ -185,7 +180,7 @@ class Clustered(Retrieval):
 
     def num_fetched(self, pages: int) -> int:
         if not self.rerank:
-            return min(pages, (self.budget - self.window_of.sinks - self.window_of.slots) // self.page_size)
+            return super().num_fetched(pages)
         return min(pages, pages_for(-(-self._most_paged // self.page_size) + 1, self.page_size, self.candidates))
 
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K T"]:

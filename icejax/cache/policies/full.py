@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,15 +13,6 @@ from icejax.cache.slots import apart, append, by_head, joined, per_head
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
 from icejax.ranges import whole
-
-
-def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None, of: int) -> list[CachePolicy]:
-    """Returns the policy of every layer in `full` where the first `dense` layers keep all tokens on the device.
-
-    None: 2 of 16 layers and more, as in IceCache and Quest, else 0.
-    """
-    dense = (2 if of >= 16 else 0) if dense is None else dense
-    return [Full() if layer < dense else policy for layer in full]
 
 
 def check_dense(dense: int | None) -> None:
