@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import glm, llama, minimax, mistral, mixtral, qwen
+from icejax.models import deepseek, glm, llama, minimax, mistral, mixtral, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -41,7 +41,11 @@ FAMILIES = {
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
-    "glm4_moe": Family(glm.read_config, glm.ignored_keys, glm.RENAMED),
+    "deepseek_v2": Family(deepseek.read_v2_config, renamed=deepseek.RENAMED),
+    "deepseek_v3": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "kimi_k2": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe": Family(glm.read_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe_lite": Family(glm.read_lite_config, deepseek.ignored_keys, deepseek.RENAMED),
     "minimax_m2": Family(minimax.read_config, renamed=minimax.RENAMED),
 }
 
