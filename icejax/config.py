@@ -56,14 +56,12 @@ class Latent:
         qk_nope_head_dim: channels of a head's queries and keys that RoPE does not rotate; the rotated ones, of keys one for
             all heads, are `rotary_dim`.
         v_head_dim: channels of a head's values.
-        rope_interleave: whether RoPE rotates pairs of neighbouring channels.
     """
 
     kv_lora_rank: int
     q_lora_rank: int | None
     qk_nope_head_dim: int
     v_head_dim: int
-    rope_interleave: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +141,7 @@ class ModelConfig:
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
         experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
+        rope_interleave: whether RoPE rotates pairs of neighbouring channels, instead of the halves of what it rotates.
         latent: how heads are made of a latent; None: each has keys and values of its own.
     """
 
@@ -170,6 +169,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
+    rope_interleave: bool = False
     latent: Latent | None = None
 
     @property

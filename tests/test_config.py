@@ -260,7 +260,16 @@ def test_generation_config_is_read_as_carefully(tmp_path):
 
 
 # Fields whose change alone cannot change logits, or has a test of its own.
-INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers", "latent"}
+INERT = {
+    "model_type",
+    "dtype",
+    "eos_token_ids",
+    "max_position_embeddings",
+    "experts",
+    "dense_layers",
+    "latent",
+    "rope_interleave",
+}
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",

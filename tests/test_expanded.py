@@ -116,10 +116,10 @@ def test_every_number_of_the_latent_is_read(both):
         return {key: leaf.shape for key, leaf in load.abstract(changed, "float32")[1].items()}
 
     of_shape = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, v_head_dim=8)
-    assert {*of_shape, "rope_interleave"} == {field.name for field in dataclasses.fields(config.latent)}
+    assert of_shape.keys() == {field.name for field in dataclasses.fields(config.latent)}
     for field, value in of_shape.items():
         assert shapes(dataclasses.replace(config.latent, **{field: value})) != shapes(config.latent), field
-    plain = dataclasses.replace(config, latent=dataclasses.replace(config.latent, rope_interleave=False))
+    plain = dataclasses.replace(config, rope_interleave=False)
     x, at = jnp.ones((1, 1, 64)).at[0, 0, ::3].set(2.0), jnp.asarray([[9]])
     made = []
     for changed in (config, plain):

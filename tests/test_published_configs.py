@@ -93,8 +93,8 @@ PUBLISHED = {
               rope_scaling=DEEPSEEK_YARN | dict(mscale=0.707, mscale_all_dim=0.707), rope_theta=10000, routed_scaling_factor=1.0,
               scoring_func="softmax", seq_aux=True, tie_word_embeddings=False, topk_group=1, topk_method="greedy"),
         dict(
-            head_dim=576, num_key_value_heads=1, rotary_dim=64, value_dim=512, dense_layers=(0,), context_length=163840,
-            latent=Latent(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128, rope_interleave=True),
+            head_dim=576, num_key_value_heads=1, rotary_dim=64, rope_interleave=True, value_dim=512, dense_layers=(0,), context_length=163840,
+            latent=Latent(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128),
             experts=Experts(count=64, chosen=6, size=1408, routing=replace(SOFTMAX, group_best=1, normed=False), shared=2816, shared_gated=False),
         ),
     ),
@@ -103,8 +103,8 @@ PUBLISHED = {
               n_group=8, topk_group=4, first_k_dense_replace=3, num_nextn_predict_layers=1, routed_scaling_factor=2.5,
               rope_scaling=DEEPSEEK_YARN),
         dict(
-            head_dim=576, num_key_value_heads=1, rotary_dim=64, value_dim=512, dense_layers=(0, 1, 2),
-            latent=Latent(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128, rope_interleave=True),
+            head_dim=576, num_key_value_heads=1, rotary_dim=64, rope_interleave=True, value_dim=512, dense_layers=(0, 1, 2),
+            latent=Latent(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
             experts=Experts(
                 count=256, chosen=8, size=2048, shared=2048, shared_gated=False,
                 routing=replace(SIGMOID, groups=8, chosen_groups=4, factor=2.5),
@@ -130,7 +130,7 @@ PUBLISHED = {
               topk_group=1, topk_method="noaux_tc", v_head_dim=256),
         dict(
             head_dim=576, value_dim=512, rotary_dim=64, dense_layers=(0,), rope_theta=1e6,
-            latent=Latent(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, rope_interleave=True),
+            latent=Latent(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),
             experts=Experts(count=64, chosen=4, size=1536, shared=1536, shared_gated=False, routing=replace(SIGMOID, factor=1.8)),
         ),
     ),

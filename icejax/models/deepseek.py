@@ -71,11 +71,11 @@ def latent(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) ->
         q_lora_rank=fields.whole("q_lora_rank", most=2**16, default=None),
         qk_nope_head_dim=fields.whole("qk_nope_head_dim", most=2**12),
         v_head_dim=fields.whole("v_head_dim", most=2**12),
-        rope_interleave=fields.take("rope_interleave", bool, default=True),
     )
+    interleaved = fields.take("rope_interleave", bool, default=True)
     bias = fields.take("attention_bias", bool, default=False)
     fields.taken |= early.taken
-    values |= dict(num_key_value_heads=1, head_dim=found.kv_lora_rank + rotated, latent=found)
+    values |= dict(num_key_value_heads=1, head_dim=found.kv_lora_rank + rotated, latent=found, rope_interleave=interleaved)
     values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=None)
     return fields, values | layer_types(fields, values["num_hidden_layers"], window=None, sliding=range(0))
 

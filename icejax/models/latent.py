@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from icejax.config import LayerConfig, ModelConfig
 from icejax.models.linear import Linear, RMSNorm
 from icejax.ops.attention import EINSUM
-from icejax.ops.rope import cos_sin, grow, rotate, turn
+from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 EPS = 1e-6  # of the norms of latents, whatever the config says of the others
 BY_HEAD = ".kv_b_proj.weight"  # keys that end so: of matrices that products take head by head
@@ -43,6 +43,7 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config, self.rope, self.heads = config.latent, layer.rope, config.num_attention_heads
+        self.interleaved = config.rope_interleave
         hidden, rank, q_rank = config.hidden_size, config.latent.kv_lora_rank, config.latent.q_lora_rank
         queries = self.heads * (config.latent.qk_nope_head_dim + layer.rope.size)
         if q_rank is None:
@@ -66,7 +67,10 @@ class LatentAttention(nnx.Module):
             latent = self.kv_a_layernorm(kept[..., :rank])
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
-            rotated, key = (rotate(self._halves(y), cos, sin) for y in (q[..., plain:], kept[..., rank:]))
+            turned = (q[..., plain:], kept[..., rank:])
+            if self.interleaved:
+                turned = (halves(y, self.rope.size) for y in turned)
+            rotated, key = (rotate(y, cos, sin) for y in turned)
             q = grow(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope)
         with jax.named_scope("qkv"):
             absorbed = EINSUM("btnh,nhc->btnc", q[..., :plain], self._made[:, :plain]).astype(x.dtype)
@@ -89,10 +93,6 @@ class LatentAttention(nnx.Module):
     def _made(self) -> Float[Array, "N H C"]:
         """What makes keys, and behind them values, of every head of a latent."""
         return self.kv_b_proj.weight[...].reshape(self.heads, -1, self.config.kv_lora_rank)
-
-    def _halves(self, x: jax.Array) -> jax.Array:
-        """Returns rotated channels as `rotate` takes them: the first of each pair, then the second."""
-        return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape) if self.config.rope_interleave else x
 
     def _expanded(self, q: Float[Array, "B T N H"], latent: Float[Array, "B T C"], key: Float[Array, "B T 1 R"]) -> Expanded:
         count = max(n for n in range(1, min(self.heads, HEADS_AT_ONCE) + 1) if self.heads % n == 0)
