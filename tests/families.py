@@ -27,6 +27,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -223,6 +225,25 @@ FAMILIES = (
         "groups", n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0, n_shared_experts=1,
         attention_bias=True, mlp_bias=True,
         rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    Row(
+        "mistral4-plain",
+        Mistral4Config,
+        Mistral4ForCausalLM,
+        (
+            *LATENT.items(),
+            ("n_group", 2),
+            ("topk_group", 1),
+            ("first_k_dense_replace", 1),
+            (
+                "rope_parameters",
+                _rope(
+                    "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0,
+                    llama_4_scaling_beta=0.5, max_position_embeddings=512,
+                ),
+            ),
+        ),
+        (),
     ),
     _glm_lite("plain"),  # 4.7-Flash
     _glm_lite("mlp-types", mlp_layer_types=["sparse", "dense", "sparse"], n_group=2, topk_group=1, v_head_dim=24),

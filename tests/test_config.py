@@ -119,6 +119,7 @@ SIZES = dict(kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_
 V2 = GLM | SIZES | dict(model_type="deepseek_v2")
 V3 = GLM | SIZES | dict(model_type="deepseek_v3", n_group=4, topk_group=2)
 LITE = GLM | SIZES | dict(model_type="glm4_moe_lite")
+MISTRAL4 = GLM | SIZES | dict(model_type="mistral4", rope_parameters=YARN)
 MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
@@ -221,6 +222,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (V2 | {"topk_method": "group_limited_greedy", "n_group": 3}, "8 experts do not divide among 3 groups of 1 or more"),
         (LITE | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse for 3 layers, got ['dense'] (1)"),
         (LITE | {"mlp_layer_types": [{}, [], 1]}, "mlp_layer_types must name dense or sparse for 3 layers, got [{}, [], 1] (3)"),
+        (MISTRAL4 | {"rope_parameters": ...}, "config.json has no 'rope_parameters', which a mistral4 model needs"),
+        (
+            MISTRAL4 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be that of qk_rope_head_dim = 8, got 12 of 24 channels",
+        ),
         (MINIMAX | {"rotary_dim": 2}, "'rotary_dim' must be at least 4, got 2"),
         (MINIMAX | {"rotary_dim": 17}, "'rotary_dim' must be at most 16, got 17"),
         (MINIMAX | {"rotary_dim": 7}, "heads must have an even size of at least 4 to be rotated, got 7"),

@@ -12,7 +12,14 @@ from icejax.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 
-MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain", "glm4_moe-plain", "minimax_m2-plain")
+MIXTURES = (
+    "qwen3_moe-dense-layers",
+    "mixtral-plain",
+    "qwen2_moe-plain",
+    "glm4_moe-plain",
+    "minimax_m2-plain",
+    "mistral4-plain",
+)
 LIKE = ("deepseek_v2-lite", "deepseek_v3-yarn", "glm4_moe_lite-plain")
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 

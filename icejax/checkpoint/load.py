@@ -52,7 +52,8 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
 
 def made_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stack]:
     """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
-    return stacks(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
+    found = family(huggingface.read_json(folder / "config.json"))
+    return stacks(shapes, found.renamed, fused=found.fused)
 
 
 def load_model(

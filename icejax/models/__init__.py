@@ -24,11 +24,13 @@ class Family:
         read_config: raw config.json -> ModelConfig.
         ignored_keys: raw config.json -> checkpoint keys that hold no parameter.
         renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
+        fused: whether a checkpoint holds the matrices of all experts in one tensor, and those of gate and up in the same.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
     ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: ROTARY_TABLES
     renamed: tuple[tuple[str, str], ...] = ()
+    fused: bool = False
 
 
 FAMILIES = {
@@ -36,6 +38,7 @@ FAMILIES = {
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
     "ministral3": Family(mistral.read_ministral3_config),
+    "mistral4": Family(mistral.read_mistral4_config, renamed=deepseek.RENAMED, fused=True),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),

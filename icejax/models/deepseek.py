@@ -52,15 +52,26 @@ def read_v3_config(raw: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**values)
 
 
-def latent(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) -> tuple[Fields, dict[str, Any]]:
-    """Returns what `common` does, of a model with latent attention; `yarn_fields` as there.
+def latent(
+    raw: dict[str, Any], *, of_whole: bool = False, yarn_fields: frozenset[str] = frozenset()
+) -> tuple[Fields, dict[str, Any]]:
+    """Returns what `common` does, of a model with latent attention.
+
+    Args:
+        of_whole: whether `partial_rotary_factor` is of whole heads, and not of the channels that are rotated.
+        yarn_fields: as there.
 
     Raises:
         InputError: a field is missing, of the wrong type or out of its range.
     """
     early = Fields(raw)
-    rotated = early.whole("qk_rope_head_dim", most=2**12)
-    fields, values = common(raw | {"head_dim": rotated}, yarn_fields=yarn_fields)
+    rotated, plain = (early.whole(name, most=2**12) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    size = plain + rotated if of_whole else rotated
+    part = rotated / size if of_whole else None
+    fields, values = common(raw | {"head_dim": size}, part=part, yarn_fields=yarn_fields)
+    if values["rotary_dim"] != rotated:
+        got = f"got {values['rotary_dim']} of {size} channels"
+        raise InputError(f"config.json: partial_rotary_factor must be that of qk_rope_head_dim = {rotated}, {got}")
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads != heads:
         raise InputError(
@@ -69,7 +80,7 @@ def latent(raw: dict[str, Any], *, yarn_fields: frozenset[str] = frozenset()) ->
     found = Latent(
         kv_lora_rank=fields.whole("kv_lora_rank", most=2**16),
         q_lora_rank=fields.whole("q_lora_rank", most=2**16, default=None),
-        qk_nope_head_dim=fields.whole("qk_nope_head_dim", most=2**12),
+        qk_nope_head_dim=plain,
         v_head_dim=fields.whole("v_head_dim", most=2**12),
     )
     interleaved = fields.take("rope_interleave", bool, default=True)
