@@ -10,7 +10,7 @@ import torch
 from flax import nnx
 
 from icejax import inference
-from icejax.cache import Clustered
+from icejax.cache import Clustered, Full
 from icejax.checkpoint import load
 from icejax.decoding import Decoding
 from icejax.models import family
@@ -71,13 +71,15 @@ def test_every_cache_keeps_latents(both, row):
 
 
 def test_pages_hold_the_key_alone(both):
-    """What is kept has the bytes of one latent head, in the pool and of sinks and window."""
+    """What is kept has the bytes of one latent head, in the pool, of sinks and window, and where all tokens stay on the device."""
     model = both[0]
     plan = plan_for(model, Clustered(dense_layers=0), [families.tokens(PROMPT)], 1000)
     state, _, pool = inference.prefill(model, [families.tokens(PROMPT)], plan)
     assert plan.pool_shape(1)[3:] == (1, 1, 16, HEAD) and pool.shape[3:] == (1, 1, 16, HEAD)
     assert plan.fetched_bytes == 16 * HEAD * 4
     assert all(len(layer.window.sinks) == 1 for layer in state.cache.layers)
+    full = jax.tree.leaves(jax.eval_shape(lambda: Full().init(plan.spec)))
+    assert [x.shape for x in full] == [(1, plan.spec.capacity, HEAD)]
 
 
 @pytest.mark.parametrize("page_dtype, size", [(None, 16 * 576 * 2), ("int8", 18 * 576)])

@@ -36,6 +36,7 @@ FAULTS = (
     ("cache/fetch.py", "if not exact:", "if False:", "host"),
     ("cache/backends.py", "planes * pages + plane, wanted", "planes * pages, wanted", "accelerator"),
     ("cache/probe.py", 'platform == "gpu" and', "", "probe"),
+    ("cache/policies/full.py", "before[..., : heads.v.shape[-1]]", "before[..., -heads.v.shape[-1] :]", "latent"),
     ("cache/policies/full.py", "slot=seen % state.k.shape[1]", "slot=seen % (state.k.shape[1] - 1)", "parity"),
     ("cache/window.py", "slot = self.fill + lengths.clock % self.page_size", "slot = self.fill", "policies"),
     ("cache/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "extend"),
