@@ -85,8 +85,9 @@ class LatentAttention(nnx.Module):
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads: latents, or values of the `expanded` form."""
         if not expanded:
-            values = self._made[:, self.config.qk_nope_head_dim :]
-            heads = EINSUM("btnc,nhc->btnh", heads, values).astype(heads.dtype)
+            # Of keys too, which are dropped: XLA:GPU would copy what makes values alone.
+            made = EINSUM("btnc,nhc->btnh", heads, self._made)
+            heads = made[..., self.config.qk_nope_head_dim :].astype(heads.dtype)
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
 
     @property
