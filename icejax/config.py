@@ -21,6 +21,7 @@ class RopeScaling:
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
         query_beta: `yarn` only, by how much queries grow: each is multiplied by 1 + query_beta ln(1 + n), n being how many
             original contexts lie before it (Ministral 3).
+        score_factor: `yarn` only, what scores of multi-head latent attention are multiplied by.
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
@@ -33,6 +34,7 @@ class RopeScaling:
     beta_slow: float = 0.0
     truncate: bool = True
     query_beta: float = 0.0
+    score_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,32 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads are made of one latent, which is what is kept.
+
+    Attributes:
+        kv_lora_rank: channels of the latent.
+        q_lora_rank: channels of another that queries are made of; None: they are projected at once.
+        qk_nope_head_dim: channels of a head's queries and keys that RoPE does not rotate; the rotated ones, of keys one for
+            all heads, are `rotary_dim`.
+        v_head_dim: channels of a head's values.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """How tokens choose experts by the logits of a router, and with what weights they take them.
 
     Attributes:
         score: what makes scores of the logits.
         corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
-        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among, by their two best each.
+        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among.
+        group_best: how many of its best experts add up to what a group is worth.
         normed: whether the scores of those a token takes are divided by their sum.
         factor: what they are then multiplied by.
     """
@@ -60,6 +81,7 @@ class Routing:
     corrected: bool
     groups: int
     chosen_groups: int
+    group_best: int
     normed: bool
     factor: float
 
@@ -112,11 +134,15 @@ class ModelConfig:
         layer_types: one of `full_attention` and `sliding_attention` per layer.
         sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
-        rotary_dim: the first channels of a head that RoPE rotates.
+        num_key_value_heads, head_dim: of keys as a cache keeps them: with latent attention one, of the latent and the
+            rotated channels.
+        rotary_dim: the first channels of a head that RoPE rotates; the last with latent attention.
         qk_norm: over what queries and keys pass an RMSNorm before RoPE: each head (Qwen3), or all at once (MiniMax-M2).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
         experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
+        rope_interleave: whether RoPE rotates pairs of neighbouring channels, instead of the halves of what it rotates.
+        latent: how heads are made of a latent; None: each has keys and values of its own.
     """
 
     model_type: str
@@ -143,11 +169,21 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
+    rope_interleave: bool = False
+    latent: Latent | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of values as a cache keeps them."""
+        return self.head_dim if self.latent is None else self.latent.kv_lora_rank
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
         """How every layer attends, and what its MLP is."""
         rope, scale = Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
+        if self.latent is not None:
+            scale = (self.latent.qk_nope_head_dim + self.rotary_dim) ** -0.5
+            scale *= 1.0 if self.rope_scaling is None else self.rope_scaling.score_factor
         return tuple(
             LayerConfig(window=window, scale=scale, rope=rope, experts=None if i in self.dense_layers else self.experts)
             for i, window in enumerate(self.windows)

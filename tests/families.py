@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -20,6 +27,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -56,12 +65,13 @@ SCALES = ("default", "fan_in")
 
 @dataclass(frozen=True)
 class Row:
-    """A variant: `changes` over SIZES."""
+    """A variant: `changes` over SIZES, and the `scales` at which it runs by default; at the others it runs with the slow tests."""
 
     name: str
     config: type
     model: type
     changes: tuple[tuple[str, object], ...]
+    scales: tuple[str, ...] = SCALES
 
     def __str__(self) -> str:
         return self.name
@@ -105,6 +115,25 @@ def _glm(name: str, **changes) -> Row:
 def _minimax(name: str, **changes) -> Row:
     small = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=16)
     return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
+
+
+LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+)  # fmt: skip
+
+
+def _deepseek_v2(name: str, **changes) -> Row:
+    return Row("deepseek_v2-" + name, DeepseekV2Config, DeepseekV2ForCausalLM, tuple((LATENT | changes).items()), ())
+
+
+def _deepseek_v3(name: str, *scales: str, **changes) -> Row:
+    small = LATENT | dict(n_group=4, topk_group=2, first_k_dense_replace=1)
+    return Row("deepseek_v3-" + name, DeepseekV3Config, DeepseekV3ForCausalLM, tuple((small | changes).items()), scales)
+
+
+def _glm_lite(name: str, **changes) -> Row:
+    return Row("glm4_moe_lite-" + name, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, tuple((LATENT | changes).items()), ())
 
 
 def _rope(rope_type: str, **fields) -> dict:
@@ -183,14 +212,55 @@ FAMILIES = (
         "yarn", norm_topk_prob=False,
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
     ),
+    _deepseek_v3(
+        "yarn", "fan_in", rms_norm_eps=1e-2,
+        rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    _deepseek_v3(
+        "one-group", n_group=1, topk_group=1, rope_interleave=False, q_lora_rank=None, attention_bias=True, norm_topk_prob=False,
+        v_head_dim=28, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.3),
+    ),
+    _deepseek_v2("lite", q_lora_rank=None, first_k_dense_replace=1, routed_scaling_factor=1.5),
+    _deepseek_v2(
+        "groups", n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0, n_shared_experts=1,
+        attention_bias=True, mlp_bias=True,
+        rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    Row(
+        "mistral4-plain",
+        Mistral4Config,
+        Mistral4ForCausalLM,
+        (
+            *LATENT.items(),
+            ("n_group", 2),
+            ("topk_group", 1),
+            ("first_k_dense_replace", 1),
+            (
+                "rope_parameters",
+                _rope(
+                    "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0,
+                    llama_4_scaling_beta=0.5, max_position_embeddings=512,
+                ),
+            ),
+        ),
+        (),
+    ),
+    _glm_lite("plain"),  # 4.7-Flash
+    _glm_lite("mlp-types", mlp_layer_types=["sparse", "dense", "sparse"], n_group=2, topk_group=1, v_head_dim=24),
     _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
 
 
 def by_family() -> list:
-    """Returns the rows as parameters of a test, of which by default the first of every family runs."""
+    """Returns the rows as parameters of a test, of which by default the first of every family runs, if it does at all."""
     first = {each.model: each for each in reversed(FAMILIES)}
-    return [pytest.param(x, id=str(x), marks=() if first[x.model] is x else pytest.mark.slow) for x in FAMILIES]
+    return [pytest.param(x, id=str(x), marks=() if first[x.model] is x and x.scales else pytest.mark.slow) for x in FAMILIES]
+
+
+def by_scale(rows: Sequence[Row] = FAMILIES) -> list:
+    """Returns rows and scales as parameters of a test."""
+    every = [(row, scale) for row in rows for scale in SCALES]
+    return [pytest.param(x, y, id=f"{x}-{y}", marks=() if y in x.scales else pytest.mark.slow) for x, y in every]
 
 
 def row(name: str) -> Row:

@@ -80,8 +80,7 @@ def by_id(taken: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return [np.take_along_axis(x, np.argsort(taken[0], axis=1), axis=1) for x in taken]
 
 
-@pytest.mark.parametrize("row", MIXTURES, ids=str)
-@pytest.mark.parametrize("scale", families.SCALES)
+@pytest.mark.parametrize("row, scale", families.by_scale(MIXTURES))
 def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)
@@ -116,7 +115,7 @@ def test_every_number_of_the_experts_is_read(tmp_path):
     def shapes(config):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
-    numbers = dict(score="softmax", groups=2, chosen_groups=4, normed=False, factor=1.0)
+    numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
     assert {*numbers, "corrected"} == {field.name for field in dataclasses.fields(experts.routing)}
     for field, value in numbers.items():
         other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))

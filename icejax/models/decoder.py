@@ -13,38 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertStack, Router
+from icejax.models.latent import Expanded, LatentAttention
+from icejax.models.linear import Linear, RMSNorm
 from icejax.ops.attention import EINSUM, Scoring
-from icejax.ops.quantized import product
 from icejax.ops.rope import cos_sin, grow, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
-
-
-class Linear(nnx.Module):
-    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.Grouped`) in its place."""
-
-    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
-        if bias:
-            self.bias = nnx.Param(jnp.zeros((features_out,), dtype))
-        self.has_bias = bias
-
-    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        y = product(x, self.weight.get_value()).astype(x.dtype)
-        return y + self.bias[...][None, None, :] if self.has_bias else y
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32."""
-
-    def __init__(self, features: int, *, eps: float, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.zeros((features,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return normal.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Attention(nnx.Module):
@@ -75,8 +49,13 @@ class Attention(nnx.Module):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
             return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
-    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Returns the attention block's output from its heads."""
+    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+        """Returns heads after RoPE as if their tokens stood `by` positions later."""
+        return turn(heads, by, rope=self.rope)
+
+    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
+        """Returns the attention block's output from its heads, which have one form."""
+        del expanded
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
 
 
@@ -119,15 +98,15 @@ class Entered(NamedTuple):
 
     Attributes:
         q, k, v: what a cache keeps, and decodes with.
-        expanded: q, k and v that a text attends with from its beginning, where these are others: multi-head latent attention
-            (arXiv 2405.04434) keeps one latent of all heads and expands it for many queries; None: the same. What a program
-            does not use of both is not computed.
+        expanded: the heads that a text attends with from its beginning, where these are others: multi-head latent attention
+            keeps one latent of all heads and expands it for many queries; None: the same. What a program does not use of
+            both is not computed.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
     v: jax.Array  # dtype[B, T, K, Hv]
-    expanded: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    expanded: Expanded | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -139,7 +118,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
-        self.self_attn = Attention(config, layer, dtype=dtype)
+        self.self_attn = (Attention if config.latent is None else LatentAttention)(config, layer, dtype=dtype)
         if layer.experts is None:
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
         else:
@@ -161,7 +140,7 @@ class DecoderLayer(nnx.Module):
 
     def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return turn(heads, by, rope=self.config.rope)
+        return self.self_attn.turn(heads, by)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns what the attention block makes of its heads."""
@@ -174,8 +153,7 @@ class DecoderLayer(nnx.Module):
 
         `expanded` says that its expanded queries did.
         """
-        del expanded  # one form here
-        x = x + self.self_attn.output(attended.astype(x.dtype))
+        x = x + self.self_attn.output(attended.astype(x.dtype), expanded=expanded)
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):

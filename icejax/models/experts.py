@@ -38,8 +38,8 @@ class Router(nnx.Module):
 def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
     """Returns `worth` [T, E] with all but the experts of the best groups at -inf."""
     groups = worth.reshape(len(worth), routing.groups, -1)
-    first, second = (jnp.take_along_axis(groups, best(groups, 2)[0], axis=-1)[..., i] for i in (0, 1))
-    allowed = best(first + second, routing.chosen_groups)[1]
+    top = jnp.take_along_axis(groups, best(groups, routing.group_best)[0], axis=-1)
+    allowed = best(top.sum(-1), routing.chosen_groups)[1]
     return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(worth.shape)
 
 

@@ -42,6 +42,15 @@ def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T R"], sin: Float[
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
+def halves(x: Float[Array, "*B T N H"], size: int) -> Float[Array, "*B T N H"]:
+    """Returns heads whose first `size` channels are pairs to be rotated as `rotate` takes them: the first of each, the second.
+
+    Done to queries and keys alike it leaves their products as they are.
+    """
+    pairs = x[..., :size].reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., size:]], axis=-1)
+
+
 def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
     """Returns queries times what they grow by with their positions, in their own dtype."""
     scaling = rope.scaling

@@ -38,7 +38,7 @@ class Oracle(Full):
             chosen, scores = scores > -jnp.inf, joined(scores)
         with jax.named_scope("attend"):
             lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.v.dtype), state.v)
+            out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.k.dtype), state.values)[..., : heads.v.shape[-1]]
         shape = heads.q.shape[:3]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
         counts = chosen.sum(-1).mean((1, 2)), chosen.any(2).sum(-1).mean(1)

@@ -15,9 +15,7 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.signs import BLOCK, Signs, SignsIndex, estimated, patterns
-from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Window
-from icejax.errors import InputError
 from icejax.ops.attention import EINSUM
 from icejax.ops.topk import best, largest, ranks
 from icejax.ranges import whole
@@ -46,7 +44,7 @@ class ParisKV(Retrieval):
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
-        InputError: an option is out of range, or keys have not as many channels as a power of two, 8 or more.
+        InputError: an option is out of range.
     """
 
     budget: int = 256
@@ -64,11 +62,6 @@ class ParisKV(Retrieval):
 
     page_size = PAGE
     by_slot = True
-
-    def pool(self, spec: CacheSpec) -> PoolSpec:
-        if spec.head_dim < BLOCK or spec.head_dim & (spec.head_dim - 1):
-            raise InputError(f"pariskv takes keys of a power of two of channels, {BLOCK} or more, got {spec.head_dim}")
-        return super().pool(spec)
 
     @property
     def window_of(self) -> Window:
