@@ -72,7 +72,7 @@ FAULTS = (
     ("models/fields.py", "if len(ids) > MOST_EOS:", "if False:", "config"),
     ("models/scaling.py", '("linear", "dynamic") and', '() and', "config"),
     ("models/qwen.py", "qkv_bias=True", "qkv_bias=False", "parity"),
-    ("checkpoint/load.py", 'faults.append(f"{key} is stored twice")', "pass", "checkpoint"),
+    ("checkpoint/tensors.py", 'faults.append(f"{key} is stored twice")', "pass", "checkpoint"),
     ("checkpoint/huggingface.py", "> shard_bytes:", ">= shard_bytes * 2:", "checkpoint"),
     ("sampling.py", "logits / penalty, logits * penalty", "logits * penalty, logits / penalty", "sampling"),
     ("sampling.py", "jnp.where(rows.temperature > 0, drawn, best)", "drawn", "batches"),

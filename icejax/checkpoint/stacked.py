@@ -25,10 +25,6 @@ class Stack:
     shape: tuple[int, ...]
     stacked: bool
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the tensors of a parameter, views of it."""
-        return dict(zip(self.keys, parameter if self.stacked else [parameter], strict=True))
-
     def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
         """Returns the parameter of its tensors, of which one at a time exists beside it."""
         tensors = iter(tensors)

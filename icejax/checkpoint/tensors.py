@@ -1,0 +1,116 @@
+"""The tensors of a checkpoint folder, of either form: every key once, and all faults told before the first is read."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from icejax.checkpoint import formats, huggingface, orbax
+from icejax.checkpoint.folder import ORBAX
+from icejax.checkpoint.formats import EMBEDDING, HEAD, Source
+from icejax.checkpoint.layouts import FLOATS, Codes, Part
+from icejax.checkpoint.stacked import Stack, stacks
+from icejax.config import ModelConfig
+from icejax.errors import InputError, listed
+from icejax.models import family
+
+NAMES = {name: short for short, name in huggingface.DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor of a folder.
+
+    Attributes:
+        dtype: as safetensors names it.
+        read: returns it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(huggingface.DTYPES[self.dtype]).itemsize
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a folder, which fit its config.json.
+
+    Attributes:
+        method: that its matrices are quantised by; None: by none.
+        stacks: of which of them each parameter is made, by its key.
+        sources: what each of those is read from, by its key.
+        stored: what there is, by key.
+    """
+
+    method: str | None
+    stacks: dict[str, Stack]
+    sources: dict[str, Source]
+    stored: dict[str, Stored]
+
+    def read(self, key: str) -> np.ndarray | Codes:
+        """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
+        source = self.sources[key]
+        return source.read({part: self.stored[part].read() for part in source.parts if part in self.stored})
+
+    def parts(self) -> dict[str, Stored]:
+        """Returns those that parameters are read from."""
+        return {part: self.stored[part] for source in self.sources.values() for part in source.parts if part in self.stored}
+
+
+def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """Returns the tensors of `folder`, of which none but a tied head has been read.
+
+    Args:
+        shapes: of the parameters of its model, by key.
+
+    Raises:
+        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported.
+    """
+    raw = huggingface.read_json(folder / "config.json")
+    ignored, made_of, method = family(raw).ignored_keys(raw), stacks(shapes, family(raw).renamed), formats.method(raw)
+    sources = formats.sources(raw, {key: each.shape for each in made_of.values() for key in each.keys})
+    expected = {key: part for each in sources.values() for key, part in each.parts.items()}
+    faults, stored = [], {}
+    for key, tensor in _stored(folder):
+        if ignored.fullmatch(key):
+            continue
+        if key in stored:
+            faults.append(f"{key} is stored twice")
+        elif key in expected or (key == HEAD and config.tie_word_embeddings):
+            faults += expected.get(key, Part(FLOATS, (tensor.shape,))).faults(key, tensor.shape, tensor.dtype)
+        else:
+            faults.append(f"{key} is not a parameter of this model")
+        stored[key] = tensor
+    faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in stored]
+    for each in made_of.values():
+        dtypes = sorted({stored[key].dtype for key in each.keys if key in stored and sources[key].layout is None})
+        if len(dtypes) > 1:
+            faults.append(f"{each.keys[0]} to {each.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
+    if HEAD in stored and HEAD not in expected and not faults:
+        if not np.array_equal(*(stored[key].read() for key in (HEAD, EMBEDDING))):
+            faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
+    if faults:
+        told = "" if method is None else f" (weights quantised by {method})"
+        raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
+    return Tensors(method, made_of, sources, stored)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """Yields key and tensor of all that a folder holds, in either form."""
+    path = folder / ORBAX
+    if path.is_dir():
+        for key, about in orbax.stored(path).items():
+            dtype = NAMES.get(str(about.dtype), str(about.dtype))
+            yield key, Stored(tuple(about.shape), dtype, functools.partial(orbax.read, path, key, about))
+    else:
+        for key, file, shape, dtype in huggingface.keys(huggingface.shards(folder)):
+            yield key, Stored(shape, dtype, functools.partial(huggingface.read_tensor, file, key))
