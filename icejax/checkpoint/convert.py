@@ -53,14 +53,15 @@ def _convert(
     with claim(target, mark=CONFIG, replace=force) as held:
         _check_target(folder, target)
         config = read_config(folder)
-        parts = opened(folder, config, {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}).parts()
-        held.check_room(sum(part.nbytes for part in parts.values()))
+        shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
+        found = opened(folder, config, shapes)
+        tensors: dict[str, np.ndarray] = {}
+        for done, (key, written) in enumerate(zip(found.sources, found.written(), strict=True), start=1):
+            tensors |= written
+            if progress is not None:
+                progress(key, done, len(found.sources))
+        held.check_room(sum(tensor.nbytes for tensor in tensors.values()))
         with held.writing() as made:
-            tensors = {}
-            for key, part in parts.items():
-                tensors[key] = part.read()
-                if progress is not None:
-                    progress(key, len(tensors), len(parts))
             copy_companions(folder, made)
             write(made, tensors)
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from icejax import ranges
 from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain
-from icejax.errors import InputError, quoted
+from icejax.checkpoint.rounding import Method
+from icejax.errors import InputError, listed, quoted
 from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
 
@@ -51,22 +52,33 @@ class Source:
     Attributes:
         shape: of the parameter.
         parts: the tensors, by key.
-        layout: None for the parameter itself.
+        layout: of its codes; None: it is no codes.
+        method: that it is rounded by as it is read, and the only part is the parameter itself; None: it is not.
     """
 
     shape: tuple[int, ...]
     parts: dict[str, Part]
     layout: Layout | None = None
+    method: Method | None = None
 
     def read(self, tensors: dict[str, np.ndarray]) -> np.ndarray | Codes:
         """Returns the parameter from its tensors, as stored or as codes; InputError if these are not sound."""
         if self.layout is None:
             return next(iter(tensors.values()))
+        if self.method is not None:
+            return self.method.rounded(next(iter(tensors.values())))
         last = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
         try:
             return self.layout.codes(self.shape, last)
         except InputError as error:
             raise InputError(f"{next(iter(self.parts)).rpartition('.')[0]}.{error}: fetch the folder again") from None
+
+    def written(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the tensors of a folder of this form: the same, or those of the codes that they are rounded to."""
+        if self.method is None:
+            return tensors
+        module = next(iter(tensors)).rpartition(".")[0]
+        return {f"{module}.{name}": part for name, part in self.layout.stored(self.read(tensors)).items()}
 
 
 def method(raw: dict[str, Any]) -> str | None:
@@ -84,22 +96,28 @@ def method(raw: dict[str, Any]) -> str | None:
     return name
 
 
-def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, rounding: Method | None = None) -> dict[str, Source]:
     """Returns what each parameter of a folder with this raw config.json is read from, by key.
 
+    Args:
+        rounding: what matrices become that are not quantised yet; None: they stay.
+
     Raises:
-        InputError: `quantization_config` is not sound, or says what is not read here.
+        InputError: `quantization_config` is not sound, or says what is not read here; or columns do not make whole groups.
     """
-    layouts, found = _layouts(raw), {}
+    layouts, found = _layouts(raw if rounding is None else {"quantization_config": rounding.config()}), {}
+    group = rounding.group if rounding is not None else None
     for key, shape in shapes.items():
         module, _, last = key.rpartition(".")
         matrix = last == "weight" and len(shape) == 2 and not key.endswith((EMBEDDING, HEAD, ROUTER))
         layout = layouts(module) if matrix else None
         parts = {key: Part(FLOATS, (shape,))}
-        if layout is not None:  # a part that is a parameter of its own, as a bias may be, is that alone
+        if layout is not None and rounding is None:  # a part that is a parameter of its own, as a bias may be, is that alone
             stored = {f"{module}.{part}": value for part, value in layout.parts(shape).items()}
             parts = {part: value for part, value in stored.items() if part == key or part not in shapes}
-        found[key] = Source(shape, parts, layout)
+        found[key] = Source(shape, parts, layout, rounding if layout is not None else None)
+    if cut := [f"{key} has {x.shape[1]} columns" for key, x in found.items() if x.layout and group and x.shape[1] % group]:
+        raise InputError(f"groups of {group} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
     return found
 
 

@@ -135,6 +135,10 @@ class Plain(Layout):
         scale = self.scale(parts[self.scale_name], shape)
         return Codes(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
 
+    def stored(self, matrix: Codes) -> dict[str, np.ndarray]:
+        """Returns the tensors of symmetric codes, with scales of bf16."""
+        return {"weight": matrix.codes, self.scale_name: matrix.scale.astype(ml_dtypes.bfloat16)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Layout):
@@ -168,6 +172,14 @@ class Packed(Layout):
             stored = unpack(zero.T, self.bits)[:, : self.grid(shape)[0]].T
             zero = self.spread(_signed(stored, self.bits), shape)
         return Codes(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
+
+    def stored(self, matrix: Codes) -> dict[str, np.ndarray]:
+        """Returns the tensors of symmetric codes, with scales of bf16."""
+        return {
+            "weight_packed": pack(matrix.codes.view(np.uint8) + np.uint8(2 ** (self.bits - 1)), self.bits),
+            "weight_scale": matrix.scale.astype(ml_dtypes.bfloat16),
+            "weight_shape": np.array(matrix.codes.shape, np.int64),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +243,14 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     if bits == 4:
         each = np.stack([each & 15, each >> 4], axis=-1)
     return each.reshape(*words.shape[:-1], -1)
+
+
+def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the words i32[R, W] of numbers u8[R, C], as `unpack` reads them; what the last one has too many is 0."""
+    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
+    if bits == 4:
+        padded = padded[:, ::2] | padded[:, 1::2] << 4
+    return np.ascontiguousarray(padded).view("<i4")
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -48,7 +48,12 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
 
 
 def load_model(
-    model: str | Path, *, dtype: str | None = None, codes: bool | None = None, progress: Progress | None = None
+    model: str | Path,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    codes: bool | None = None,
+    progress: Progress | None = None,
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder, an icejax folder or a hub id, on the default device.
 
@@ -56,6 +61,8 @@ def load_model(
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on CPU, whose bf16 products are slow, else the checkpoint's.
+        quantize: int8, fp8 or int4, to which the matrices of layers are rounded as they are read: int4 in groups of 128
+            columns, the others by rows. Embedding, norms, routers and head stay as they are. None: nothing is rounded.
         codes: whether quantised matrices stay codes, instead of becoming `dtype`; None: unless on CPU, where products with
             codes are slower.
         progress: called after every tensor.
@@ -69,7 +76,7 @@ def load_model(
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     graph, parameters, tree = abstract(config, dtype)
-    found = opened(folder, config, {key: p.shape for key, p in parameters.items()})
+    found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
     keep = memory.platform() != "cpu" if codes is None else codes
     kept = {stack.keys[0] for stack in found.stacks.values() if keep and not stack.stacked}
     _tell(found, kept, why="products with experts take no codes" if keep else "products with codes are slower on a CPU")
@@ -91,10 +98,10 @@ def load_model(
 def _tell(found: Tensors, kept: set[str], *, why: str) -> None:
     """Tells how many quantised matrices stay codes, and why the others do not."""
     coded = {key for key, source in found.sources.items() if source.layout is not None}
-    if found.method is not None:
+    if found.quantised is not None:
         others = len(coded - kept)
         rest = f", {others} are dequantised as they are read ({why})" if others else ""
-        LOG.info("of %d matrices quantised by %s %d stay codes%s", len(coded), found.method, len(coded & kept), rest)
+        LOG.info("of %d matrices %s %d stay codes%s", len(coded), found.quantised, len(coded & kept), rest)
 
 
 def _grouped(matrix: Codes) -> Grouped:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from icejax import ranges
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX
 from icejax.checkpoint.formats import EMBEDDING, HEAD, Source
 from icejax.checkpoint.layouts import FLOATS, Codes, Part
+from icejax.checkpoint.rounding import METHODS
 from icejax.checkpoint.stacked import Stack, stacks
 from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
@@ -35,49 +36,54 @@ class Stored(NamedTuple):
     dtype: str
     read: Callable[[], np.ndarray]
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(huggingface.DTYPES[self.dtype]).itemsize
-
 
 @dataclass(frozen=True)
 class Tensors:
     """The tensors of a folder, which fit its config.json.
 
     Attributes:
-        method: that its matrices are quantised by; None: by none.
+        quantised: how matrices come to be codes; None: none do.
         stacks: of which of them each parameter is made, by its key.
         sources: what each of those is read from, by its key.
         stored: what there is, by key.
     """
 
-    method: str | None
+    quantised: str | None
     stacks: dict[str, Stack]
     sources: dict[str, Source]
     stored: dict[str, Stored]
 
     def read(self, key: str) -> np.ndarray | Codes:
         """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
-        source = self.sources[key]
-        return source.read({part: self.stored[part].read() for part in source.parts if part in self.stored})
+        return self.sources[key].read(self._parts(key))
 
-    def parts(self) -> dict[str, Stored]:
-        """Returns those that parameters are read from."""
-        return {part: self.stored[part] for source in self.sources.values() for part in source.parts if part in self.stored}
+    def written(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields what a folder with the same parameters holds, some tensors at a time, one time a source."""
+        return (source.written(self._parts(key)) for key, source in self.sources.items())
+
+    def _parts(self, key: str) -> dict[str, np.ndarray]:
+        return {part: self.stored[part].read() for part in self.sources[key].parts if part in self.stored}
 
 
-def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None) -> Tensors:
     """Returns the tensors of `folder`, of which none but a tied head has been read.
 
     Args:
         shapes: of the parameters of its model, by key.
+        quantize: int8, fp8 or int4, to which matrices are rounded as they are read; None: they are not.
 
     Raises:
-        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported.
+        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; or matrices
+            that are to be rounded are codes already, or of columns that make no whole groups.
     """
     raw = huggingface.read_json(folder / "config.json")
     ignored, made_of, method = family(raw).ignored_keys(raw), stacks(shapes, family(raw).renamed), formats.method(raw)
-    sources = formats.sources(raw, {key: each.shape for each in made_of.values() for key in each.keys})
+    if quantize is not None:
+        ranges.one_of("quantize", quantize, tuple(METHODS))
+        if method is not None:
+            raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
+    each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
+    sources = formats.sources(raw, each, rounding=METHODS.get(quantize))
     expected = {key: part for each in sources.values() for key, part in each.parts.items()}
     faults, stored = [], {}
     for key, tensor in _stored(folder):
@@ -101,7 +107,8 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     if faults:
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    return Tensors(method, made_of, sources, stored)
+    quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
+    return Tensors(quantised, made_of, sources, stored)
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
