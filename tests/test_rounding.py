@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from icejax import generation, memory
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.rounding import METHODS
-from icejax.commands import generate
+from icejax.commands import convert, generate
 from tests import families, quantised
+from tests.test_checkpoint import same_arrays
 
 # The study's relative errors of Gaussian weights, and the largest code.
 ERROR, MOST = {"int8": 0.008, "fp8": 0.026, "int4": 0.118}, {"int8": 127, "fp8": 448, "int4": 7}
@@ -112,3 +113,27 @@ def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     start = "groups of 128 columns do not divide all matrices: model.layers.0.mlp.down_proj.weight has 96 columns; "
     told = refused(capsys, tmp_path / "narrow", "int4")
     assert told.startswith(start) and told.endswith(": use int8 or fp8")
+
+
+@pytest.mark.parametrize(
+    "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
+)
+def test_a_folder_of_codes_is_what_is_rounded_as_it_is_read(folder, tmp_path, name, capsys):
+    """In both forms, and bit for bit from one to the other."""
+    plain, coded, back, again = (tmp_path / each for each in ("plain", "coded", "back", "again"))
+    for source, target, line in (
+        (folder, coded, ["--quantize", name]),
+        (coded, back, []),
+        (folder, plain, []),
+        (plain, again, ["--quantize", name]),
+    ):
+        assert convert.main([str(source), str(target), *line], name="icejax convert") == 0
+    expected = load_model(folder, quantize=name, codes=True)
+    for found in (load_model(plain, quantize=name, codes=True), *(load_model(x, codes=True) for x in (coded, back, again))):
+        assert same_arrays(found, expected)
+    assert (back / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    stored, old = (load_file(path / "model.safetensors") for path in (back, folder))
+    assert sum(x.nbytes for x in stored.values()) < sum(x.nbytes for x in old.values())
+    assert convert.main([str(coded), str(tmp_path / "x"), "--quantize", name], name="icejax convert") == 2
+    told = f"icejax convert: error: {coded} is quantised by compressed-tensors already: leave quantize out"
+    assert capsys.readouterr().err.startswith(told)

@@ -1,7 +1,8 @@
-"""One form of a checkpoint folder into the other, bit for bit in the stored dtypes."""
+"""One form of a checkpoint folder into the other, bit for bit in the stored dtypes, or rounded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config
+from icejax.checkpoint.rounding import METHODS
 from icejax.checkpoint.tensors import opened
 from icejax.errors import InputError
 from icejax.folder import claim
@@ -17,35 +19,55 @@ from icejax.folder import claim
 CONFIG = "config.json"  # by which a checkpoint folder is known
 
 
-def hf_to_orbax(source: str | Path, target: Path, *, force: bool = False, progress: Progress | None = None) -> None:
+def hf_to_orbax(
+    source: str | Path,
+    target: Path,
+    *,
+    quantize: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
     """Writes the Hugging Face folder (or hub id) `source` as the icejax folder `target`, whole or not at all.
 
+    Args:
+        quantize: int8, fp8 or int4, to which matrices are rounded as `load_model` does: then `target` is in the form of
+            compressed-tensors. None: all tensors stay as they are.
+
     Raises:
-        InputError: `source` is not a sound Hugging Face checkpoint, or `target` cannot be written, or exists and `force` is
-            False.
+        InputError: `source` is not a sound Hugging Face checkpoint, or is not to be rounded, or `target` cannot be written, or
+            exists and `force` is False.
     """
     folder = resolve(source)
     if (folder / ORBAX).is_dir():
         raise InputError(f"{folder} is an icejax folder already: expected a Hugging Face folder")
-    _convert(folder, target, lambda part, tensors: orbax.save(part / ORBAX, tensors), force, progress)
+    _convert(folder, target, lambda part, tensors: orbax.save(part / ORBAX, tensors), quantize, force, progress)
 
 
-def orbax_to_hf(source: str | Path, target: Path, *, force: bool = False, progress: Progress | None = None) -> None:
-    """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all.
+def orbax_to_hf(
+    source: str | Path,
+    target: Path,
+    *,
+    quantize: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all; else as `hf_to_orbax`.
 
     Raises:
-        InputError: `source` is not a sound icejax folder, or `target` cannot be written, or exists and `force` is False.
+        InputError: `source` is not a sound icejax folder, or is not to be rounded, or `target` cannot be written, or exists and
+            `force` is False.
     """
     folder = resolve(source)
     if not (folder / ORBAX).is_dir():
         raise InputError(f"{folder} has no {ORBAX} folder in it: expected an icejax folder, as convert.hf_to_orbax writes")
-    _convert(folder, target, huggingface.write, force, progress)
+    _convert(folder, target, huggingface.write, quantize, force, progress)
 
 
 def _convert(
     folder: Path,
     target: Path,
     write: Callable[[Path, dict[str, np.ndarray]], None],
+    quantize: str | None,
     force: bool,
     progress: Progress | None,
 ) -> None:
@@ -54,7 +76,7 @@ def _convert(
         _check_target(folder, target)
         config = read_config(folder)
         shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
-        found = opened(folder, config, shapes)
+        found = opened(folder, config, shapes, quantize=quantize)
         tensors: dict[str, np.ndarray] = {}
         for done, (key, written) in enumerate(zip(found.sources, found.written(), strict=True), start=1):
             tensors |= written
@@ -63,6 +85,9 @@ def _convert(
         held.check_room(sum(tensor.nbytes for tensor in tensors.values()))
         with held.writing() as made:
             copy_companions(folder, made)
+            if quantize is not None:
+                raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config()}
+                (made / CONFIG).write_text(json.dumps(raw, indent=2))
             write(made, tensors)
 
 
