@@ -74,6 +74,8 @@ FAULTS = (
     ("models/qwen.py", "qkv_bias=True", "qkv_bias=False", "parity"),
     ("checkpoint/tensors.py", 'faults.append(f"{key} is stored twice")', "pass", "checkpoint"),
     ("checkpoint/layouts.py", "padded[:, ::2] | padded[:, 1::2] << 4", "padded[:, 1::2] | padded[:, ::2] << 4", "rounding"),
+    ("checkpoint/float4.py", "[packed & 15, packed >> 4]", "[packed >> 4, packed & 15]", "layouts"),
+    ("checkpoint/float4.py", 'shape) / parts["', 'shape) * parts["', "layouts"),
     ("checkpoint/rounding.py", '"re:.*gate$"', '""', "rounding"),
     ("checkpoint/rounding.py", "group or matrix.shape[1]", "matrix.shape[1]", "rounding"),
     ("checkpoint/tensors.py", "if part in self.stored}", "}", "formats"),

@@ -101,7 +101,7 @@ def test_published_forms_are_read(name):
 
 NOT_READ = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes' is not supported"),
-    "unknown": ({"quant_method": "a\nb"}, "is not supported: expected one of fp8, compressed-tensors, awq, gptq"),
+    "unknown": ({"quant_method": "a\nb"}, "is not supported: expected one of fp8, compressed-tensors, awq, gptq, mxfp4"),
     "no method": ({"bits": 4}, "quant_method '' is not supported"),
     "no object": ("fp8", "'quantization_config' must be an object, got 'fp8'"),
     "act-order": (FORMATS["gptq"].config | {"desc_act": True}, "desc_act=True is not supported (only False)"),
@@ -115,7 +115,8 @@ NOT_READ = {
     "unknown field": (fp8(rotation="hadamard"), "field 'rotation' ('hadamard') is not known here and may change"),
     "no names": (fp8(modules_to_not_convert=[3]), "'modules_to_not_convert' must list names or sound expressions, got 3"),
     "expression": (group() | {"ignore": ["re:("]}, "'ignore' must list names or sound expressions, got 're:('"),
-    "nvfp4": (group() | {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
+    "nvfp4": (group() | {"format": "nvfp4-pack-quantized"}, "'type' of nvfp4-pack-quantized must be one of float, got 'int'"),
+    "marlin-24": (group() | {"format": "marlin-24"}, "nvfp4-pack-quantized, got 'marlin-24'"),
     "sparse": (group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "of sparsity_config must be one of dense, got"),
     "group order": (group(actorder="group"), "'actorder' must be one of static, weight, got 'group'"),
     "no num_bits": (group(num_bits=None), "config_groups.group_0.weights has no 'num_bits', which is needed"),

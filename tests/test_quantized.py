@@ -61,6 +61,7 @@ def folder(tmp_path_factory):
         ("packed-4", "int4", False),
         ("awq", "int4", True),
         ("gptq-8", "int8", True),
+        ("nvfp4", "int8", False),
     ],
 )
 def test_matrices_stay_codes_but_on_a_cpu(folder, monkeypatch, caplog, name, kind, zero):

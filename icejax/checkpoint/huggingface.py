@@ -20,7 +20,7 @@ from icejax.errors import InputError, listed, quoted
 # What is read, as safetensors names it.
 DTYPES = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I8": "int8", "I32": "int32",
-    "I64": "int64",
+    "I64": "int64", "U8": "uint8", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30  # as in transformers

@@ -14,6 +14,7 @@ from flax import nnx
 
 from icejax import memory
 from icejax.checkpoint import huggingface
+from icejax.checkpoint.float4 import FLOAT4
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.tensors import Tensors, opened
@@ -24,6 +25,7 @@ from icejax.models.fields import Fields
 from icejax.ops.quantized import Grouped
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
+TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # of e2m1, by its bits
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
@@ -105,6 +107,8 @@ def _tell(found: Tensors, kept: set[str], *, why: str) -> None:
 
 
 def _grouped(matrix: Codes) -> Grouped:
+    if matrix.codes.dtype == FLOAT4:  # XLA:GPU would make a copy of it in a wider dtype: twice the numbers are whole ones
+        matrix = matrix._replace(codes=TWICE[matrix.codes.view(np.uint8)], scale=matrix.scale * np.float32(0.5))
     rows, groups = matrix.scale.shape
     codes = matrix.codes.reshape(rows, groups, -1).swapaxes(0, 1)
     return Grouped(
