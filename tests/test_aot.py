@@ -101,10 +101,15 @@ def test_pages_of_a_tpu_come_together(target):
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("target", ["h100", "v5e"])
 def test_a_step_copies_no_experts(target, batch):
-    (found,) = said(target, "tests.aot_experts", target, str(batch))
-    matrix, experts = found["matrix_elements"], found["experts"]
-    assert found["largest"] < experts * matrix / 10
-    assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all
+    plain, *coded = said(target, "tests.aot_experts", target, str(batch))
+    assert len(coded) == 6
+    for found in (plain, *coded):
+        matrix, experts = found["matrix_elements"], found["experts"]
+        assert found["largest"] < experts * matrix / 10
+        assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all
+    for found in coded:
+        bits = 4 if found["kind"][0] in ("int4", "float4_e2m1fn") else 8
+        assert found["argument_bytes"] < plain["argument_bytes"] * (bits + 2) / 16
 
 
 @pytest.mark.slow

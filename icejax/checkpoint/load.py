@@ -25,7 +25,7 @@ from icejax.models.fields import Fields
 from icejax.ops.quantized import Grouped
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
-TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # of e2m1, by its bits
+TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # a number of e2m1, by its bits
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
@@ -80,8 +80,8 @@ def load_model(
     graph, parameters, tree = abstract(config, dtype)
     found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
     keep = memory.platform() != "cpu" if codes is None else codes
-    kept = {stack.keys[0] for stack in found.stacks.values() if keep and not stack.stacked}
-    _tell(found, kept, why="products with experts take no codes" if keep else "products with codes are slower on a CPU")
+    kept = {key for stack in found.stacks.values() if keep and found.alike(stack) for key in stack.keys}
+    _tell(found, kept, why="of experts in several forms" if keep else "products with codes are slower on a CPU")
 
     def read(key: str) -> np.ndarray | Codes:
         tensor = found.read(key)
@@ -107,14 +107,13 @@ def _tell(found: Tensors, kept: set[str], *, why: str) -> None:
 
 
 def _grouped(matrix: Codes) -> Grouped:
-    if matrix.codes.dtype == FLOAT4:  # XLA:GPU would make a copy of it in a wider dtype: twice the numbers are whole ones
+    if matrix.codes.dtype == FLOAT4 and matrix.codes.ndim == 2:  # or XLA:GPU would make a copy of it in a wider dtype
         matrix = matrix._replace(codes=TWICE[matrix.codes.view(np.uint8)], scale=matrix.scale * np.float32(0.5))
-    rows, groups = matrix.scale.shape
-    codes = matrix.codes.reshape(rows, groups, -1).swapaxes(0, 1)
+    codes = matrix.codes.reshape(*matrix.scale.shape, -1).swapaxes(-3, -2)
     return Grouped(
         codes=_to_device(codes, jnp.dtype("int4") if matrix.bits == 4 else codes.dtype),
-        scale=_to_device(matrix.scale.T, matrix.scale.dtype),
-        zero=None if matrix.zero is None else _to_device(matrix.zero.T, matrix.zero.dtype),
+        scale=_to_device(matrix.scale.swapaxes(-2, -1), matrix.scale.dtype),
+        zero=None if matrix.zero is None else _to_device(matrix.zero.swapaxes(-2, -1), matrix.zero.dtype),
     )
 
 

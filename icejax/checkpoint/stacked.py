@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+
+from icejax.checkpoint.layouts import Codes
 
 STACKED = re.compile(r"(.*\.experts)\.(\w+\.weight)")
 
@@ -25,17 +28,23 @@ class Stack:
     shape: tuple[int, ...]
     stacked: bool
 
-    def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
-        """Returns the parameter of its tensors, of which one at a time exists beside it."""
+    def join(self, tensors: Iterable[np.ndarray | Codes]) -> np.ndarray | Codes:
+        """Returns the parameter of its tensors, arrays or codes of one form, of which one at a time exists beside it."""
         tensors = iter(tensors)
         first = next(tensors)
         if not self.stacked:
             return first
-        whole = np.empty((len(self.keys), *self.shape), first.dtype)
-        whole[0] = first
-        for i, tensor in enumerate(tensors, start=1):
-            whole[i] = tensor
-        return whole
+        whole = [np.empty((len(self.keys), *x.shape), x.dtype) for x in _arrays(first)]
+        for i, tensor in enumerate(itertools.chain([first], tensors)):
+            for all_of_them, own in zip(whole, _arrays(tensor), strict=True):
+                all_of_them[i] = own
+        return first._replace(**dict(zip(Codes._fields, whole, strict=False))) if isinstance(first, Codes) else whole[0]
+
+
+def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
+    if not isinstance(tensor, Codes):
+        return [tensor]
+    return [tensor.codes, tensor.scale] + ([] if tensor.zero is None else [tensor.zero])
 
 
 def stacks(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]]) -> dict[str, Stack]:

@@ -57,6 +57,18 @@ class Tensors:
         """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
         return self.sources[key].read(self._parts(key))
 
+    def alike(self, stack: Stack) -> bool:
+        """Says whether all tensors of a parameter are codes in the same layout, with the same parts."""
+        forms = set(map(self._form, stack.keys))
+        return len(forms) == 1 and None not in forms
+
+    def _form(self, key: str) -> tuple | None:
+        """Returns what the codes of `key` are told by; None: there are none."""
+        layout = self.sources[key].layout
+        if layout is None:
+            return None
+        return layout, *(part.removeprefix(layout.prefix(key)) for part in self.sources[key].parts if part in self.stored)
+
     def written(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields what a folder with the same parameters holds, some tensors at a time, one time a source."""
         return (source.written(self._parts(key)) for key, source in self.sources.items())
