@@ -12,6 +12,7 @@ from icejax.checkpoint import load
 from icejax.config import Experts
 from icejax.models.experts import Router
 from icejax.ops import experts
+from icejax.ops.quantized import Grouped
 from tests import families, tolerances
 
 COUNT, CHOSEN, HIDDEN, INNER = 8, 3, 24, 20
@@ -50,6 +51,23 @@ def test_every_form_is_a_plain_loop(form, tokens, skew):
     x = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
     found = jax.jit(form)(x, experts.Stack(*map(jnp.asarray, weights)), ids)
     np.testing.assert_allclose(found, plain(x, weights, ids), rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("tokens", [3, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("int8", "float4_e2m1fn"))])
+def test_every_form_takes_codes(form, tokens, kind):
+    rng, made, wide = np.random.default_rng(tokens), [], []
+    for rows, columns in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)):
+        shape = (COUNT, columns // 4, rows)
+        codes = (rng.standard_normal((*shape, 4)) * 3).clip(-6, 6).astype(kind)
+        scale, zero = rng.uniform(0.05, 0.1, shape).astype(np.float32), rng.integers(-4, 4, shape).astype(np.int8)
+        made.append(Grouped(jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(zero)))
+        groups = (codes.astype(np.float64) - zero[..., None]) * scale[..., None]
+        wide.append(groups.swapaxes(1, 2).reshape(COUNT, rows, columns))
+    ids, x = drawn(rng, tokens, 0.0), rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
+    found, expected = jax.jit(form)(x, experts.Stack(*made), ids), plain(x, experts.Stack(*wide), ids)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("tokens", [experts.FEW, experts.FEW + 1])

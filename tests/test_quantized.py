@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from icejax import memory
 from icejax.cache import Full
@@ -61,6 +62,7 @@ def folder(tmp_path_factory):
         ("packed-4", "int4", False),
         ("awq", "int4", True),
         ("gptq-8", "int8", True),
+        ("nvfp4", "int8", False),
     ],
 )
 def test_matrices_stay_codes_but_on_a_cpu(folder, monkeypatch, caplog, name, kind, zero):
@@ -85,19 +87,32 @@ def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
-def test_experts_are_dequantised_one_by_one(tmp_path, caplog):
-    weights = quantised.save(
-        families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), tmp_path, quantised.FORMATS["awq"]
-    )
+def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
+    model, prompts = families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), [families.tokens(20)]
+    weights = quantised.save(model, tmp_path, quantised.FORMATS["awq"])
     with caplog.at_level(logging.INFO, logger="icejax"):
-        layer = load_model(tmp_path, dtype="float32", codes=True).model.layers[0]
+        coded = load_model(tmp_path, dtype="float32", codes=True)
     many = sum(".experts." in key for key in weights)
-    why = f"{many} are dequantised as they are read (products by expert or by head take no codes)"
-    assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq 4 stay codes, {why}"]
-    assert isinstance(layer.self_attn.q_proj.weight.get_value(), Grouped)
-    for number, found in enumerate(np.asarray(layer.mlp.experts.down_proj.weight[...])):
+    assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq {many + 4} stay codes"]
+    stack = coded.model.layers[0].mlp.experts.down_proj.weight.get_value()
+    for number, found in enumerate(np.asarray(stack.weights("float32"))):
         expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(np.concatenate(list(found), axis=-1), expected, rtol=1e-6, atol=1e-6)
+    expected, found = (greedy(m, Full(), prompts, 3) for m in (load_model(tmp_path, dtype="float32"), coded))
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+    one = "model.layers.0.mlp.experts.3.down_proj"
+    families.edit_config(tmp_path, quantization_config=quantised.FORMATS["awq"].config | {"modules_to_not_convert": [one]})
+    stored = load_file(tmp_path / "model.safetensors")
+    stored = {key: x for key, x in stored.items() if not key.startswith(one)} | {f"{one}.weight": weights[f"{one}.weight"]}
+    save_file(stored, tmp_path / "model.safetensors")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        again = load_model(tmp_path, dtype="float32", codes=True).model.layers[0].mlp.experts.down_proj.weight[...]
+    count = many // 3 - 1
+    why = f"{count} are dequantised as they are read (of experts in several forms, or taken head by head)"
+    assert caplog.messages == [f"of {many + 3} matrices quantised by awq {many + 3 - count} stay codes, {why}"]
+    np.testing.assert_allclose(again[3], weights[f"{one}.weight"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-STACKED = re.compile(r"(.*\.experts)\.(\w+\.weight)")
+from icejax.checkpoint.layouts import Codes
 
+STACKED = re.compile(r"(.*\.experts)\.(\w+)\.weight")
 FUSED = ("gate_proj", "up_proj")  # in one tensor, in this order
 
 
@@ -21,31 +23,38 @@ class Stack:
         keys: its tensors; of a matrix of all experts one an expert, in order.
         shape: of each of them.
         stacked: whether they are stacked; else there is one.
-        half: which half of the second axis of that one the parameter is; None: all of it.
+        part: what the parameter is of each of them, by axis; (): all of it.
     """
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     stacked: bool
-    half: int | None = None
+    part: tuple[slice, ...] = ()
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the tensors of a parameter, views of it, or what it is of one."""
-        return dict(zip(self.keys, parameter if self.stacked else [parameter], strict=True))
-
-    def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
-        """Returns the parameter of its tensors, of which one at a time exists beside it."""
-        tensors = iter(tensors)
+    def join(self, tensors: Iterable[np.ndarray | Codes]) -> np.ndarray | Codes:
+        """Returns the parameter of its tensors, arrays or codes of one form, of which one at a time exists beside it."""
+        tensors = map(self._own, tensors)
         first = next(tensors)
-        if self.half is not None:
-            return np.ascontiguousarray(np.split(first, 2, axis=1)[self.half])
         if not self.stacked:
             return first
-        whole = np.empty((len(self.keys), *self.shape), first.dtype)
-        whole[0] = first
-        for i, tensor in enumerate(tensors, start=1):
-            whole[i] = tensor
-        return whole
+        whole = [np.empty((len(self.keys), *x.shape), x.dtype) for x in _arrays(first)]
+        for i, tensor in enumerate(itertools.chain([first], tensors)):
+            for all_of_them, own in zip(whole, _arrays(tensor), strict=True):
+                all_of_them[i] = own
+        return _like(first, whole)
+
+    def _own(self, tensor: np.ndarray | Codes) -> np.ndarray | Codes:
+        return _like(tensor, [np.ascontiguousarray(x[self.part]) for x in _arrays(tensor)]) if self.part else tensor
+
+
+def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
+    if not isinstance(tensor, Codes):
+        return [tensor]
+    return [tensor.codes, tensor.scale] + ([] if tensor.zero is None else [tensor.zero])
+
+
+def _like(tensor: np.ndarray | Codes, arrays: list[np.ndarray]) -> np.ndarray | Codes:
+    return tensor._replace(**dict(zip(Codes._fields, arrays, strict=False))) if isinstance(tensor, Codes) else arrays[0]
 
 
 def stacks(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]], *, fused: bool = False) -> dict[str, Stack]:
@@ -63,21 +72,13 @@ def stacks(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]
         stacked = STACKED.fullmatch(key)
         if stacked is None:
             return Stack((key,), tuple(shape), False)
-        if fused:
-            name = stacked[2].removesuffix(".weight")
-            if name not in FUSED:
-                return Stack((f"{stacked[1]}.{name}",), tuple(shape), False)
+        if fused and stacked[2] in FUSED:
             count, inner, hidden = shape
-            return Stack((f"{stacked[1]}.gate_up_proj",), (count, 2 * inner, hidden), False, FUSED.index(name))
-        return Stack(tuple(f"{stacked[1]}.{i}.{stacked[2]}" for i in range(shape[0])), tuple(shape[1:]), True)
+            half = FUSED.index(stacked[2]) * inner
+            part = slice(None), slice(half, half + inner)
+            return Stack((f"{stacked[1]}.gate_up_proj",), (count, 2 * inner, hidden), False, part)
+        if fused:
+            return Stack((f"{stacked[1]}.{stacked[2]}",), tuple(shape), False)
+        return Stack(tuple(f"{stacked[1]}.{i}.{stacked[2]}.weight" for i in range(shape[0])), tuple(shape[1:]), True)
 
     return {key: stack(key, shape) for key, shape in shapes.items()}
-
-
-def split(stacks: dict[str, Stack], parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of all parameters, views of them but for those of fused ones."""
-    found: dict[str, np.ndarray] = {}
-    for name, stack in sorted(stacks.items()):  # gate before up
-        for key, tensor in stack.split(parameters[name]).items():
-            found[key] = np.concatenate([found[key], tensor], axis=1) if key in found else tensor
-    return found

@@ -44,7 +44,7 @@ def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
 
 
 class Matrices(nnx.Module):
-    """The same matrix of every expert, each as Hugging Face stores it."""
+    """The same matrix of every expert, each as Hugging Face stores it, or codes (`ops.quantized.Grouped`) in their place."""
 
     def __init__(self, *shape: int, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
@@ -59,5 +59,5 @@ class ExpertStack(nnx.Module):
         self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
+        stack = Stack(*(part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj)))
         return mixed(x, stack, ids, weights)

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import EINSUM
+from icejax.ops.quantized import Grouped, product
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
 
 class Stack(NamedTuple):
-    """The weights of all experts."""
+    """The weights of all experts, or their codes in the same place."""
 
-    gate: jax.Array  # dtype[E, F, D]
-    up: jax.Array  # dtype[E, F, D]
-    down: jax.Array  # dtype[E, D, F]
+    gate: jax.Array | Grouped  # dtype[E, F, D]
+    up: jax.Array | Grouped  # dtype[E, F, D]
+    down: jax.Array | Grouped  # dtype[E, D, F]
 
 
 def mixed(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
@@ -38,11 +38,15 @@ def mixed(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weight
 def by_sum(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, in a kernel a matrix: a GPU reads in it what it multiplies."""
 
-    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        return (matrices[ids].astype(jnp.float32) * rows.astype(jnp.float32)[:, :, None, :]).sum(-1)
+    def made(rows: jax.Array, matrices: jax.Array | Grouped) -> jax.Array:
+        taken, rows = jax.tree.map(lambda x: x[ids], matrices), rows.astype(jnp.float32)
+        if not isinstance(taken, Grouped):
+            return (taken.astype(jnp.float32) * rows[:, :, None, :]).sum(-1)
+        groups = rows.reshape(*rows.shape[:2], taken.codes.shape[2], 1, -1)
+        return (taken.weights(jnp.float32) * groups).sum((2, 4))
 
-    inner = jax.nn.silu(product(x[:, None], experts.gate)) * product(x[:, None], experts.up)
-    return product(inner.astype(x.dtype), experts.down).astype(x.dtype)
+    inner = jax.nn.silu(made(x[:, None], experts.gate)) * made(x[:, None], experts.up)
+    return made(inner.astype(x.dtype), experts.down).astype(x.dtype)
 
 
 def one_by_one(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
@@ -53,7 +57,7 @@ def one_by_one(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -
 
 def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token: pairs are sorted by expert, and each has blocks of them to itself."""
-    count, pairs = len(experts.gate), ids.size
+    count, pairs = len(jax.tree.leaves(experts)[0]), ids.size
     block = min(max(1 << (pairs // count).bit_length(), LEAST_BLOCK), MOST_BLOCK)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     taken = (ids.reshape(-1, 1) == jnp.arange(count)[None, :]).sum(0, dtype=jnp.int32)
@@ -73,6 +77,6 @@ def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) ->
 
 
 def _expert(experts: Stack, index: jax.Array, x: jax.Array) -> jax.Array:
-    gate, up, down = (lax.dynamic_index_in_dim(matrices, index, keepdims=False) for matrices in experts)
-    inner = jax.nn.silu(EINSUM("nd,fd->nf", x, gate)) * EINSUM("nd,fd->nf", x, up)
-    return EINSUM("nf,df->nd", inner.astype(x.dtype), down).astype(x.dtype)
+    own = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, index, keepdims=False), experts)
+    inner = jax.nn.silu(product(x[None], own.gate)) * product(x[None], own.up)
+    return product(inner.astype(x.dtype), own.down)[0].astype(x.dtype)
