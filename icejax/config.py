@@ -117,6 +117,14 @@ class ModelConfig:
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
         experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
+        norm: how RMSNorms multiply by their weight: what is `rounded` to the activations' dtype before, in fp32 (`wide`), or in
+            fp32 by 1 + weight (`offset`).
+        norm_places: which side of a layer's two blocks has a norm.
+        hidden_act: the activation of an MLP's gate.
+        embed_scale: what embeddings are multiplied by, rounded to their dtype.
+        query_pre_attn_scalar: whose inverse root products of queries and keys are multiplied by; None: `head_dim`.
+        sliding_rope: RoPE of the sliding layers; None: all layers have the same.
+        final_logit_softcapping: what logits come near and never exceed, by tanh; None: no bound.
     """
 
     model_type: str
@@ -143,14 +151,23 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
+    norm: Literal["rounded", "wide", "offset"] = "rounded"
+    norm_places: Literal["before", "both"] = "before"
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    embed_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    sliding_rope: Rope | None = None
+    final_logit_softcapping: float | None = None
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
         """How every layer attends, and what its MLP is."""
-        rope, scale = Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling), self.head_dim**-0.5
+        rope = Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling)
+        ropes = {"full_attention": rope, "sliding_attention": self.sliding_rope or rope}
+        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         return tuple(
-            LayerConfig(window=window, scale=scale, rope=rope, experts=None if i in self.dense_layers else self.experts)
-            for i, window in enumerate(self.windows)
+            LayerConfig(window=window, scale=scale, rope=ropes[kind], experts=None if i in self.dense_layers else self.experts)
+            for i, (kind, window) in enumerate(zip(self.layer_types, self.windows, strict=True))
         )
 
     @property
@@ -162,5 +179,5 @@ class ModelConfig:
     def context_length(self) -> int:
         """Tokens of prompt and answer the model is made for; scalings that configs do not count in are."""
         if self.rope_scaling is not None and self.rope_scaling.rope_type in ("linear", "dynamic"):
-            return int(self.max_position_embeddings * self.rope_scaling.factor)
+            return int(self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor)
         return self.max_position_embeddings

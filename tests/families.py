@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -56,12 +59,17 @@ SCALES = ("default", "fan_in")
 
 @dataclass(frozen=True)
 class Row:
-    """A variant: `changes` over SIZES."""
+    """A variant: `changes` over SIZES.
+
+    `by_default` says what of it the default tests run: logits at both scales, and greedy text of the first of its family
+    (`all`); logits at one scale, of a mechanism that no row before it has (`once`); or nothing, where another row has it.
+    """
 
     name: str
     config: type
     model: type
     changes: tuple[tuple[str, object], ...]
+    by_default: Literal["all", "once", "nothing"] = "all"
 
     def __str__(self) -> str:
         return self.name
@@ -102,6 +110,11 @@ def _glm(name: str, **changes) -> Row:
     return Row("glm4_moe-" + name, Glm4MoeConfig, Glm4MoeForCausalLM, tuple((small | changes).items()))
 
 
+def _gemma3(name: str, by_default="nothing", **changes) -> Row:
+    small = dict(head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24, layer_types=TWO_TO_ONE)
+    return Row("gemma3_text-" + name, Gemma3TextConfig, Gemma3ForCausalLM, tuple((small | changes).items()), by_default)
+
+
 def _minimax(name: str, **changes) -> Row:
     small = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=16)
     return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
@@ -111,6 +124,12 @@ def _rope(rope_type: str, **fields) -> dict:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
 
 
+def by_type(full: dict, sliding: dict) -> dict:
+    """Returns the rope parameters of each type of layers."""
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+TWO_TO_ONE = ["sliding_attention", "sliding_attention", "full_attention"]
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = (
     _llama("gqa"),
@@ -183,14 +202,29 @@ FAMILIES = (
         "yarn", norm_topk_prob=False,
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
     ),
+    _gemma3(
+        "plain", "once", final_logit_softcapping=2.0,
+        rope_parameters=by_type(_rope("linear", factor=8.0), _rope("default", rope_theta=100.0)),
+    ),
+    _gemma3("biases", attention_bias=True, tie_word_embeddings=False, layer_types=ALTERNATING),
     _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
 
 
 def by_family() -> list:
     """Returns the rows as parameters of a test, of which by default the first of every family runs."""
-    first = {each.model: each for each in reversed(FAMILIES)}
-    return [pytest.param(x, id=str(x), marks=() if first[x.model] is x else pytest.mark.slow) for x in FAMILIES]
+    first = {each.model: each for each in reversed(FAMILIES) if each.by_default == "all"}
+    return [pytest.param(x, id=str(x), marks=() if first.get(x.model) is x else pytest.mark.slow) for x in FAMILIES]
+
+
+def by_scale() -> list:
+    """Returns rows and scales as parameters of a test, of which by default those run that `Row` says."""
+    runs = {"all": SCALES, "once": SCALES[:1], "nothing": ()}
+    return [
+        pytest.param(x, scale, id=f"{x}-{scale}", marks=() if scale in runs[x.by_default] else pytest.mark.slow)
+        for x in FAMILIES
+        for scale in SCALES
+    ]
 
 
 def row(name: str) -> Row:

@@ -116,6 +116,7 @@ MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_int
 QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
 GLM = dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+GEMMA3 = dict(model_type="gemma3_text", sliding_window=8, hidden_act=...)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -210,6 +211,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (MIXTRAL | {"num_local_experts": 0}, "'num_local_experts' must be at least 1, got 0"),
         (MIXTRAL | {"num_experts_per_tok": 5}, "'num_experts_per_tok' must be at most 4, got 5"),
         (MIXTRAL | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported (only 'gelu_pytorch_tanh')"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported (only False)"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "field 'attn_logit_softcapping' (50.0) is not known here"),
+        (GEMMA3 | {"final_logit_softcapping": 0}, "'final_logit_softcapping' must be a number above 0 and at most 1e+06, got 0"),
+        (GEMMA3 | {"query_pre_attn_scalar": "a"}, "'query_pre_attn_scalar' must be a number above 0 and at most 1e+06, got 'a'"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "'sliding_window_pattern' must be at least 1, got 0"),
+        (GEMMA3 | {"rope_local_base_freq": 1}, "rope_parameters: 'rope_theta' must be a number from 2 to 1e+20, got 1"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e6}}, "'rope_parameters' must be an object of full_attention and sliding_attention, got {"),
+        (GEMMA3 | {"rope_parameters": {"full_attention": [1]}}, "'rope_parameters' must be an object of full_attention and sliding_attention, got {"),
+        (GEMMA3 | {"rope_parameters": 3}, "'rope_parameters' must be an object of full_attention and sliding_attention, got 3"),
+        (dict(model_type="gemma3"), "config.json has no 'text_config', which a gemma3 model needs"),
         (MOE | {"n_group": 4}, "field 'n_group' (4) is not known here"),
         ({"num_experts": 8}, "field 'num_experts' (8) is not known here"),
         ({"eos_token_id": "2"}, "'eos_token_id' must be a whole number, got '2'"),
@@ -237,11 +249,14 @@ def test_generation_config_is_read_as_carefully(tmp_path):
             read_config(tmp_path)
 
 
-# Fields whose change alone cannot change logits, or has a test of its own.
-INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers"}
+# Fields whose change alone cannot change logits, or has a test of its own: the last are Gemma's, whose parity needs them.
+INERT = {
+    "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers",
+    "norm", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope", "final_logit_softcapping",
+}  # fmt: skip
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
+    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places",
 }  # fmt: skip
 
 
@@ -257,6 +272,7 @@ def test_every_number_of_the_config_is_read(tmp_path):
         "rms_norm_eps": 1e-2,
         "rotary_dim": 8,
         "qk_norm": "all",
+        "norm_places": "both",
         "rope_theta": 2e4,
         "rope_scaling": None,
         "layer_types": ("sliding_attention",) * 3,

@@ -21,8 +21,7 @@ def reference(model, prompt) -> np.ndarray:
         return model(torch.tensor([prompt])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("scale", families.SCALES)
-@pytest.mark.parametrize("row", families.FAMILIES, ids=str)
+@pytest.mark.parametrize(("row", "scale"), families.by_scale())
 def test_logits_equal_transformers(row, scale, tmp_path):
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from icejax.cache import Clustered, layer_policies
-from icejax.config import Experts
+from icejax.config import Experts, Rope
 from icejax.models import family
 from icejax.models.hf_config import SIGMOID, SOFTMAX
 
@@ -75,6 +75,17 @@ PUBLISHED = {
                 routing=SIGMOID,
             ),
         ),
+    ),
+    "Gemma-3-27B-it": (
+        dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], boi_token_index=255999, eoi_token_index=256000,
+             eos_token_id=[1, 106], image_token_index=262144, initializer_range=0.02, mm_tokens_per_image=256, torch_dtype="bfloat16",
+             transformers_version="4.50.0.dev0", vision_config={"model_type": "siglip_vision_model"},
+             text_config=dict(head_dim=128, hidden_size=5376, intermediate_size=21504, model_type="gemma3_text",
+                              num_attention_heads=32, num_hidden_layers=62, num_key_value_heads=16, query_pre_attn_scalar=168,
+                              rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024)),
+        dict(vocab_size=262208, rope_theta=1e6, context_length=131072, tie_word_embeddings=True, eos_token_ids=(1, 106),
+             dtype="bfloat16", layer_types=tuple((["sliding_attention"] * 5 + ["full_attention"]) * 11)[:62],
+             sliding_rope=Rope(size=128, theta=1e4, scaling=None)),
     ),
     "MiniMax-M2.5": (  # without its quantization_config
         sizes(3072, 1536, 62, 48, 8, 200064, 196608, model_type="minimax_m2", head_dim=128, attn_type_list=[1] * 62,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from icejax.ops.quantized import product
 from icejax.ops.rope import cos_sin, grow, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 class Linear(nnx.Module):
@@ -35,16 +37,28 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32."""
+    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `norm` of a ModelConfig."""
 
-    def __init__(self, features: int, *, eps: float, dtype: str) -> None:
+    def __init__(self, features: int, *, eps: float, dtype: str, kind: str = "rounded") -> None:
         self.weight = nnx.Param(jnp.zeros((features,), dtype))
-        self.eps = eps
+        self.eps, self.kind = eps, kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return normal.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.kind == "rounded":
+            return normal.astype(x.dtype) * weight
+        weight = weight.astype(jnp.float32)
+        return (normal * (1.0 + weight if self.kind == "offset" else weight)).astype(x.dtype)
+
+
+def _norm(config: ModelConfig, features: int, dtype: str) -> RMSNorm:
+    return RMSNorm(features, eps=config.rms_norm_eps, kind=config.norm, dtype=dtype)
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
 
 
 class Attention(nnx.Module):
@@ -59,7 +73,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
             normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
-            self.q_norm, self.k_norm = (RMSNorm(n, eps=config.rms_norm_eps, dtype=dtype) for n in normed)
+            self.q_norm, self.k_norm = (_norm(config, n, dtype) for n in normed)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
@@ -81,16 +95,16 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated MLP (SwiGLU, arXiv 2002.05202)."""
+    """The gated MLP (arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
-        hidden, bias = config.hidden_size, config.mlp_bias
+        hidden, bias, self.act = config.hidden_size, config.mlp_bias, config.hidden_act
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.act](self.gate_proj(x)) * self.up_proj(x))
 
 
 class SparseMLP(nnx.Module):
@@ -144,8 +158,10 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
         else:
             self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        norm = functools.partial(_norm, config, config.hidden_size, dtype)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        after = config.norm_places == "both"
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm() if after else _as_it_is for _ in range(2))
 
     @property
     def scoring(self) -> Scoring:
@@ -175,7 +191,7 @@ class DecoderLayer(nnx.Module):
         `expanded` says that its expanded queries did.
         """
         del expanded  # one form here
-        x = x + self.self_attn.output(attended.astype(x.dtype))
+        x = x + self.post_self_attn_layernorm(self.self_attn.output(attended.astype(x.dtype)))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):
@@ -185,27 +201,29 @@ class DecoderLayer(nnx.Module):
             return x + lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
 
     def _mlp(self, x: jax.Array) -> jax.Array:
-        return self.mlp(self.post_attention_layernorm(x))
+        return self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Embedding(nnx.Module):
-    """The token embedding."""
+    """The token embedding, times `scale` in its dtype."""
 
-    def __init__(self, vocab_size: int, features: int, *, dtype: str) -> None:
+    def __init__(self, vocab_size: int, features: int, *, scale: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
+        self.scale = scale
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return jnp.take(self.weight[...], tokens, axis=0)
+        x = jnp.take(self.weight[...], tokens, axis=0)
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
 
 
 class Decoder(nnx.Module):
     """Embedding, layers and final norm."""
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.embed_scale, dtype=dtype)
         layers = (config.layers[i] for i in range(config.num_hidden_layers))
         self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype) for layer in layers])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = _norm(config, config.hidden_size, dtype)
 
 
 class CausalLM(nnx.Module):
@@ -223,4 +241,5 @@ class CausalLM(nnx.Module):
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""
         head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return EINSUM("btd,vd->btv", self.model.norm(x), head[...])
+        logits, cap = EINSUM("btd,vd->btv", self.model.norm(x), head[...]), self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

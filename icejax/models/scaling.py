@@ -25,6 +25,25 @@ PART = dict(least=0, most=1, above=True)
 SCALE = dict(least=1e-6, most=1e6)
 
 
+def by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a raw config twice, as layers of full attention read its rope fields, and sliding ones.
+
+    transformers 5 has a `rope_parameters` of each. Before, all fields but the sliding layers' theta were of full attention.
+
+    Args:
+        full, sliding: theta of each where `rope_parameters` does not say.
+
+    Raises:
+        InputError: `rope_parameters` is not by layer type.
+    """
+    given, kinds = raw.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    if not isinstance(given, dict) or not all(k in kinds and isinstance(v, dict | None) for k, v in given.items()):
+        raise InputError(f"config.json: 'rope_parameters' must be an object of {' and '.join(kinds)}, got {quoted(given)}")
+    forms = ({"rope_theta": theta} | (given.get(kind) or {}) for kind, theta in zip(kinds, (full, sliding), strict=True))
+    whole, near = (raw | {"rope_theta": None, "rope_parameters": form} for form in forms)
+    return whole, near | {"rope_scaling": None}
+
+
 def rope(
     fields: Fields, *, max_position_embeddings: int, part: float | None = None, yarn_fields: frozenset[str] = frozenset()
 ) -> tuple[float, float, RopeScaling | None]:
@@ -65,7 +84,7 @@ def rope(
     original = form.whole("original_max_position_embeddings", default=original)
     if kind == "default":
         return part or 1.0, theta, None
-    if kind == "dynamic":
+    if kind in ("linear", "dynamic"):
         original = max_position_embeddings  # transformers stretches from here whatever else is written
     factor = form.number("factor", least=1, most=1e6, default=None)
     if factor is None and kind != "yarn":

@@ -1,0 +1,76 @@
+"""What of Gemma 3 logits in fp32 do not show: where it rounds, which half of its context a factor counts in, images."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+import icejax.checkpoint
+from icejax.errors import InputError
+from icejax.models import family
+from icejax.models.decoder import Embedding, RMSNorm
+from tests import families
+
+THEIRS = {"rounded": LlamaRMSNorm, "wide": Olmo2RMSNorm, "offset": Gemma3RMSNorm}
+PLAIN = families.row("gemma3_text-plain")
+
+
+def bfloat16(x) -> torch.Tensor:
+    return torch.tensor(np.asarray(x, np.float32)).bfloat16()
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_norms_round_where_transformers_does(kind):
+    x, weight = (np.random.default_rng(i).standard_normal((40, 64)[i:]) * 3 for i in range(2))
+    ours, theirs = RMSNorm(64, eps=1e-6, dtype="bfloat16", kind=kind), THEIRS[kind](64, eps=1e-6).bfloat16()
+    ours.weight.set_value(jnp.asarray(weight, "bfloat16"))
+    theirs.weight.data = bfloat16(weight)
+    expected = theirs(bfloat16(x)).detach().float().numpy()
+    found = np.asarray(ours(jnp.asarray(x, "bfloat16")), np.float32)
+    assert (found == expected).mean() > 0.999  # a sum in another order may round otherwise
+    others = (THEIRS[other](64, eps=1e-6).bfloat16() for other in THEIRS if other != kind)
+    for other in others:
+        other.weight.data = theirs.weight.data
+        assert (found == other(bfloat16(x)).detach().float().numpy()).mean() < 0.95
+
+
+def test_the_embedding_is_scaled_in_its_own_dtype():
+    weight = np.random.default_rng(0).standard_normal((10, 1152))
+    ours = Embedding(10, 1152, scale=1152**0.5, dtype="bfloat16")
+    ours.weight.set_value(jnp.asarray(weight, "bfloat16"))
+    theirs = Gemma3TextScaledWordEmbedding(10, 1152, None, embed_scale=1152**0.5).bfloat16()
+    theirs.weight.data = bfloat16(weight)
+    tokens = [[3, 1, 4]]
+    np.testing.assert_array_equal(ours(jnp.asarray(tokens)).astype("float32"), theirs(torch.tensor(tokens)).detach().float())
+
+
+def test_a_model_with_images_is_its_text_model(tmp_path):
+    vision = dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(
+        text_config=families.SIZES | dict(PLAIN.changes), vision_config=vision, mm_tokens_per_image=4, eos_token_id=[1, 106]
+    )
+    whole, alone = Gemma3ForConditionalGeneration(config), families.build(PLAIN)
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    found = icejax.checkpoint.load_model(families.save(whole, tmp_path / "whole"))
+    text = families.load(alone, tmp_path / "alone")
+    assert (found.config.eos_token_ids, text.config.eos_token_ids) == ((1, 106), ())
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(x) for x in (found, text)))
+    families.edit_config(tmp_path / "whole", vision_layers=3)
+    with pytest.raises(InputError, match="field 'vision_layers' \\(3\\) is not known here"):
+        icejax.checkpoint.load_model(tmp_path / "whole")
+
+
+def test_the_published_context_counts_the_factor_in():
+    raw = dict(model_type="gemma3_text", hidden_size=64, intermediate_size=96, num_hidden_layers=7, query_pre_attn_scalar=168)
+    config = family(raw).read_config(raw | dict(rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window=1024))
+    assert config.context_length == 131072
+    assert [(x.window, x.rope.theta, x.rope.scaling is None, x.scale) for x in config.layers[4:]] == [
+        (1024, 1e4, True, 168**-0.5), (None, 1e6, False, 168**-0.5), (1024, 1e4, True, 168**-0.5)
+    ]  # fmt: skip
