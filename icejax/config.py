@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -13,17 +13,20 @@ class RopeScaling:
     """How rotary frequencies are changed for longer contexts; the fields are those of `rope_type`'s own paper or code.
 
     Attributes:
-        rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071) or `llama3`.
+        rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071), `llama3` or `longrope`
+            (arXiv 2402.13753).
         factor: how much longer the context is than the original one.
         original_max_position_embeddings: tokens of the original context (`dynamic`: of the trained context).
         low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
-        attention_factor: `yarn` only, what cos and sin are multiplied by.
+        attention_factor: `yarn` and `longrope` only, what cos and sin are multiplied by.
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
         query_beta: `yarn` only, by how much queries grow: each is multiplied by 1 + query_beta ln(1 + n), n being how many
             original contexts lie before it (Ministral 3).
+        factors, short_factors: `longrope` only, what each frequency is divided by, and what in a text that stays within the
+            original context.
     """
 
-    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
     factor: float
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 0.0
@@ -33,6 +36,8 @@ class RopeScaling:
     beta_slow: float = 0.0
     truncate: bool = True
     query_beta: float = 0.0
+    factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +124,9 @@ class ModelConfig:
         experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
         norm: how RMSNorms multiply by their weight: what is `rounded` to the activations' dtype before, in fp32 (`wide`), or in
             fp32 by 1 + weight (`offset`).
-        norm_places: which side of a layer's two blocks has a norm.
+        norm_places: on which side of a layer's two blocks there is a norm.
+        fused_qkv, fused_mlp: whether the projections to q, k and v, or to gate and up, are one matrix.
+        rope_interleave: whether RoPE rotates pairs of neighbouring channels, instead of the halves of what it rotates.
         hidden_act: the activation of an MLP's gate.
         embed_scale: what embeddings are multiplied by, rounded to their dtype.
         query_pre_attn_scalar: whose inverse root products of queries and keys are multiplied by; None: `head_dim`.
@@ -152,7 +159,10 @@ class ModelConfig:
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
     norm: Literal["rounded", "wide", "offset"] = "rounded"
-    norm_places: Literal["before", "both"] = "before"
+    norm_places: Literal["before", "after", "both"] = "before"
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    rope_interleave: bool = False
     hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     embed_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
@@ -174,6 +184,13 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Tokens that each layer sees, the newest included; None: all."""
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    def for_capacity(self, tokens: int) -> ModelConfig:
+        """Returns the model for texts of at most so many tokens."""
+        scaling = self.rope_scaling
+        if scaling is None or not scaling.short_factors or tokens > scaling.original_max_position_embeddings:
+            return self
+        return replace(self, rope_scaling=replace(scaling, factors=scaling.short_factors))
 
     @property
     def context_length(self) -> int:

@@ -45,6 +45,7 @@ class Explanation:
         Raises:
             InputError: the cache keeps all tokens on the device, so that there is nothing to explain.
         """
+        model = model.for_capacity(len(prompt) + new_tokens)
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
         if not plan.pooled:
             raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")

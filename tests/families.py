@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,6 +12,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -27,6 +28,12 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -59,17 +66,13 @@ SCALES = ("default", "fan_in")
 
 @dataclass(frozen=True)
 class Row:
-    """A variant: `changes` over SIZES.
-
-    `by_default` says what of it the default tests run: logits at both scales, and greedy text of the first of its family
-    (`all`); logits at one scale, of a mechanism that no row before it has (`once`); or nothing, where another row has it.
-    """
+    """A variant: `changes` over SIZES, and the `scales` at which it runs by default; at the others it runs with the slow tests."""
 
     name: str
     config: type
     model: type
     changes: tuple[tuple[str, object], ...]
-    by_default: Literal["all", "once", "nothing"] = "all"
+    scales: tuple[str, ...] = SCALES
 
     def __str__(self) -> str:
         return self.name
@@ -110,9 +113,22 @@ def _glm(name: str, **changes) -> Row:
     return Row("glm4_moe-" + name, Glm4MoeConfig, Glm4MoeForCausalLM, tuple((small | changes).items()))
 
 
-def _gemma3(name: str, by_default="nothing", **changes) -> Row:
+def _gemma3(name: str, *scales: str, **changes) -> Row:
     small = dict(head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24, layer_types=TWO_TO_ONE)
-    return Row("gemma3_text-" + name, Gemma3TextConfig, Gemma3ForCausalLM, tuple((small | changes).items()), by_default)
+    return Row("gemma3_text-" + name, Gemma3TextConfig, Gemma3ForCausalLM, tuple((small | changes).items()), scales)
+
+
+def _glm4(name: str, *scales: str, **changes) -> Row:
+    return Row("glm4-" + name, Glm4Config, Glm4ForCausalLM, tuple(({"head_dim": 16} | changes).items()), scales)
+
+
+def _olmo3(name: str, *scales: str, **changes) -> Row:
+    small = dict(sliding_window=WINDOW, layer_types=TWO_TO_ONE)
+    return Row("olmo3-" + name, Olmo3Config, Olmo3ForCausalLM, tuple((small | changes).items()), scales)
+
+
+def _phi3(name: str, *scales: str, **changes) -> Row:
+    return Row("phi3-" + name, Phi3Config, Phi3ForCausalLM, tuple(changes.items()), scales)
 
 
 def _minimax(name: str, **changes) -> Row:
@@ -129,6 +145,7 @@ def by_type(full: dict, sliding: dict) -> dict:
     return {"full_attention": full, "sliding_attention": sliding}
 
 
+SHORT, LONG = [1.0, 1.1, 1.2, 1.5, 1.9, 2.0], [1.0, 1.3, 2.5, 4.0, 6.5, 8.0]
 TWO_TO_ONE = ["sliding_attention", "sliding_attention", "full_attention"]
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = (
@@ -203,28 +220,34 @@ FAMILIES = (
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
     ),
     _gemma3(
-        "plain", "once", final_logit_softcapping=2.0,
+        "plain", "fan_in", final_logit_softcapping=2.0,
         rope_parameters=by_type(_rope("linear", factor=8.0), _rope("default", rope_theta=100.0)),
     ),
     _gemma3("biases", attention_bias=True, tie_word_embeddings=False, layer_types=ALTERNATING),
+    _glm4("plain", "fan_in"),  # 9B-0414, 32B-0414
+    _glm4("whole-heads", attention_bias=False, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=1.0)),
+    Row("olmo2-plain", Olmo2Config, Olmo2ForCausalLM, (("attention_bias", True),), ()),
+    _olmo3("plain", "fan_in", rope_parameters=by_type(
+        _rope("yarn", factor=8.0, original_max_position_embeddings=64), _rope("default", rope_theta=500.0)
+    )),
+    _phi3("long", "fan_in", original_max_position_embeddings=64, rope_parameters=_rope(
+        "longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=64, partial_rotary_factor=0.75
+    )),  # Phi-4-mini
+    _phi3("window", sliding_window=WINDOW),
     _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
 )  # fmt: skip
 
 
 def by_family() -> list:
-    """Returns the rows as parameters of a test, of which by default the first of every family runs."""
-    first = {each.model: each for each in reversed(FAMILIES) if each.by_default == "all"}
+    """Returns the rows as parameters of a test, of which by default the first of every family runs, if it does at all scales."""
+    first = {each.model: each for each in reversed(FAMILIES) if each.scales == SCALES}
     return [pytest.param(x, id=str(x), marks=() if first.get(x.model) is x else pytest.mark.slow) for x in FAMILIES]
 
 
 def by_scale() -> list:
-    """Returns rows and scales as parameters of a test, of which by default those run that `Row` says."""
-    runs = {"all": SCALES, "once": SCALES[:1], "nothing": ()}
-    return [
-        pytest.param(x, scale, id=f"{x}-{scale}", marks=() if scale in runs[x.by_default] else pytest.mark.slow)
-        for x in FAMILIES
-        for scale in SCALES
-    ]
+    """Returns rows and scales as parameters of a test."""
+    every = [(row, scale) for row in FAMILIES for scale in SCALES]
+    return [pytest.param(x, y, id=f"{x}-{y}", marks=() if y in x.scales else pytest.mark.slow) for x, y in every]
 
 
 def row(name: str) -> Row:

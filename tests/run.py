@@ -27,6 +27,7 @@ def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
 
 def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> np.ndarray:
     """Returns the logits f32[T, V] at every position of `prompt`, by the programs of `prefill`."""
+    model = model.for_capacity(len(prompt))
     plan = plan_for(model, policy, [prompt], 1)
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
@@ -52,6 +53,7 @@ def greedy(
     model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the tokens i32[B, n], the logits f32[n, B, V] each was chosen from, and the pages attended i32[n, B]."""
+    model = model.for_capacity(max(map(len, prompts)) + new_tokens)
     plan = plan_for(model, policy, prompts, new_tokens)
     state, step, pool = prefill(model, prompts, plan)
     decoding, steps = Decoding(model, plan), [step]

@@ -85,7 +85,7 @@ def test_defaults_of_old_configs():
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attn_logit_softcapping": 30.0}, "field 'attn_logit_softcapping' .* is not known"),
         ({"qk_norm": True}, "field 'qk_norm'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
@@ -119,6 +119,9 @@ MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_ex
 GEMMA3 = dict(model_type="gemma3_text", sliding_window=8, hidden_act=...)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
+OLMO3 = dict(model_type="olmo3", sliding_window=8)
+PHI3 = dict(model_type="phi3", original_max_position_embeddings=64, sliding_window=8)
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -221,6 +224,19 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (GEMMA3 | {"rope_parameters": {"rope_theta": 1e6}}, "'rope_parameters' must be an object of full_attention and sliding_attention, got {"),
         (GEMMA3 | {"rope_parameters": {"full_attention": [1]}}, "'rope_parameters' must be an object of full_attention and sliding_attention, got {"),
         (GEMMA3 | {"rope_parameters": 3}, "'rope_parameters' must be an object of full_attention and sliding_attention, got 3"),
+        (dict(model_type="glm4", attention_bias=0), "'attention_bias' must be true or false, got 0"),
+        (dict(model_type="glm4", sliding_window=8, layer_types=["sliding_attention"] * 3), "no sliding_window is in use"),
+        (dict(model_type="olmo2", attention_bias=0), "'attention_bias' must be true or false, got 0"),
+        (dict(model_type="olmo2", clip_qkv=8.0), "field 'clip_qkv' (8.0) is not known here"),
+        (OLMO3 | {"rope_parameters": LLAMA3}, "'rope_parameters' must be an object of full_attention and sliding_attention, got {"),
+        (OLMO3 | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
+        (PHI3 | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
+        (PHI3 | {"lm_head_bias": True}, "lm_head_bias=True is not supported (only False)"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": None}}, "config.json, rope_scaling has no 'long_factor', which is needed"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [0] * 8}}, "'short_factor' must be a number from 1e-06 to 1e+06, got 0"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1]}}, "8 frequencies need as many factors, got 1"),
+        (PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5}, "4 frequencies need as many factors, got 8"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"attention_factor": NAN}}, "'attention_factor' must be a number from 1e-06 to 1e+06, got nan"),
         (dict(model_type="gemma3"), "config.json has no 'text_config', which a gemma3 model needs"),
         (MOE | {"n_group": 4}, "field 'n_group' (4) is not known here"),
         ({"num_experts": 8}, "field 'num_experts' (8) is not known here"),
@@ -249,14 +265,14 @@ def test_generation_config_is_read_as_carefully(tmp_path):
             read_config(tmp_path)
 
 
-# Fields whose change alone cannot change logits, or has a test of its own: the last are Gemma's, whose parity needs them.
+# Fields whose change alone cannot change logits, or has a test of its own: the last are in the parity of Gemma and GLM.
 INERT = {
     "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers",
-    "norm", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope", "final_logit_softcapping",
+    "norm", "rope_interleave", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope", "final_logit_softcapping",
 }  # fmt: skip
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places",
+    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places", "fused_qkv", "fused_mlp",
 }  # fmt: skip
 
 

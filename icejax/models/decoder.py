@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertStack, Router
+from icejax.models.linear import Linear, RMSNorm
 from icejax.ops.attention import EINSUM, Scoring
-from icejax.ops.quantized import product
-from icejax.ops.rope import cos_sin, grow, rotate, turn
+from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
-
-
-class Linear(nnx.Module):
-    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.Grouped`) in its place."""
-
-    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
-        if bias:
-            self.bias = nnx.Param(jnp.zeros((features_out,), dtype))
-        self.has_bias = bias
-
-    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        y = product(x, self.weight.get_value()).astype(x.dtype)
-        return y + self.bias[...][None, None, :] if self.has_bias else y
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `norm` of a ModelConfig."""
-
-    def __init__(self, features: int, *, eps: float, dtype: str, kind: str = "rounded") -> None:
-        self.weight = nnx.Param(jnp.zeros((features,), dtype))
-        self.eps, self.kind = eps, kind
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        if self.kind == "rounded":
-            return normal.astype(x.dtype) * weight
-        weight = weight.astype(jnp.float32)
-        return (normal * (1.0 + weight if self.kind == "offset" else weight)).astype(x.dtype)
 
 
 def _norm(config: ModelConfig, features: int, dtype: str) -> RMSNorm:
@@ -67,9 +38,11 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config, self.rope = config, layer.rope
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = Linear(config.hidden_size, heads * size, bias=config.qkv_bias, dtype=dtype)
-        self.k_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
-        self.v_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
+        project = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, dtype=dtype)
+        if config.fused_qkv:
+            self.qkv_proj = project((heads + 2 * kv_heads) * size)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (project(n * size) for n in (heads, kv_heads, kv_heads))
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
             normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
@@ -79,7 +52,7 @@ class Attention(nnx.Module):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
         size = self.config.head_dim
         with jax.named_scope("qkv"):
-            q, k, v = (f(x) for f in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = self._qkv(x)
             if self.config.qk_norm == "all":
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
@@ -87,7 +60,15 @@ class Attention(nnx.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
+            if self.config.rope_interleave:
+                q, k = (halves(y, self.rope.size) for y in (q, k))
             return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
+
+    def _qkv(self, x: jax.Array) -> Sequence[jax.Array]:
+        if not self.config.fused_qkv:
+            return [f(x) for f in (self.q_proj, self.k_proj, self.v_proj)]
+        ends = np.cumsum([self.config.num_attention_heads, self.config.num_key_value_heads]) * self.config.head_dim
+        return jnp.split(self.qkv_proj(x), ends, axis=-1)
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads."""
@@ -98,13 +79,17 @@ class MLP(nnx.Module):
     """The gated MLP (arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
-        hidden, bias, self.act = config.hidden_size, config.mlp_bias, config.hidden_act
-        self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
-        self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
+        hidden, bias = config.hidden_size, config.mlp_bias
+        self.act, self.fused = config.hidden_act, config.fused_mlp
+        if self.fused:
+            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
+        else:
+            self.gate_proj, self.up_proj = (Linear(hidden, inner, bias=bias, dtype=dtype) for _ in range(2))
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down_proj(ACTIVATIONS[self.act](self.gate_proj(x)) * self.up_proj(x))
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.act](gate) * up)
 
 
 class SparseMLP(nnx.Module):
@@ -159,8 +144,8 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
         norm = functools.partial(_norm, config, config.hidden_size, dtype)
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        after = config.norm_places == "both"
+        before, after = config.norm_places != "after", config.norm_places != "before"
+        self.input_layernorm, self.post_attention_layernorm = (norm() if before else _as_it_is for _ in range(2))
         self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm() if after else _as_it_is for _ in range(2))
 
     @property
@@ -237,6 +222,13 @@ class CausalLM(nnx.Module):
         self.model = Decoder(config, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+    def for_capacity(self, tokens: int) -> CausalLM:
+        """Returns the model for texts of at most so many tokens, of the same arrays: LongRoPE's frequencies depend on it."""
+        config = self.config.for_capacity(tokens)
+        if config == self.config:
+            return self
+        return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: CausalLM(config, dtype=self.dtype))), nnx.state(self))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""

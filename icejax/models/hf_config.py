@@ -92,6 +92,9 @@ def common(
         raise InputError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
     if size % 2 or rotated % 2 or rotated < 4:
         raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {rotated}")
+    for factors in () if scaling is None or scaling.rope_type != "longrope" else (scaling.factors, scaling.short_factors):
+        if len(factors) != rotated // 2:
+            raise InputError(f"config.json: {rotated // 2} frequencies need as many factors, got {len(factors)}")
     return fields, values
 
 

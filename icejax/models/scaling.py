@@ -19,6 +19,7 @@ ROPE_FIELDS = {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
     },
+    "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
 }  # fmt: skip
 THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
 PART = dict(least=0, most=1, above=True)
@@ -87,7 +88,7 @@ def rope(
     if kind in ("linear", "dynamic"):
         original = max_position_embeddings  # transformers stretches from here whatever else is written
     factor = form.number("factor", least=1, most=1e6, default=None)
-    if factor is None and kind != "yarn":
+    if factor is None and kind not in ("yarn", "longrope"):
         raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
     if factor is None:
         factor = ranges.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
@@ -106,8 +107,19 @@ def rope(
             truncate=form.take("truncate", bool, default=True),
             query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
         )
+    if kind == "longrope":
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        given = dict(
+            attention_factor=form.number("attention_factor", **SCALE, default=attention),
+            factors=_factors(form, "long_factor"),
+            short_factors=_factors(form, "short_factor"),
+        )
     scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
     return part or 1.0, theta, scaling
+
+
+def _factors(form: Fields, name: str) -> tuple[float, ...]:
+    return tuple(ranges.number(f"{form.source}: {name!r}", each, **SCALE) for each in form.take(name, list))
 
 
 def _yarn_attention(form: Fields, factor: float) -> float:
