@@ -55,6 +55,7 @@ class Routing:
 
     Attributes:
         score: what makes scores of the logits.
+        biased: whether the logits have a bias.
         corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
         groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among, by their two best each.
         normed: whether the scores of those a token takes are divided by their sum.
@@ -67,6 +68,25 @@ class Routing:
     chosen_groups: int
     normed: bool
     factor: float
+    biased: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertForm:
+    """How experts compute, and how their matrices stand in a checkpoint.
+
+    Attributes:
+        act: the activation of their gates.
+        limit: of gates, and of the magnitude of what they gate, to which 1 is added then (gpt-oss); None: there is none.
+        alpha: with a limit the activation is the gate times the sigmoid of `alpha` times it.
+        fused: how one array holds the gates and what they gate, of all experts. `pairs`: column by column of turned matrices,
+            and all products have a bias. None: each matrix of each expert stands apart.
+    """
+
+    act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    limit: float | None = None
+    alpha: float = 1.0
+    fused: Literal["pairs"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +100,7 @@ class Experts:
         routing: how they are chosen.
         shared: the inner size of one more that all tokens take; 0: there is none.
         shared_gated: whether that is multiplied by the sigmoid of a gate of its own.
+        form: how they compute, and how they stand in a checkpoint.
     """
 
     count: int
@@ -88,6 +109,7 @@ class Experts:
     routing: Routing
     shared: int
     shared_gated: bool
+    form: ExpertForm = ExpertForm()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +122,7 @@ class LayerConfig:
         rope: of its queries and keys.
         softcap: what the scaled products then come near and never exceed, by tanh; None: no bound.
         experts: those its tokens choose among; None: one MLP for all tokens.
+        sinks: whether each query head has a score of its own that takes part in its softmax and has no value.
     """
 
     window: int | None
@@ -107,6 +130,7 @@ class LayerConfig:
     rope: Rope
     softcap: float | None = None
     experts: Experts | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +155,7 @@ class ModelConfig:
         embed_scale: what embeddings are multiplied by, rounded to their dtype.
         query_pre_attn_scalar: whose inverse root products of queries and keys are multiplied by; None: `head_dim`.
         sliding_rope: RoPE of the sliding layers; None: all layers have the same.
+        sinks: as in a LayerConfig, in all layers.
         final_logit_softcapping: what logits come near and never exceed, by tanh; None: no bound.
     """
 
@@ -167,6 +192,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
     sliding_rope: Rope | None = None
+    sinks: bool = False
     final_logit_softcapping: float | None = None
 
     @property
@@ -176,7 +202,13 @@ class ModelConfig:
         ropes = {"full_attention": rope, "sliding_attention": self.sliding_rope or rope}
         scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         return tuple(
-            LayerConfig(window=window, scale=scale, rope=ropes[kind], experts=None if i in self.dense_layers else self.experts)
+            LayerConfig(
+                window=window,
+                scale=scale,
+                rope=ropes[kind],
+                experts=None if i in self.dense_layers else self.experts,
+                sinks=self.sinks,
+            )
             for i, (kind, window) in enumerate(zip(self.layer_types, self.windows, strict=True))
         )
 

@@ -72,4 +72,4 @@ def exact(
     with jax.named_scope("attend"):
         attended = causal(*(expanded or heads), lengths=lengths, window=layer.config.window, scoring=layer.scoring)
     kept = keep(*heads, attended)
-    return layer.leave(x, attended.out, expanded=expanded is not None), kept
+    return layer.leave(x, attended, expanded=expanded is not None), kept

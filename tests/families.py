@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -122,6 +125,14 @@ def _glm4(name: str, *scales: str, **changes) -> Row:
     return Row("glm4-" + name, Glm4Config, Glm4ForCausalLM, tuple(({"head_dim": 16} | changes).items()), scales)
 
 
+def _gpt_oss(name: str, *scales: str, **changes) -> Row:
+    small = dict(
+        head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.5, swiglu_alpha=1.3,
+        rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=64, truncate=False),
+    )  # fmt: skip
+    return Row("gpt_oss-" + name, GptOssConfig, GptOssForCausalLM, tuple((small | changes).items()), scales)
+
+
 def _olmo3(name: str, *scales: str, **changes) -> Row:
     small = dict(sliding_window=WINDOW, layer_types=TWO_TO_ONE)
     return Row("olmo3-" + name, Olmo3Config, Olmo3ForCausalLM, tuple((small | changes).items()), scales)
@@ -226,6 +237,8 @@ FAMILIES = (
     _gemma3("biases", attention_bias=True, tie_word_embeddings=False, layer_types=ALTERNATING),
     _glm4("plain", "fan_in"),  # 9B-0414, 32B-0414
     _glm4("whole-heads", attention_bias=False, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=1.0)),
+    _gpt_oss("plain"),  # 20B, 120B; by default in test_sinks.py
+    _gpt_oss("no-biases", attention_bias=False, num_experts_per_tok=4, layer_types=TWO_TO_ONE),
     Row("olmo2-plain", Olmo2Config, Olmo2ForCausalLM, (("attention_bias", True),), ()),
     _olmo3("plain", "fan_in", rope_parameters=by_type(
         _rope("yarn", factor=8.0, original_max_position_embeddings=64), _rope("default", rope_theta=500.0)
@@ -244,9 +257,9 @@ def by_family() -> list:
     return [pytest.param(x, id=str(x), marks=() if first.get(x.model) is x else pytest.mark.slow) for x in FAMILIES]
 
 
-def by_scale() -> list:
+def by_scale(rows: Sequence[Row] = FAMILIES) -> list:
     """Returns rows and scales as parameters of a test."""
-    every = [(row, scale) for row in FAMILIES for scale in SCALES]
+    every = [(row, scale) for row in rows for scale in SCALES]
     return [pytest.param(x, y, id=f"{x}-{y}", marks=() if y in x.scales else pytest.mark.slow) for x, y in every]
 
 

@@ -119,6 +119,7 @@ MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_ex
 GEMMA3 = dict(model_type="gemma3_text", sliding_window=8, hidden_act=...)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
+GPT_OSS = dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2)
 OLMO3 = dict(model_type="olmo3", sliding_window=8)
 PHI3 = dict(model_type="phi3", original_max_position_embeddings=64, sliding_window=8)
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -228,6 +229,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (dict(model_type="glm4", sliding_window=8, layer_types=["sliding_attention"] * 3), "no sliding_window is in use"),
         (dict(model_type="olmo2", attention_bias=0), "'attention_bias' must be true or false, got 0"),
         (dict(model_type="olmo2", clip_qkv=8.0), "field 'clip_qkv' (8.0) is not known here"),
+        (GPT_OSS | {"num_local_experts": ...}, "config.json has no 'num_local_experts', which a gpt_oss model needs"),
+        (GPT_OSS | {"swiglu_limit": 0}, "'swiglu_limit' must be a number above 0 and at most 1e+06, got 0"),
+        (GPT_OSS | {"swiglu_alpha": "a"}, "'swiglu_alpha' must be a number above 0 and at most 1e+06, got 'a'"),
+        (GPT_OSS | {"experts_per_token": 3}, "experts_per_token=3 is not supported (only 2)"),
+        (GPT_OSS | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
         (OLMO3 | {"rope_parameters": LLAMA3}, "'rope_parameters' must be an object of full_attention and sliding_attention, got {"),
         (OLMO3 | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
         (PHI3 | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
@@ -273,6 +279,7 @@ INERT = {
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places", "fused_qkv", "fused_mlp",
+    "sinks",
 }  # fmt: skip
 
 

@@ -54,8 +54,8 @@ class LatentLayer(DecoderLayer):
         return Entered(absorbed, jnp.concatenate([latent, key], axis=-1), latent, expanded)
 
     def leave(self, x, attended, *, expanded=False):
-        heads = attended if expanded else EINSUM("btnc,cnh->btnh", attended, self.values[...])
-        return super().leave(x, heads)
+        heads = attended.out if expanded else EINSUM("btnc,cnh->btnh", attended.out, self.values[...])
+        return super().leave(x, attended._replace(out=heads))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from icejax.cache import Clustered, layer_policies
-from icejax.config import Experts, Rope, RopeScaling
+from icejax.config import ExpertForm, Experts, Rope, RopeScaling
 from icejax.models import family
 from icejax.models.hf_config import SIGMOID, SOFTMAX
 
@@ -91,6 +91,18 @@ PUBLISHED = {
         sizes(4096, 13696, 40, 32, 2, 151552, 32768, model_type="glm4", attention_bias=False, head_dim=128, partial_rotary_factor=0.5,
               pad_token_id=151329, rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=[151329, 151336, 151338]),
         dict(rotary_dim=64, rope_interleave=True, fused_mlp=True, fused_qkv=False, norm_places="both", qkv_bias=False),
+    ),
+    "gpt-oss-20b": (  # without its quantization_config
+        sizes(2880, 2880, 24, 64, 8, 201088, 131072, model_type="gpt_oss", attention_bias=True, experts_per_token=4, head_dim=64,
+              initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 12, num_experts_per_tok=4,
+              num_local_experts=32, output_router_logits=False, pad_token_id=199999, rope_theta=150000, router_aux_loss_coef=0.9,
+              rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
+                                rope_type="yarn", truncate=False),
+              sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, eos_token_id=200002),
+        dict(sinks=True, rope_theta=1.5e5, sliding_window=128, qkv_bias=True, o_bias=True, experts=Experts(
+            count=32, chosen=4, size=2880, routing=replace(SOFTMAX, biased=True), shared=0, shared_gated=False,
+            form=ExpertForm(limit=7.0, alpha=1.702, fused="pairs"),
+        )),
     ),
     "OLMo-2-1124-7B": (
         sizes(4096, 11008, 32, 32, 32, 100352, 4096, model_type="olmo2", attention_bias=False, pad_token_id=100277, rope_scaling=None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import gemma, glm, glm4, llama, minimax, mistral, mixtral, olmo, phi, qwen
+from icejax.models import gemma, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -44,6 +44,7 @@ FAMILIES = {
     "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
     "glm4": Family(glm4.read_config),
+    "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED),
     "olmo2": Family(olmo.read_olmo2_config, renamed=olmo.RENAMED),
     "olmo3": Family(olmo.read_olmo3_config, renamed=olmo.RENAMED),
     "phi3": Family(phi.read_config),

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertStack, Router
 from icejax.models.linear import Linear, RMSNorm
-from icejax.ops.attention import EINSUM, Scoring
+from icejax.ops.attention import EINSUM, Attended, Scoring
+from icejax.ops.gated import ACTIVATIONS
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def _norm(config: ModelConfig, features: int, dtype: str) -> RMSNorm:
@@ -47,6 +47,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
             self.q_norm, self.k_norm = (_norm(config, n, dtype) for n in normed)
+        if layer.sinks:
+            self.sinks = nnx.Param(jnp.zeros((heads,), dtype))
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
@@ -69,6 +71,10 @@ class Attention(nnx.Module):
             return [f(x) for f in (self.q_proj, self.k_proj, self.v_proj)]
         ends = np.cumsum([self.config.num_attention_heads, self.config.num_key_value_heads]) * self.config.head_dim
         return jnp.split(self.qkv_proj(x), ends, axis=-1)
+
+    def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
+        """Returns what queries attended to where a sink took part: one more score of each head, without a value."""
+        return attended.out * jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])[..., None]
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads."""
@@ -168,15 +174,14 @@ class DecoderLayer(nnx.Module):
         """Returns what the attention block makes of its heads."""
         return self.self_attn.output(heads)
 
-    def leave(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], *, expanded: bool = False
-    ) -> Float[Array, "B T D"]:
+    def leave(self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the layer's output from its input and from what the queries of `enter` attended to.
 
         `expanded` says that its expanded queries did.
         """
         del expanded  # one form here
-        x = x + self.post_self_attn_layernorm(self.self_attn.output(attended.astype(x.dtype)))
+        heads = self.self_attn.beside_sinks(attended) if self.config.sinks else attended.out
+        x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype)))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):

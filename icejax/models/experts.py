@@ -19,6 +19,8 @@ class Router(nnx.Module):
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.chosen, self.routing = experts.chosen, experts.routing
         self.weight = nnx.Param(jnp.zeros((experts.count, features), dtype))
+        if experts.routing.biased:
+            self.bias = nnx.Param(jnp.zeros((experts.count,), dtype))
         if experts.routing.corrected:  # fp32 in every model: near scores differ by less than a narrow dtype holds
             self.e_score_correction_bias = nnx.Param(jnp.zeros((experts.count,), "float32"))
 
@@ -26,6 +28,8 @@ class Router(nnx.Module):
         """Returns the experts of every token, best first, and their fp32 weights."""
         with jax.named_scope("route"):
             logits, routing = EINSUM("td,ed->te", x, self.weight[...]), self.routing
+            if routing.biased:
+                logits = logits + self.bias[...].astype(jnp.float32)[None, :]
             scores = jax.nn.softmax(logits, axis=-1) if routing.score == "softmax" else jax.nn.sigmoid(logits)
             worth = scores + self.e_score_correction_bias[...][None, :] if routing.corrected else scores
             ids = best(_in_groups(worth, routing) if routing.groups > 1 else worth, self.chosen)[0]
@@ -51,13 +55,25 @@ class Matrices(nnx.Module):
 
 
 class ExpertStack(nnx.Module):
-    """All experts of a layer; a checkpoint holds each matrix of each apart."""
+    """All experts of a layer; a checkpoint holds each matrix of each apart, or all as they are here."""
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
+        self.form = experts.form
+        if self.form.fused == "pairs":
+            count, inner = experts.count, experts.size
+            self.gate_up_proj = nnx.Param(jnp.zeros((count, features, 2 * inner), dtype))
+            self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * inner), dtype))
+            self.down_proj = nnx.Param(jnp.zeros((count, inner, features), dtype))
+            self.down_proj_bias = nnx.Param(jnp.zeros((count, features), dtype))
+            return
         self.gate_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
         self.up_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
         self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
-        return mixed(x, stack, ids, weights)
+        if self.form.fused == "pairs":
+            gate_up, down, *biases = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
+            stack = Stack(gate_up[...], None, down[...], *(bias[...] for bias in biases))
+        else:
+            stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
+        return mixed(x, stack, ids, weights, form=self.form)
