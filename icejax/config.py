@@ -13,8 +13,8 @@ class RopeScaling:
     """How rotary frequencies are changed for longer contexts; the fields are those of `rope_type`'s own paper or code.
 
     Attributes:
-        rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071), `llama3` or `longrope`
-            (arXiv 2402.13753).
+        rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071), `llama3`, `longrope`
+            (arXiv 2402.13753) or `proportional` (Gemma 4).
         factor: how much longer the context is than the original one.
         original_max_position_embeddings: tokens of the original context (`dynamic`: of the trained context).
         low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
@@ -24,9 +24,10 @@ class RopeScaling:
             original contexts lie before it (Ministral 3).
         factors, short_factors: `longrope` only, what each frequency is divided by, and what in a text that stays within the
             original context.
+        part: `proportional` only, the share of frequencies, the highest ones, that are not 0.
     """
 
-    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
     factor: float
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 0.0
@@ -38,6 +39,7 @@ class RopeScaling:
     query_beta: float = 0.0
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
+    part: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Routing:
     Attributes:
         score: what makes scores of the logits.
         biased: whether the logits have a bias.
+        scaled: whether the weights of each expert are multiplied by a number of its own.
         corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
         groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among, by their two best each.
         normed: whether the scores of those a token takes are divided by their sum.
@@ -69,6 +72,7 @@ class Routing:
     normed: bool
     factor: float
     biased: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +83,14 @@ class ExpertForm:
         act: the activation of their gates.
         limit: of gates, and of the magnitude of what they gate, to which 1 is added then (gpt-oss); None: there is none.
         alpha: with a limit the activation is the gate times the sigmoid of `alpha` times it.
-        fused: how one array holds the gates and what they gate, of all experts. `pairs`: column by column of turned matrices,
-            and all products have a bias. None: each matrix of each expert stands apart.
+        fused: how one array holds the gates and what they gate, of all experts: as `halves` of its rows, or in `pairs`, column
+            by column of turned matrices, where all products have a bias. None: each matrix of each expert stands apart.
     """
 
     act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     limit: float | None = None
     alpha: float = 1.0
-    fused: Literal["pairs"] | None = None
+    fused: Literal["halves", "pairs"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,7 @@ class Experts:
         shared: the inner size of one more that all tokens take; 0: there is none.
         shared_gated: whether that is multiplied by the sigmoid of a gate of its own.
         form: how they compute, and how they stand in a checkpoint.
+        beside: whether they stand beside the layer's one MLP, with norms of their own, instead of in its place (Gemma 4).
     """
 
     count: int
@@ -110,6 +115,7 @@ class Experts:
     shared: int
     shared_gated: bool
     form: ExpertForm = ExpertForm()
+    beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +123,8 @@ class LayerConfig:
     """How one layer attends, and what its MLP is.
 
     Attributes:
+        kv_heads, head_dim: how many heads keys and values have, and how large they and those of queries are.
+        keys_alone: whether values are what keys are before norm and RoPE.
         window: tokens it sees, the newest included; None: all.
         scale: what products of queries and keys are multiplied by.
         rope: of its queries and keys.
@@ -125,6 +133,9 @@ class LayerConfig:
         sinks: whether each query head has a score of its own that takes part in its softmax and has no value.
     """
 
+    kv_heads: int
+    head_dim: int
+    keys_alone: bool
     window: int | None
     scale: float
     rope: Rope
@@ -154,7 +165,11 @@ class ModelConfig:
         hidden_act: the activation of an MLP's gate.
         embed_scale: what embeddings are multiplied by, rounded to their dtype.
         query_pre_attn_scalar: whose inverse root products of queries and keys are multiplied by; None: `head_dim`.
-        sliding_rope: RoPE of the sliding layers; None: all layers have the same.
+        v_norm: whether values pass an RMSNorm without a weight over each head.
+        keys_alone: whether in full-attention layers values are what keys are before norm and RoPE.
+        layer_scalar: whether a layer's output is multiplied by a number of its own.
+        sliding_rope, sliding_head_dim, sliding_key_value_heads: RoPE, `head_dim` and `num_key_value_heads` of the sliding
+            layers; None: all layers have the same.
         sinks: as in a LayerConfig, in all layers.
         final_logit_softcapping: what logits come near and never exceed, by tanh; None: no bound.
     """
@@ -191,26 +206,38 @@ class ModelConfig:
     hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     embed_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
+    v_norm: bool = False
+    keys_alone: bool = False
+    layer_scalar: bool = False
     sliding_rope: Rope | None = None
+    sliding_head_dim: int | None = None
+    sliding_key_value_heads: int | None = None
     sinks: bool = False
     final_logit_softcapping: float | None = None
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
         """How every layer attends, and what its MLP is."""
-        rope = Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling)
-        ropes = {"full_attention": rope, "sliding_attention": self.sliding_rope or rope}
-        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
-        return tuple(
-            LayerConfig(
-                window=window,
-                scale=scale,
-                rope=ropes[kind],
-                experts=None if i in self.dense_layers else self.experts,
-                sinks=self.sinks,
-            )
-            for i, (kind, window) in enumerate(zip(self.layer_types, self.windows, strict=True))
+        full = LayerConfig(
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            keys_alone=self.keys_alone,
+            window=None,
+            scale=(self.query_pre_attn_scalar or self.head_dim) ** -0.5,
+            rope=Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling),
+            sinks=self.sinks,
         )
+        sliding = replace(
+            full,
+            kv_heads=self.sliding_key_value_heads or full.kv_heads,
+            head_dim=self.sliding_head_dim or full.head_dim,
+            keys_alone=False,
+            window=self.sliding_window,
+            rope=self.sliding_rope or full.rope,
+        )
+        of_type = {"full_attention": full, "sliding_attention": sliding}
+        experts = (None if i in self.dense_layers else self.experts for i in range(len(self.layer_types)))
+        return tuple(replace(of_type[kind], experts=own) for kind, own in zip(self.layer_types, experts, strict=True))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

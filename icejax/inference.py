@@ -60,7 +60,8 @@ def prefill(
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
+        sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
+        return _prefill_layer(layer, x, prompt_lengths, at.shared, **sizes)
 
     def layers() -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
         yield from walk(model, _embed(model, jnp.asarray(right_padded(prompts, plan.spec))), run)

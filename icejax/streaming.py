@@ -163,4 +163,4 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
         device=memory.device_name(),
         dtype=model.dtype,
     )
-    return dict(fields=fields, token_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item)
+    return dict(fields=fields, token_bytes=2 * sum(layer.kv_heads * layer.head_dim for layer in config.layers) * item)

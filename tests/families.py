@@ -13,6 +13,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -119,6 +121,14 @@ def _glm(name: str, **changes) -> Row:
 def _gemma3(name: str, *scales: str, **changes) -> Row:
     small = dict(head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24, layer_types=TWO_TO_ONE)
     return Row("gemma3_text-" + name, Gemma3TextConfig, Gemma3ForCausalLM, tuple((small | changes).items()), scales)
+
+
+def _gemma4(name: str, *scales: str, **changes) -> Row:
+    small = dict(
+        head_dim=16, global_head_dim=32, sliding_window=WINDOW, layer_types=TWO_TO_ONE, hidden_size_per_layer_input=0,
+        final_logit_softcapping=2.0,
+    )  # fmt: skip
+    return Row("gemma4_text-" + name, Gemma4TextConfig, Gemma4ForCausalLM, tuple((small | changes).items()), scales)
 
 
 def _glm4(name: str, *scales: str, **changes) -> Row:
@@ -235,6 +245,10 @@ FAMILIES = (
         rope_parameters=by_type(_rope("linear", factor=8.0), _rope("default", rope_theta=100.0)),
     ),
     _gemma3("biases", attention_bias=True, tie_word_embeddings=False, layer_types=ALTERNATING),
+    _gemma4("keys-alone", attention_k_eq_v=True, num_global_key_value_heads=1, head_dim=24),  # 31B
+    _gemma4("experts", "fan_in", attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=4, top_k_experts=2,
+            moe_intermediate_size=16),  # 26B-A4B
+    _gemma4("values", attention_bias=True, num_key_value_heads=4),
     _glm4("plain", "fan_in"),  # 9B-0414, 32B-0414
     _glm4("whole-heads", attention_bias=False, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=1.0)),
     _gpt_oss("plain"),  # 20B, 120B; by default in test_sinks.py
@@ -273,11 +287,11 @@ def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
     """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
 
     Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested; of buffers those
-    that a router adds.
+    that a router adds, or that an output is multiplied by.
     """
     torch.manual_seed(0)
     model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
-    buffers = (x for x in model.named_buffers() if x[0].endswith("e_score_correction_bias"))
+    buffers = (x for x in model.named_buffers() if x[0].endswith(("e_score_correction_bias", "layer_scalar")))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.ndim == 1:
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))

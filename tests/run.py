@@ -36,7 +36,7 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
     new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return inference._prefill_layer(layer, x, new, None, policy=plan.policies[at.number], spec=plan.spec)
+        return inference._prefill_layer(layer, x, new, None, policy=plan.policies[at.number], spec=plan.spec_of(at.number))
 
     *_, (x, _) = walk(model, inference._embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]

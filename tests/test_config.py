@@ -119,6 +119,10 @@ MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_ex
 GEMMA3 = dict(model_type="gemma3_text", sliding_window=8, hidden_act=...)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
+GEMMA4 = dict(
+    model_type="gemma4_text", hidden_act=..., head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0, sliding_window=8,
+)  # fmt: skip
+GEMMA4_MOE = GEMMA4 | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
 GPT_OSS = dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2)
 OLMO3 = dict(model_type="olmo3", sliding_window=8)
 PHI3 = dict(model_type="phi3", original_max_position_embeddings=64, sliding_window=8)
@@ -229,6 +233,22 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (dict(model_type="glm4", sliding_window=8, layer_types=["sliding_attention"] * 3), "no sliding_window is in use"),
         (dict(model_type="olmo2", attention_bias=0), "'attention_bias' must be true or false, got 0"),
         (dict(model_type="olmo2", clip_qkv=8.0), "field 'clip_qkv' (8.0) is not known here"),
+        (GEMMA4 | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported (only 0)"),
+        (GEMMA4 | {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input=256 is not supported (only 0)"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported (only 0)"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported (only 'vision')"),
+        (GEMMA4 | {"layer_types": ["sliding_attention"] * 3}, "layer_types must end with full_attention, got sliding_attention"),
+        (GEMMA4 | {"global_head_dim": 0}, "'global_head_dim' must be at least 1, got 0"),
+        (GEMMA4 | {"attention_k_eq_v": 1}, "'attention_k_eq_v' must be true or false, got 1"),
+        (GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 attention heads do not divide among 3 KV heads"),
+        (GEMMA4 | {"num_key_value_heads": 3, "per_layer_config": {"2": {"num_key_value_heads": 1}}}, "4 attention heads do not divide among 3"),
+        (GEMMA4 | {"per_layer_config": {"1": {"head_dim": 32}}}, "must give layers of full attention alike head_dim and num_key"),
+        (GEMMA4 | {"per_layer_config": {"2": {"window": 32}}}, "must give layers of full attention alike head_dim and num_key"),
+        (GEMMA4 | {"per_layer_config": {"2": {"head_dim": 0}}}, "per_layer_config: 'head_dim' must be at least 1, got 0"),
+        (GEMMA4 | {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+         "'partial_rotary_factor' must be a number above 0 and at most 1, got 2"),
+        (GEMMA4_MOE | {"top_k_experts": 5}, "'top_k_experts' must be at most 4, got 5"),
+        (GEMMA4_MOE | {"num_experts": ...}, "config.json has no 'num_experts', which a gemma4_text model needs"),
         (GPT_OSS | {"num_local_experts": ...}, "config.json has no 'num_local_experts', which a gpt_oss model needs"),
         (GPT_OSS | {"swiglu_limit": 0}, "'swiglu_limit' must be a number above 0 and at most 1e+06, got 0"),
         (GPT_OSS | {"swiglu_alpha": "a"}, "'swiglu_alpha' must be a number above 0 and at most 1e+06, got 'a'"),
@@ -261,6 +281,16 @@ def test_every_value_has_a_range(changes, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
+def test_gemma_4_says_its_head_sizes_in_two_ways():
+    both = GEMMA4 | dict(attention_k_eq_v=True)
+    config = read(**both, num_global_key_value_heads=1)
+    assert config == read(**both, per_layer_config={"2": {"head_dim": 32, "num_key_value_heads": 1}})
+    assert [(x.window, x.kv_heads, x.head_dim, x.rope.size, x.keys_alone) for x in config.layers[1:]] == [
+        (8, 2, 16, 16, False), (None, 1, 32, 32, True)
+    ]  # fmt: skip
+    assert read(**GEMMA4 | dict(global_head_dim=...)).head_dim == 512
+
+
 def test_generation_config_is_read_as_carefully(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     for value, found in (("two", "'two'"), ([None], "None"), ({"id": 2}, "{'id': 2}")):
@@ -274,12 +304,13 @@ def test_generation_config_is_read_as_carefully(tmp_path):
 # Fields whose change alone cannot change logits, or has a test of its own: the last are in the parity of Gemma and GLM.
 INERT = {
     "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers",
-    "norm", "rope_interleave", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope", "final_logit_softcapping",
+    "norm", "rope_interleave", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope",
+    "sliding_head_dim", "sliding_key_value_heads", "v_norm", "final_logit_softcapping",
 }  # fmt: skip
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places", "fused_qkv", "fused_mlp",
-    "sinks",
+    "sinks", "keys_alone", "layer_scalar",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What of Gemma 3 logits in fp32 do not show: where it rounds, which half of its context a factor counts in, images."""
+"""What of Gemma logits in fp32 do not show: where it rounds, its context, images, caches of layers with heads of two sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,22 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3Text
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+import icejax
 import icejax.checkpoint
+from icejax.cache import Clustered, Full
+from icejax.cache.policies.full import Ring
 from icejax.errors import InputError
 from icejax.models import family
-from icejax.models.decoder import Embedding, RMSNorm
+from icejax.models.decoder import Embedding
+from icejax.models.linear import RMSNorm
+from icejax.plan import make_plan
+from icejax.rows import nobody
+from icejax.session import Session
 from tests import families
+from tests.families import WINDOW
+from tests.policies import EXACT
+from tests.run import follows
+from tests.test_session import Letters
 
 THEIRS = {"rounded": LlamaRMSNorm, "wide": Olmo2RMSNorm, "offset": Gemma3RMSNorm}
 PLAIN = families.row("gemma3_text-plain")
@@ -22,6 +33,42 @@ PLAIN = families.row("gemma3_text-plain")
 
 def bfloat16(x) -> torch.Tensor:
     return torch.tensor(np.asarray(x, np.float32)).bfloat16()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", [row for row in EXACT if row.name in ("full", "clustered", "quest", "snapkv", "kivi", "topk")], ids=str
+)
+@torch.no_grad()
+def test_layers_with_heads_of_two_sizes_follow_transformers(row, tmp_path):
+    theirs = families.build(families.row("gemma4_text-experts"))
+    tokens = families.tokens(213)
+    expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+    ours = families.load(theirs, tmp_path)
+    follows(ours, row.exact(len(tokens)), tokens, expected, prompt=133, decoded=20)
+
+
+@pytest.mark.slow
+def test_a_session_of_layers_with_heads_of_two_sizes_is_kept(tmp_path):
+    model = families.load(families.build(families.row("gemma4_text-experts")), tmp_path / "model")
+    session = Session(model, Letters(), cache=Clustered(budget=600), context_length=500)
+    session.ask("a" * 150 + "bcd", max_new_tokens=20)
+    session.save(tmp_path / "kept")
+    loaded = Session.load(tmp_path / "kept", model, Letters())
+    second, again = (each.ask("zyx" * 20, max_new_tokens=20) for each in (session, loaded))
+    whole = Letters().decode(session.token_ids[: 153 + 20 + 60])
+    (expected,) = icejax.generate(model, Letters(), whole, cache=Full(), max_new_tokens=20)
+    assert second.token_ids == again.token_ids == expected.token_ids
+
+
+def test_few_tokens_are_kept_in_rings_of_their_size(tmp_path):
+    """A window with room for all counts as full attention only where heads are those of full attention."""
+    model = families.load(families.build(families.row("gemma4_text-experts")), tmp_path)
+    plan = make_plan(model, Clustered(dense_layers=0), batch_size=2, prompt_tokens=10, new_tokens=10)
+    assert plan.pooled == (2,) and [type(policy) for policy in plan.policies[:2]] == [Ring, Ring]
+    assert plan.spec_of(2) is plan.spec and (plan.spec.num_kv_heads, plan.spec.head_dim) == (1, 32)
+    ring = jax.eval_shape(lambda: nobody(plan)).cache.layers[0]
+    assert ring.k.shape == ring.v.shape == (2 * 2, WINDOW, 16)
 
 
 @pytest.mark.parametrize("kind", THEIRS)

@@ -73,8 +73,8 @@ class Text:
         """Yields what every layer keeps of the text under a plan, as `inference.from_layers` takes it."""
         new, shared = jnp.asarray([len(self.tokens)], jnp.int32), None
         pairs = zip(self.model.model.layers, self.layers, plan.policies, strict=True)
-        for layer, (heads, attended), policy in pairs:
-            outcome = _kept(layer, heads, attended, new, shared, policy=policy, spec=plan.spec)
+        for i, (layer, (heads, attended), policy) in enumerate(pairs):
+            outcome = _kept(layer, heads, attended, new, shared, policy=policy, spec=plan.spec_of(i))
             shared = outcome.shared or shared
             yield self.last, (outcome.state, outcome.pages)
 

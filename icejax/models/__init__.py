@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import gemma, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
+from icejax.models import gemma, gemma4, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -43,6 +43,7 @@ FAMILIES = {
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
     "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
+    "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED),
     "glm4": Family(glm4.read_config),
     "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED),
     "olmo2": Family(olmo.read_olmo2_config, renamed=olmo.RENAMED),

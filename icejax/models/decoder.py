@@ -15,17 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
-from icejax.models.experts import ExpertStack, Router
-from icejax.models.linear import Linear, RMSNorm
+from icejax.models.experts import ExpertsBeside, ExpertStack, Router
+from icejax.models.linear import Linear, norm_of, normalised
 from icejax.ops.attention import EINSUM, Attended, Scoring
 from icejax.ops.gated import ACTIVATIONS
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
-
-
-def _norm(config: ModelConfig, features: int, dtype: str) -> RMSNorm:
-    return RMSNorm(features, eps=config.rms_norm_eps, kind=config.norm, dtype=dtype)
 
 
 def _as_it_is(x: jax.Array) -> jax.Array:
@@ -36,23 +32,25 @@ class Attention(nnx.Module):
     """Projections, head norms and RoPE; what is attended to is not its concern."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
-        self.config, self.rope = config, layer.rope
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.config, self.layer, self.rope = config, layer, layer.rope
+        heads, kv_heads, size = config.num_attention_heads, layer.kv_heads, layer.head_dim
         project = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, dtype=dtype)
         if config.fused_qkv:
             self.qkv_proj = project((heads + 2 * kv_heads) * size)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (project(n * size) for n in (heads, kv_heads, kv_heads))
+            self.q_proj, self.k_proj = project(heads * size), project(kv_heads * size)
+            if not layer.keys_alone:
+                self.v_proj = project(kv_heads * size)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
             normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
-            self.q_norm, self.k_norm = (_norm(config, n, dtype) for n in normed)
+            self.q_norm, self.k_norm = (norm_of(config, n, dtype=dtype) for n in normed)
         if layer.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), dtype))
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
-        size = self.config.head_dim
+        size = self.layer.head_dim
         with jax.named_scope("qkv"):
             q, k, v = self._qkv(x)
             if self.config.qk_norm == "all":
@@ -60,6 +58,8 @@ class Attention(nnx.Module):
             q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
             if self.config.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
+            if self.config.v_norm:
+                v = normalised(v, self.config.rms_norm_eps).astype(v.dtype)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
             if self.config.rope_interleave:
@@ -68,8 +68,9 @@ class Attention(nnx.Module):
 
     def _qkv(self, x: jax.Array) -> Sequence[jax.Array]:
         if not self.config.fused_qkv:
-            return [f(x) for f in (self.q_proj, self.k_proj, self.v_proj)]
-        ends = np.cumsum([self.config.num_attention_heads, self.config.num_key_value_heads]) * self.config.head_dim
+            q, k = self.q_proj(x), self.k_proj(x)
+            return q, k, k if self.layer.keys_alone else self.v_proj(x)
+        ends = np.cumsum([self.config.num_attention_heads, self.layer.kv_heads]) * self.layer.head_dim
         return jnp.split(self.qkv_proj(x), ends, axis=-1)
 
     def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
@@ -145,14 +146,19 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
         self.self_attn = Attention(config, layer, dtype=dtype)
-        if layer.experts is None:
+        if layer.experts is not None and layer.experts.beside:
+            self.beside = ExpertsBeside(config, layer.experts, dtype=dtype)
+        if layer.experts is None or layer.experts.beside:
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
         else:
             self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
-        norm = functools.partial(_norm, config, config.hidden_size, dtype)
+        norm = functools.partial(norm_of, config, config.hidden_size, dtype=dtype)
         before, after = config.norm_places != "after", config.norm_places != "before"
         self.input_layernorm, self.post_attention_layernorm = (norm() if before else _as_it_is for _ in range(2))
         self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm() if after else _as_it_is for _ in range(2))
+        self.scaled = config.layer_scalar
+        if self.scaled:
+            self.layer_scalar = nnx.Param(jnp.zeros((1,), dtype))
 
     @property
     def scoring(self) -> Scoring:
@@ -186,12 +192,16 @@ class DecoderLayer(nnx.Module):
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):
             if chunk == tokens:
-                return x + self._mlp(x)
+                return self._mlp(x)
             chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
-            return x + lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
+            return lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
 
     def _mlp(self, x: jax.Array) -> jax.Array:
-        return self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))
+        out = self.mlp(self.post_attention_layernorm(x))
+        if self.config.experts is not None and self.config.experts.beside:
+            out = self.beside(x, out)
+        out = x + self.post_mlp_layernorm(out)
+        return out * self.layer_scalar[...][None, None] if self.scaled else out
 
 
 class Embedding(nnx.Module):
@@ -213,7 +223,7 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.embed_scale, dtype=dtype)
         layers = (config.layers[i] for i in range(config.num_hidden_layers))
         self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype) for layer in layers])
-        self.norm = _norm(config, config.hidden_size, dtype)
+        self.norm = norm_of(config, config.hidden_size, dtype=dtype)
 
 
 class CausalLM(nnx.Module):

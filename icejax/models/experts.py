@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from icejax.config import Experts, Routing
+from icejax.config import Experts, ModelConfig, Routing
+from icejax.models.linear import norm_of, normalised
 from icejax.ops.attention import EINSUM
 from icejax.ops.experts import Stack, mixed
 from icejax.ops.topk import best
@@ -21,6 +22,8 @@ class Router(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((experts.count, features), dtype))
         if experts.routing.biased:
             self.bias = nnx.Param(jnp.zeros((experts.count,), dtype))
+        if experts.routing.scaled:
+            self.per_expert_scale = nnx.Param(jnp.zeros((experts.count,), dtype))
         if experts.routing.corrected:  # fp32 in every model: near scores differ by less than a narrow dtype holds
             self.e_score_correction_bias = nnx.Param(jnp.zeros((experts.count,), "float32"))
 
@@ -36,6 +39,8 @@ class Router(nnx.Module):
             weights = jnp.take_along_axis(scores, ids, axis=-1)
             if routing.normed:
                 weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
+            if routing.scaled:
+                weights = weights * self.per_expert_scale[...].astype(jnp.float32)[ids]
             return ids, weights * routing.factor
 
 
@@ -66,6 +71,10 @@ class ExpertStack(nnx.Module):
             self.down_proj = nnx.Param(jnp.zeros((count, inner, features), dtype))
             self.down_proj_bias = nnx.Param(jnp.zeros((count, features), dtype))
             return
+        if self.form.fused == "halves":
+            self.gate_up_proj = nnx.Param(jnp.zeros((experts.count, 2 * experts.size, features), dtype))
+            self.down_proj = nnx.Param(jnp.zeros((experts.count, features, experts.size), dtype))
+            return
         self.gate_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
         self.up_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
         self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
@@ -74,6 +83,25 @@ class ExpertStack(nnx.Module):
         if self.form.fused == "pairs":
             gate_up, down, *biases = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
             stack = Stack(gate_up[...], None, down[...], *(bias[...] for bias in biases))
+        elif self.form.fused == "halves":
+            stack = Stack(self.gate_up_proj[...], None, self.down_proj[...])
         else:
             stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
         return mixed(x, stack, ids, weights, form=self.form)
+
+
+class ExpertsBeside(nnx.Module):
+    """Experts that add to what a layer's one MLP makes, with norms before and after them, and one after that (Gemma 4)."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
+        features, self.eps = config.hidden_size, config.rms_norm_eps
+        self.router, self.scale = Router(features, experts, dtype=dtype), nnx.Param(jnp.zeros((features,), dtype))
+        self.experts = ExpertStack(features, experts, dtype=dtype)
+        self.mlp_norm, self.pre_norm, self.post_norm = (norm_of(config, features, dtype=dtype) for _ in range(3))
+
+    def __call__(self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns what comes of a layer's tokens before any norm, and of what its MLP has `made` of them."""
+        tokens = x.reshape(-1, x.shape[-1])
+        asked = normalised(tokens, self.eps).astype(x.dtype) * (self.scale[...] * x.shape[-1] ** -0.5)[None]
+        found = self.experts(self.pre_norm(tokens), *self.router(asked))
+        return self.mlp_norm(made) + self.post_norm(found.reshape(x.shape))

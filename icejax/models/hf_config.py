@@ -106,14 +106,23 @@ def common_by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple
     return fields, values | dict(sliding_rope=Rope(size=values["rotary_dim"], theta=theta, scaling=scaling))
 
 
-def experts(fields: Fields, *, count: str, size: str, routing: Routing, shared: int = 0, shared_gated: bool = False) -> Experts:
-    """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
+def experts(
+    fields: Fields,
+    *,
+    count: str,
+    size: str,
+    chosen: str = "num_experts_per_tok",
+    routing: Routing,
+    shared: int = 0,
+    shared_gated: bool = False,
+) -> Experts:
+    """Returns the experts of a config whose fields `count`, `size` and `chosen` say how many and how large they are."""
     many = fields.whole(count, most=MOST_EXPERTS)
     if many % routing.groups or (routing.groups > 1 and many < 2 * routing.groups):
         raise InputError(f"config.json: {many} experts do not divide among {routing.groups} groups of two or more")
     return Experts(
         count=many,
-        chosen=fields.whole("num_experts_per_tok", most=many // routing.groups * routing.chosen_groups),
+        chosen=fields.whole(chosen, most=many // routing.groups * routing.chosen_groups),
         size=fields.whole(size, most=2**22),
         routing=routing,
         shared=shared,

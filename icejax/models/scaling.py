@@ -19,6 +19,7 @@ ROPE_FIELDS = {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
     },
+    "proportional": {"factor", "partial_rotary_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
 }  # fmt: skip
 THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
@@ -66,10 +67,10 @@ def rope(
     theta = next((value for value in thetas if value is not None), 1e4)
     kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
-    if part is None:
+    if part is None and kind != "proportional":
         if form.take("partial_rotary_factor", object, default=1.0) != 1.0:
             raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
-    else:
+    elif part is not None:
         part = fields.number("partial_rotary_factor", **PART, default=part)
         part = form.number("partial_rotary_factor", **PART, default=part)
     if kind not in ROPE_FIELDS:
@@ -88,6 +89,8 @@ def rope(
     if kind in ("linear", "dynamic"):
         original = max_position_embeddings  # transformers stretches from here whatever else is written
     factor = form.number("factor", least=1, most=1e6, default=None)
+    if factor is None and kind == "proportional":
+        factor = 1.0
     if factor is None and kind not in ("yarn", "longrope"):
         raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
     if factor is None:
@@ -107,6 +110,8 @@ def rope(
             truncate=form.take("truncate", bool, default=True),
             query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
         )
+    if kind == "proportional":
+        given = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
     if kind == "longrope":
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         given = dict(

@@ -27,8 +27,8 @@ class Stack(NamedTuple):
     """The weights of all experts.
 
     Attributes:
-        gate, up, down: their matrices. Of fused experts `gate` holds both and there is no `up`: dtype[E, D, 2F] of `pairs`,
-            whose `down` is dtype[E, F, D].
+        gate, up, down: their matrices. Of fused experts `gate` holds both and there is no `up`: dtype[E, 2F, D] of `halves`,
+            dtype[E, D, 2F] of `pairs`, whose `down` is dtype[E, F, D].
         gate_bias, down_bias: what is added to the products of fused ones; None: nothing.
     """
 
@@ -109,6 +109,8 @@ def _through(experts: Stack, x: jax.Array, product: Callable[..., jax.Array], fo
     gate = product(x, experts.gate, experts.gate_bias)
     if form.fused == "pairs":
         gate, up = gate[..., ::2], gate[..., 1::2]
+    elif form.fused == "halves":
+        gate, up = jnp.split(gate, 2, axis=-1)
     else:
         up = product(x, experts.up, None)
     return product(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias)

@@ -98,6 +98,9 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
             return _llama3(plain, scaling)
         case "yarn":
             return _yarn(plain, scaling, theta=theta, size=size)
+        case "proportional":
+            turned = np.arange(size // 2) < int(scaling.part * size // 2)
+            return np.where(turned, plain / np.float32(scaling.factor), np.float32(0))
         case "longrope":
             return plain / np.asarray(scaling.factors, np.float32)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no fixed frequencies")
