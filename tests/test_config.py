@@ -263,6 +263,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1]}}, "8 frequencies need as many factors, got 1"),
         (PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5}, "4 frequencies need as many factors, got 8"),
         (PHI3 | {"rope_scaling": LONGROPE | {"attention_factor": NAN}}, "'attention_factor' must be a number from 1e-06 to 1e+06, got nan"),
+        (dict(model_type="gemma4", text_config=[]), "'text_config' must be an object, got []"),
         (dict(model_type="gemma3"), "config.json has no 'text_config', which a gemma3 model needs"),
         (MOE | {"n_group": 4}, "field 'n_group' (4) is not known here"),
         ({"num_experts": 8}, "field 'num_experts' (8) is not known here"),

@@ -43,6 +43,7 @@ FAMILIES = {
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
     "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
+    "gemma4": Family(gemma4.read_with_images, lambda raw: gemma4.IMAGES, gemma4.WITH_IMAGES),
     "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED),
     "glm4": Family(glm4.read_config),
     "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED),

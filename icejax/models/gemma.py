@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ RENAMED = (
 )
 WITH_IMAGES = (("model.", "language_model.model."), *RENAMED)
 IMAGES = re.compile(r"(vision_tower|multi_modal_projector)\..+")
-OF_IMAGES = IRRELEVANT | {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
+OF_IMAGES = {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
 # What transformers takes where a config does not say: those of models with images say little.
 DEFAULTS = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
@@ -58,8 +59,13 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
 
 def read_with_images(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of the text model of a `gemma3` checkpoint, whose image tower is left out."""
+    return read_config(text_of(raw, "gemma3_text", OF_IMAGES))
+
+
+def text_of(raw: dict[str, Any], model_type: str, of_images: Set[str]) -> dict[str, Any]:
+    """Returns the raw config of the text model in that of a model with images, whose other fields may be `of_images`."""
     fields = Fields(raw)
     text, tied = fields.take("text_config", dict), fields.take("tie_word_embeddings", bool, default=True)
-    finish(fields, irrelevant=OF_IMAGES)
+    finish(fields, irrelevant=IRRELEVANT | of_images)
     whole = {name: raw.get(name) for name in ("dtype", "torch_dtype", "eos_token_id")}
-    return read_config({"model_type": "gemma3_text", "tie_word_embeddings": tied, **whole, **text})
+    return {"model_type": model_type, "tie_word_embeddings": tied, **whole, **text}
