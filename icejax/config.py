@@ -25,6 +25,7 @@ class RopeScaling:
         factors, short_factors: `longrope` only, what each frequency is divided by, and what in a text that stays within the
             original context.
         part: `proportional` only, the share of frequencies, the highest ones, that are not 0.
+        score_factor: `yarn` only, what scores of multi-head latent attention are multiplied by.
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
@@ -40,6 +41,7 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
     part: float = 1.0
+    score_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,24 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads are made of one latent, which is what is kept.
+
+    Attributes:
+        kv_lora_rank: channels of the latent.
+        q_lora_rank: channels of another that queries are made of; None: they are projected at once.
+        qk_nope_head_dim: channels of a head's queries and keys that RoPE does not rotate; the rotated ones, of keys one for
+            all heads, are `rotary_dim`.
+        v_head_dim: channels of a head's values.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """How tokens choose experts by the logits of a router, and with what weights they take them.
 
@@ -60,7 +80,8 @@ class Routing:
         biased: whether the logits have a bias.
         scaled: whether the weights of each expert are multiplied by a number of its own.
         corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
-        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among, by their two best each.
+        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among.
+        group_best: how many of its best experts add up to what a group is worth.
         normed: whether the scores of those a token takes are divided by their sum.
         factor: what they are then multiplied by.
     """
@@ -69,6 +90,7 @@ class Routing:
     corrected: bool
     groups: int
     chosen_groups: int
+    group_best: int
     normed: bool
     factor: float
     biased: bool = False
@@ -83,14 +105,14 @@ class ExpertForm:
         act: the activation of their gates.
         limit: of gates, and of the magnitude of what they gate, to which 1 is added then (gpt-oss); None: there is none.
         alpha: with a limit the activation is the gate times the sigmoid of `alpha` times it.
-        fused: how one array holds the gates and what they gate, of all experts: as `halves` of its rows, or in `pairs`, column
-            by column of turned matrices, where all products have a bias. None: each matrix of each expert stands apart.
+        pairs: whether gates and what they gate stand in one matrix, column by column, all matrices are turned, and all products
+            have a bias (gpt-oss).
     """
 
     act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     limit: float | None = None
     alpha: float = 1.0
-    fused: Literal["halves", "pairs"] | None = None
+    pairs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +174,9 @@ class ModelConfig:
         layer_types: one of `full_attention` and `sliding_attention` per layer.
         sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
-        rotary_dim: the first channels of a head that RoPE rotates.
+        num_key_value_heads, head_dim: of keys as a cache keeps them: with latent attention one, of the latent and the
+            rotated channels.
+        rotary_dim: the first channels of a head that RoPE rotates; the last with latent attention.
         qk_norm: over what queries and keys pass an RMSNorm before RoPE: each head (Qwen3), or all at once (MiniMax-M2).
         dtype: the checkpoint's own dtype, by name.
         eos_token_ids: every token id that ends a text.
@@ -172,6 +196,7 @@ class ModelConfig:
             layers; None: all layers have the same.
         sinks: as in a LayerConfig, in all layers.
         final_logit_softcapping: what logits come near and never exceed, by tanh; None: no bound.
+        latent: how heads are made of a latent; None: each has keys and values of its own.
     """
 
     model_type: str
@@ -214,16 +239,26 @@ class ModelConfig:
     sliding_key_value_heads: int | None = None
     sinks: bool = False
     final_logit_softcapping: float | None = None
+    latent: Latent | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of values as a cache keeps them."""
+        return self.head_dim if self.latent is None else self.latent.kv_lora_rank
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
         """How every layer attends, and what its MLP is."""
+        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        if self.latent is not None:
+            scale = (self.latent.qk_nope_head_dim + self.rotary_dim) ** -0.5
+            scale *= 1.0 if self.rope_scaling is None else self.rope_scaling.score_factor
         full = LayerConfig(
             kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
             keys_alone=self.keys_alone,
             window=None,
-            scale=(self.query_pre_attn_scalar or self.head_dim) ** -0.5,
+            scale=scale,
             rope=Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling),
             sinks=self.sinks,
         )

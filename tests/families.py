@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -19,6 +23,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -29,6 +35,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -157,6 +165,25 @@ def _minimax(name: str, **changes) -> Row:
     return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
 
 
+LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+)  # fmt: skip
+
+
+def _deepseek_v2(name: str, **changes) -> Row:
+    return Row("deepseek_v2-" + name, DeepseekV2Config, DeepseekV2ForCausalLM, tuple((LATENT | changes).items()), ())
+
+
+def _deepseek_v3(name: str, *scales: str, **changes) -> Row:
+    small = LATENT | dict(n_group=4, topk_group=2, first_k_dense_replace=1)
+    return Row("deepseek_v3-" + name, DeepseekV3Config, DeepseekV3ForCausalLM, tuple((small | changes).items()), scales)
+
+
+def _glm_lite(name: str, **changes) -> Row:
+    return Row("glm4_moe_lite-" + name, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, tuple((LATENT | changes).items()), ())
+
+
 def _rope(rope_type: str, **fields) -> dict:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
 
@@ -240,6 +267,41 @@ FAMILIES = (
         "yarn", norm_topk_prob=False,
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
     ),
+    _deepseek_v3(
+        "yarn", "fan_in", rms_norm_eps=1e-2,
+        rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    _deepseek_v3(
+        "one-group", n_group=1, topk_group=1, rope_interleave=False, q_lora_rank=None, attention_bias=True, norm_topk_prob=False,
+        v_head_dim=28, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.3),
+    ),
+    _deepseek_v2("lite", q_lora_rank=None, first_k_dense_replace=1, routed_scaling_factor=1.5),
+    _deepseek_v2(
+        "groups", n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0, n_shared_experts=1,
+        attention_bias=True, mlp_bias=True,
+        rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    Row(
+        "mistral4-plain",
+        Mistral4Config,
+        Mistral4ForCausalLM,
+        (
+            *LATENT.items(),
+            ("n_group", 2),
+            ("topk_group", 1),
+            ("first_k_dense_replace", 1),
+            (
+                "rope_parameters",
+                _rope(
+                    "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0,
+                    llama_4_scaling_beta=0.5, max_position_embeddings=512,
+                ),
+            ),
+        ),
+        (),
+    ),
+    _glm_lite("plain"),  # 4.7-Flash
+    _glm_lite("mlp-types", mlp_layer_types=["sparse", "dense", "sparse"], n_group=2, topk_group=1, v_head_dim=24),
     _gemma3(
         "plain", "fan_in", final_logit_softcapping=2.0,
         rope_parameters=by_type(_rope("linear", factor=8.0), _rope("default", rope_theta=100.0)),

@@ -113,3 +113,9 @@ def test_a_step_copies_no_experts(family, target, batch):
 def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
     rows = said(target, "tests.aot_quantized", target)
     assert len(rows) == 2 * 5 and not [row for row in rows if row["copies"]]
+
+
+@pytest.mark.slow
+def test_no_copy_of_what_makes_heads_of_latents_stands_in_the_step():
+    rows = said("h100", "tests.aot_latent", "h100")
+    assert len(rows) == 4 and not [row for row in rows if row["copies"]]

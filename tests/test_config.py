@@ -115,6 +115,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
 GLM = dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+SIZES = dict(kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4)
+V2 = GLM | SIZES | dict(model_type="deepseek_v2")
+V3 = GLM | SIZES | dict(model_type="deepseek_v3", n_group=4, topk_group=2)
+LITE = GLM | SIZES | dict(model_type="glm4_moe_lite")
+MISTRAL4 = GLM | SIZES | dict(model_type="mistral4", rope_parameters=YARN)
 MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
 GEMMA3 = dict(model_type="gemma3_text", sliding_window=8, hidden_act=...)
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
@@ -195,8 +200,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (QWEN2_MOE | {"qkv_bias": "no"}, "'qkv_bias' must be true or false, got 'no'"),
         (GLM | {"n_routed_experts": ...}, "config.json has no 'n_routed_experts', which a glm4_moe model needs"),
         (GLM | {"n_group": 0}, "'n_group' must be at least 1, got 0"),
-        (GLM | {"n_group": 3}, "8 experts do not divide among 3 groups of two or more"),
-        (GLM | {"n_group": 8}, "8 experts do not divide among 8 groups of two or more"),
+        (GLM | {"n_group": 3}, "8 experts do not divide among 3 groups of 2 or more"),
+        (GLM | {"n_group": 8}, "8 experts do not divide among 8 groups of 2 or more"),
         (GLM | {"n_group": 2, "topk_group": 3}, "'topk_group' must be at most 2, got 3"),
         (GLM | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "'num_experts_per_tok' must be at most 2, got 3"),
         (GLM | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
@@ -208,6 +213,29 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (GLM | {"partial_rotary_factor": 0}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 0"),
         (GLM | {"partial_rotary_factor": 0.2}, "heads must have an even size of at least 4 to be rotated, got 3"),
         (GLM | {"rope_parameters": {"partial_rotary_factor": 2}}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 2"),
+        (V3 | {"kv_lora_rank": ...}, "config.json has no 'kv_lora_rank', which a deepseek_v3 model needs"),
+        (V3 | {"qk_rope_head_dim": ...}, "config.json has no 'qk_rope_head_dim', which a deepseek_v3 model needs"),
+        (V3 | {"qk_rope_head_dim": 2}, "heads must have an even size of at least 4 to be rotated, got 2"),
+        (V3 | {"qk_nope_head_dim": 0}, "'qk_nope_head_dim' must be at least 1, got 0"),
+        (V3 | {"v_head_dim": 4097}, "'v_head_dim' must be at most 4096, got 4097"),
+        (V3 | {"q_lora_rank": 0}, "'q_lora_rank' must be at least 1, got 0"),
+        (V3 | {"rope_interleave": 1}, "'rope_interleave' must be true or false, got 1"),
+        (V3 | {"num_key_value_heads": 2}, "heads made of one latent have keys each: expected num_key_value_heads = 4, got 2"),
+        (V3 | {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported (only 'sigmoid')"),
+        (V3 | {"topk_method": "greedy"}, "topk_method='greedy' is not supported (only 'noaux_tc')"),
+        (V3 | {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported (only 1)"),
+        (V3 | {"index_topk": 2048}, "field 'index_topk' (2048) is not known here"),
+        (V2 | {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported (only 'softmax')"),
+        (V2 | {"topk_method": "noaux_tc"}, "'topk_method' must be one of greedy, group_limited_greedy, got 'noaux_tc'"),
+        (V2 | {"norm_topk_prob": True}, "norm_topk_prob=True is not supported (only False: transformers does not read it)"),
+        (V2 | {"topk_method": "group_limited_greedy", "n_group": 3}, "8 experts do not divide among 3 groups of 1 or more"),
+        (LITE | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse for 3 layers, got ['dense'] (1)"),
+        (LITE | {"mlp_layer_types": [{}, [], 1]}, "mlp_layer_types must name dense or sparse for 3 layers, got [{}, [], 1] (3)"),
+        (MISTRAL4 | {"rope_parameters": ...}, "config.json has no 'rope_parameters', which a mistral4 model needs"),
+        (
+            MISTRAL4 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be that of qk_rope_head_dim = 8, got 12 of 24 channels",
+        ),
         (MINIMAX | {"rotary_dim": 2}, "'rotary_dim' must be at least 4, got 2"),
         (MINIMAX | {"rotary_dim": 17}, "'rotary_dim' must be at most 16, got 17"),
         (MINIMAX | {"rotary_dim": 7}, "heads must have an even size of at least 4 to be rotated, got 7"),
@@ -304,7 +332,7 @@ def test_generation_config_is_read_as_carefully(tmp_path):
 
 # Fields whose change alone cannot change logits, or has a test of its own: the last are in the parity of Gemma and GLM.
 INERT = {
-    "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers",
+    "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers", "latent",
     "norm", "rope_interleave", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope",
     "sliding_head_dim", "sliding_key_value_heads", "v_norm", "final_logit_softcapping",
 }  # fmt: skip

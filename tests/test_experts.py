@@ -24,7 +24,7 @@ MIXTURES = [
 ]
 
 
-PAIRS = ExpertForm(limit=0.8, alpha=1.3, fused="pairs")
+PAIRS = ExpertForm(limit=0.8, alpha=1.3, pairs=True)
 
 
 def stack(rng) -> experts.Stack:
@@ -86,16 +86,6 @@ def test_every_form_takes_pairs_with_biases_and_limits(form):
     np.testing.assert_allclose(found, plain_in_pairs(x, weights, pairs, ids), rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
-def test_every_form_takes_halves(form):
-    rng = np.random.default_rng(5)
-    weights, ids = stack(rng), drawn(rng, 20, 1.0)
-    x = rng.standard_normal((20, HIDDEN)).astype(np.float32)
-    halves = experts.Stack(np.concatenate([weights.gate, weights.up], axis=1), None, weights.down)
-    found = jax.jit(functools.partial(form, form=ExpertForm(fused="halves")))(x, jax.tree.map(jnp.asarray, halves), ids)
-    np.testing.assert_allclose(found, plain(x, weights, ids), rtol=0, atol=tolerances.EXACT)
-
-
 @pytest.mark.parametrize("tokens", [experts.FEW, experts.FEW + 1])
 def test_weights_are_those_of_the_experts(tokens):
     rng = np.random.default_rng(7)
@@ -124,7 +114,7 @@ def by_id(taken: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return [np.take_along_axis(x, np.argsort(taken[0], axis=1), axis=1) for x in taken]
 
 
-@pytest.mark.parametrize(("row", "scale"), families.by_scale(MIXTURES))
+@pytest.mark.parametrize("row, scale", families.by_scale(MIXTURES))
 def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)
@@ -161,7 +151,7 @@ def test_every_number_of_the_experts_is_read(tmp_path):
     def shapes(config):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
-    numbers = dict(score="softmax", groups=2, chosen_groups=4, normed=False, factor=1.0)
+    numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
     assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(experts.routing)}
     for field, value in numbers.items():
         other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))

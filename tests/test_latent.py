@@ -47,15 +47,14 @@ def run(policy, q, k, v, *, latent: bool = False):
 
 
 BOTH = dict(full=Full(), quest=Quest(budget=2 * TOTAL), clustered=ALL, pages=replace(ALL, budget=2 * TOTAL, rerank=False))
-BOTH |= dict(topk=TopK(budget=TOTAL))
+BOTH |= dict(topk=TopK(budget=TOTAL), ring=Ring(TOTAL))
 APART = dict(  # keep latent values apart
-    ring=Ring(TOTAL),
     streaming=Streaming(budget=TOTAL),
     snapkv=SnapKV(budget=TOTAL),
     expected=ExpectedAttention(budget=TOTAL),
     restkv=ReSTKV(budget=TOTAL),
 )
-BY_DEFAULT = ("clustered", "snapkv", "ring")
+BY_DEFAULT = ("clustered", "snapkv")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def reference(model, prompt) -> np.ndarray:
         return model(torch.tensor([prompt])).logits[0].numpy()
 
 
-@pytest.mark.parametrize(("row", "scale"), families.by_scale())
+@pytest.mark.parametrize("row, scale", families.by_scale())
 def test_logits_equal_transformers(row, scale, tmp_path):
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)
@@ -87,7 +87,7 @@ def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
         np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain", "deepseek_v3-yarn"])
 def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     """The layer's own code, traced anew with other sizes of its blocks."""
     ours = families.load(families.build(families.row(name)), tmp_path)
@@ -100,6 +100,7 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     whole = jitted(output, layer, x)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
+    monkeypatch.setattr("icejax.models.latent.HEADS_AT_ONCE", 3)  # of four, so two
     chunked = jitted(output, layer, x)
     np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)
 

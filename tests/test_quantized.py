@@ -92,12 +92,25 @@ def test_experts_are_dequantised_one_by_one(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="icejax"):
         layer = load_model(tmp_path, dtype="float32", codes=True).model.layers[0]
     many = sum(".experts." in key for key in weights)
-    why = f"{many} are dequantised as they are read (products with experts take no codes)"
+    why = f"{many} are dequantised as they are read (products by expert or by head take no codes)"
     assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq 4 stay codes, {why}"]
     assert isinstance(layer.self_attn.q_proj.weight.get_value(), Grouped)
     for number, found in enumerate(np.asarray(layer.mlp.experts.down_proj.weight[...])):
         expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
+    """It is taken head by head; the other projections stay codes."""
+    quantised.save(families.build(families.row("deepseek_v3-yarn")), tmp_path, quantised.FORMATS["fp8-blocks"])
+    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    attention = coded.model.layers[0].self_attn
+    assert isinstance(attention.q_b_proj.weight.get_value(), Grouped) and isinstance(
+        attention.kv_b_proj.weight[...], jnp.ndarray
+    )
+    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
 
 
 def test_a_scale_of_nan_is_named(folder):

@@ -1,5 +1,7 @@
 """Experts in checkpoints: a tensor each there, stacked here, and back bit for bit."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,19 @@ from icejax.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 
-MIXTURES = ("qwen3_moe-dense-layers", "mixtral-plain", "qwen2_moe-plain", "glm4_moe-plain", "minimax_m2-plain")
+MIXTURES = (
+    "qwen3_moe-dense-layers",
+    "mixtral-plain",
+    "qwen2_moe-plain",
+    "glm4_moe-plain",
+    "minimax_m2-plain",
+    "mistral4-plain",
+)
+LIKE = ("deepseek_v2-lite", "deepseek_v3-yarn", "glm4_moe_lite-plain")
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in LIKE)])
 def test_round_trip_is_bit_exact(name, tmp_path):
     model = families.build(families.row(name)).to(torch.bfloat16)
     for key, buffer in model.named_buffers():  # as published
@@ -27,20 +37,23 @@ def test_round_trip_is_bit_exact(name, tmp_path):
     for shard in (tmp_path / "hf").glob("*.safetensors"):
         stored |= load_file(shard)
     assert stored.keys() == back.keys() and len(stored) > 30
-    assert any(tensor.dtype == np.float32 for tensor in stored.values()) == name.startswith(("glm", "minimax"))
+    assert any(tensor.dtype == np.float32 for tensor in stored.values()) == name.startswith(("glm", "minimax", "deepseek_v3"))
     for key in stored:
         assert stored[key].dtype == back[key].dtype
         np.testing.assert_array_equal(stored[key].view(np.uint8), back[key].view(np.uint8))
     assert same_arrays(load_model(tmp_path / "hf"), load_model(tmp_path / "orbax"))
 
 
-def test_layers_behind_the_last_are_passed_over(tmp_path):
-    """As many as the config says, which guess further tokens; one more is a fault."""
+def test_layers_behind_the_last_are_passed_over(tmp_path, caplog):
+    """As many as the config says, which guess further tokens, and that is told; one more is a fault."""
     families.save(families.build(families.row("glm4_moe-plain")), tmp_path)
     edit(
         tmp_path, lambda t: t.update({"model.layers.3.mlp.gate.weight": t[ROUTER].copy(), "model.layers.3.x": t[ROUTER].copy()})
     )
-    load_model(tmp_path)
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        load_model(tmp_path)
+    passed = "model.layers.3.mlp.gate.weight; model.layers.3.x"
+    assert caplog.messages == [f"2 tensors are of no parameter and are passed over: {passed}"]
     edit(tmp_path, lambda t: t.update({"model.layers.4.mlp.gate.weight": t[ROUTER].copy()}))
     with pytest.raises(InputError, match=r": model\.layers\.4\.mlp\.gate\.weight is not a parameter of this model$"):
         load_model(tmp_path)

@@ -70,7 +70,7 @@ class Text:
         return Text(self.model, [*self.tokens, *tokens], layers, x, chosen, self.seconds + time.perf_counter() - started)
 
     def under(self, plan: Plan) -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
-        """Yields what every layer keeps of the text under a plan, as `inference.from_layers` takes it."""
+        """Yields what every layer keeps of the text under a plan, as `inference.prefill` takes it."""
         new, shared = jnp.asarray([len(self.tokens)], jnp.int32), None
         pairs = zip(self.model.model.layers, self.layers, plan.policies, strict=True)
         for i, (layer, (heads, attended), policy) in enumerate(pairs):

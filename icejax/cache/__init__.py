@@ -104,9 +104,12 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention, unless their heads
     are others.
     """
+    layers = len(config.windows)
+    dense = (2 if layers >= 16 else 0) if policy.dense_layers is None else policy.dense_layers
     alike = config.sliding_head_dim is None and config.sliding_key_value_heads is None
     full = [i for i, window in enumerate(config.windows) if window is None or (alike and window >= capacity)]
-    own = dict(zip(full, policy.for_layers(full, of=len(config.windows)), strict=True))
+    behind = [i for i in full if i >= dense]
+    own = dict.fromkeys(full, Full()) | dict(zip(behind, policy.for_layers(behind, of=layers), strict=True))
     policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
     if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))

@@ -11,6 +11,7 @@ from icejax import memory
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
 from icejax.checkpoint.load import Progress, abstract, made_of, read_config, tensors
+from icejax.checkpoint.stacked import split
 from icejax.errors import InputError
 from icejax.folder import claim
 
@@ -58,9 +59,7 @@ def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Pr
         shapes = _shapes(folder)
         held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
         stored = orbax.read(folder / ORBAX, shapes, device=memory.device("cpu"))
-        parameters = {}
-        for name, source in made_of(folder, shapes).items():
-            parameters |= source.split(np.asarray(stored[name]))
+        parameters = split(made_of(folder, shapes), {name: np.asarray(x) for name, x in stored.items()})
         with held.writing() as part:
             copy_companions(folder, part)
             for done, key in enumerate(huggingface.write(part, parameters), start=1):

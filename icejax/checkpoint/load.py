@@ -22,6 +22,7 @@ from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
+from icejax.models.latent import BY_HEAD
 from icejax.ops.quantized import Grouped
 
 LOG = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
 
 def made_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stack]:
     """Returns where every parameter stands in a Hugging Face folder whose config.json `folder` has."""
-    return stacks(shapes, family(huggingface.read_json(folder / "config.json")).renamed)
+    found = family(huggingface.read_json(folder / "config.json"))
+    return stacks(shapes, found.renamed, fused=found.fused)
 
 
 def load_model(
@@ -106,9 +108,10 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
     ignored, stacked = family(raw).ignored_keys(raw), made_of(folder, shapes)
     coded = formats.sources(raw, {key: source.shape for source in stacked.values() for key in source.keys})
     expected = {key: part for each in coded.values() for key, part in each.parts.items()}
-    faults, where, dtypes = [], {}, {}
+    faults, where, dtypes, passed = [], {}, {}, []
     for key, file, shape, stored in huggingface.keys(huggingface.shards(folder)):
         if ignored.fullmatch(key):
+            passed.append(key)
             continue
         if key in where:
             faults.append(f"{key} is stored twice")
@@ -129,10 +132,13 @@ def tensors(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]
     if faults:
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    kept = [source.keys[0] for source in stacked.values() if codes and not source.stacked]
+    if passed:
+        LOG.info("%d tensors are of no parameter and are passed over: %s", len(passed), listed(passed))
+    whole = [source.keys[0] for source in stacked.values() if not source.stacked]
+    kept = [key for key in whole if codes and not key.endswith(BY_HEAD)]
     if method is not None:
         count, stay = (sum(coded[key].layout is not None for key in keys) for keys in (coded, kept))
-        why = "products with experts take no codes" if codes else "products with codes are slower on a CPU"
+        why = "products by expert or by head take no codes" if codes else "products with codes are slower on a CPU"
         rest = f", {count - stay} are dequantised as they are read ({why})" if stay < count else ""
         LOG.info("of %d matrices quantised by %s %d stay codes%s", count, method, stay, rest)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import gemma, gemma4, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
+from icejax.models import deepseek, gemma, gemma4, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -24,11 +24,13 @@ class Family:
         read_config: raw config.json -> ModelConfig.
         ignored_keys: raw config.json -> checkpoint keys that hold no parameter.
         renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
+        fused: whether a checkpoint holds the matrices of all experts in one tensor, and those of gate and up in the same.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
     ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: ROTARY_TABLES
     renamed: tuple[tuple[str, str], ...] = ()
+    fused: bool = False
 
 
 FAMILIES = {
@@ -36,6 +38,7 @@ FAMILIES = {
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
     "ministral3": Family(mistral.read_ministral3_config),
+    "mistral4": Family(mistral.read_mistral4_config, renamed=deepseek.RENAMED, fused=True),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),
@@ -43,14 +46,18 @@ FAMILIES = {
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
     "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
-    "gemma4": Family(gemma4.read_with_images, lambda raw: gemma4.IMAGES, gemma4.WITH_IMAGES),
-    "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED),
+    "gemma4": Family(gemma4.read_with_images, lambda raw: gemma4.IMAGES, gemma4.WITH_IMAGES, fused=True),
+    "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED, fused=True),
     "glm4": Family(glm4.read_config),
     "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED),
     "olmo2": Family(olmo.read_olmo2_config, renamed=olmo.RENAMED),
     "olmo3": Family(olmo.read_olmo3_config, renamed=olmo.RENAMED),
     "phi3": Family(phi.read_config),
-    "glm4_moe": Family(glm.read_config, glm.ignored_keys, glm.RENAMED),
+    "deepseek_v2": Family(deepseek.read_v2_config, renamed=deepseek.RENAMED),
+    "deepseek_v3": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "kimi_k2": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe": Family(glm.read_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe_lite": Family(glm.read_lite_config, deepseek.ignored_keys, deepseek.RENAMED),
     "minimax_m2": Family(minimax.read_config, renamed=minimax.RENAMED),
 }
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertsBeside, ExpertStack, Router
+from icejax.models.latent import Expanded, LatentAttention
 from icejax.models.linear import Linear, norm_of, normalised
 from icejax.ops.attention import EINSUM, Attended, Scoring
 from icejax.ops.gated import ACTIVATIONS
@@ -77,8 +78,13 @@ class Attention(nnx.Module):
         """Returns what queries attended to where a sink took part: one more score of each head, without a value."""
         return attended.out * jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])[..., None]
 
-    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Returns the attention block's output from its heads."""
+    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+        """Returns heads after RoPE as if their tokens stood `by` positions later."""
+        return turn(heads, by, rope=self.rope)
+
+    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
+        """Returns the attention block's output from its heads, which have one form."""
+        del expanded
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
 
 
@@ -125,15 +131,15 @@ class Entered(NamedTuple):
 
     Attributes:
         q, k, v: what a cache keeps, and decodes with.
-        expanded: q, k and v that a text attends with from its beginning, where these are others: multi-head latent attention
-            (arXiv 2405.04434) keeps one latent of all heads and expands it for many queries; None: the same. What a program
-            does not use of both is not computed.
+        expanded: the heads that a text attends with from its beginning, where these are others: multi-head latent attention
+            keeps one latent of all heads and expands it for many queries; None: the same. What a program does not use of
+            both is not computed.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
     v: jax.Array  # dtype[B, T, K, Hv]
-    expanded: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    expanded: Expanded | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -145,7 +151,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
-        self.self_attn = Attention(config, layer, dtype=dtype)
+        self.self_attn = (Attention if config.latent is None else LatentAttention)(config, layer, dtype=dtype)
         if layer.experts is not None and layer.experts.beside:
             self.beside = ExpertsBeside(config, layer.experts, dtype=dtype)
         if layer.experts is None or layer.experts.beside:
@@ -174,7 +180,7 @@ class DecoderLayer(nnx.Module):
 
     def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return turn(heads, by, rope=self.config.rope)
+        return self.self_attn.turn(heads, by)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns what the attention block makes of its heads."""
@@ -185,9 +191,8 @@ class DecoderLayer(nnx.Module):
 
         `expanded` says that its expanded queries did.
         """
-        del expanded  # one form here
         heads = self.self_attn.beside_sinks(attended) if self.config.sinks else attended.out
-        x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype)))
+        x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):

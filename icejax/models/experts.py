@@ -47,8 +47,8 @@ class Router(nnx.Module):
 def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
     """Returns `worth` [T, E] with all but the experts of the best groups at -inf."""
     groups = worth.reshape(len(worth), routing.groups, -1)
-    first, second = (jnp.take_along_axis(groups, best(groups, 2)[0], axis=-1)[..., i] for i in (0, 1))
-    allowed = best(first + second, routing.chosen_groups)[1]
+    top = jnp.take_along_axis(groups, best(groups, routing.group_best)[0], axis=-1)
+    allowed = best(top.sum(-1), routing.chosen_groups)[1]
     return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(worth.shape)
 
 
@@ -60,31 +60,25 @@ class Matrices(nnx.Module):
 
 
 class ExpertStack(nnx.Module):
-    """All experts of a layer; a checkpoint holds each matrix of each apart, or all as they are here."""
+    """All experts of a layer; a checkpoint holds each matrix of each apart, or all experts' in one tensor."""
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.form = experts.form
-        if self.form.fused == "pairs":
+        if self.form.pairs:
             count, inner = experts.count, experts.size
             self.gate_up_proj = nnx.Param(jnp.zeros((count, features, 2 * inner), dtype))
             self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * inner), dtype))
             self.down_proj = nnx.Param(jnp.zeros((count, inner, features), dtype))
             self.down_proj_bias = nnx.Param(jnp.zeros((count, features), dtype))
             return
-        if self.form.fused == "halves":
-            self.gate_up_proj = nnx.Param(jnp.zeros((experts.count, 2 * experts.size, features), dtype))
-            self.down_proj = nnx.Param(jnp.zeros((experts.count, features, experts.size), dtype))
-            return
         self.gate_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
         self.up_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
         self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        if self.form.fused == "pairs":
+        if self.form.pairs:
             gate_up, down, *biases = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
             stack = Stack(gate_up[...], None, down[...], *(bias[...] for bias in biases))
-        elif self.form.fused == "halves":
-            stack = Stack(self.gate_up_proj[...], None, self.down_proj[...])
         else:
             stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
         return mixed(x, stack, ids, weights, form=self.form)

@@ -122,4 +122,4 @@ def _full(fields: Fields, types: tuple[str, ...], near: dict[str, int], alone: b
 def _experts(fields: Fields) -> Experts:
     names = dict(count="num_experts", size="moe_intermediate_size", chosen="top_k_experts")
     found = experts(fields, **names, routing=replace(SOFTMAX, scaled=True))
-    return replace(found, form=ExpertForm(act="gelu_pytorch_tanh", fused="halves"), beside=True)
+    return replace(found, form=ExpertForm(act="gelu_pytorch_tanh"), beside=True)

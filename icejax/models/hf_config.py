@@ -11,8 +11,8 @@ from icejax.models.fields import Fields
 from icejax.models.scaling import by_type, rope
 
 MOST_EXPERTS = 1024
-SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, normed=True, factor=1.0)
-SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0)
+SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
+SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
 # Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
@@ -118,11 +118,12 @@ def experts(
 ) -> Experts:
     """Returns the experts of a config whose fields `count`, `size` and `chosen` say how many and how large they are."""
     many = fields.whole(count, most=MOST_EXPERTS)
-    if many % routing.groups or (routing.groups > 1 and many < 2 * routing.groups):
-        raise InputError(f"config.json: {many} experts do not divide among {routing.groups} groups of two or more")
+    groups, least = routing.groups, routing.group_best
+    if many % groups or (groups > 1 and many < least * groups):
+        raise InputError(f"config.json: {many} experts do not divide among {groups} groups of {least} or more")
     return Experts(
         count=many,
-        chosen=fields.whole(chosen, most=many // routing.groups * routing.chosen_groups),
+        chosen=fields.whole(chosen, most=many // groups * routing.chosen_groups),
         size=fields.whole(size, most=2**22),
         routing=routing,
         shared=shared,

@@ -103,12 +103,14 @@ def rope(
         if given["low_freq_factor"] >= given["high_freq_factor"]:
             raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
     if kind == "yarn":
+        attention, scores = _yarn_factors(form, factor)
         given = dict(
-            attention_factor=_yarn_attention(form, factor),
+            attention_factor=attention,
             beta_fast=form.number("beta_fast", **SCALE, default=32.0),
             beta_slow=form.number("beta_slow", **SCALE, default=1.0),
             truncate=form.take("truncate", bool, default=True),
             query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
+            score_factor=scores,
         )
     if kind == "proportional":
         given = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
@@ -127,14 +129,17 @@ def _factors(form: Fields, name: str) -> tuple[float, ...]:
     return tuple(ranges.number(f"{form.source}: {name!r}", each, **SCALE) for each in form.take(name, list))
 
 
-def _yarn_attention(form: Fields, factor: float) -> float:
-    """The paper's temperature, or the ratio of the two scales that DeepSeek's configs give."""
+def _yarn_factors(form: Fields, factor: float) -> tuple[float, float]:
+    """Returns what cos and sin are multiplied by, and the scores of latent attention.
+
+    The former is the paper's temperature, or the ratio of the two scales that DeepSeek's configs give; the latter is the square
+    of the second scale.
+    """
     weights = [form.number(key, least=0, most=1e6, default=0.0) for key in ("mscale", "mscale_all_dim")]
     given = form.number("attention_factor", **SCALE, default=None)
-    if given is not None:
-        return given
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    return scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
+    plain = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
+    return plain if given is None else given, scale(weights[1]) ** 2

@@ -27,9 +27,9 @@ class Stack(NamedTuple):
     """The weights of all experts.
 
     Attributes:
-        gate, up, down: their matrices. Of fused experts `gate` holds both and there is no `up`: dtype[E, 2F, D] of `halves`,
-            dtype[E, D, 2F] of `pairs`, whose `down` is dtype[E, F, D].
-        gate_bias, down_bias: what is added to the products of fused ones; None: nothing.
+        gate, up, down: their matrices. In pairs `gate` holds both, dtype[E, D, 2F], there is no `up`, and `down` is
+            dtype[E, F, D].
+        gate_bias, down_bias: what is added to the products of those in pairs; None: nothing.
     """
 
     gate: jax.Array  # dtype[E, F, D]
@@ -58,7 +58,7 @@ def by_sum(
 
     def product(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
         chosen, rows = matrices[ids].astype(jnp.float32), rows.astype(jnp.float32)
-        y = (chosen * rows[..., None]).sum(-2) if form.fused == "pairs" else (chosen * rows[:, :, None, :]).sum(-1)
+        y = (chosen * rows[..., None]).sum(-2) if form.pairs else (chosen * rows[:, :, None, :]).sum(-1)
         return y if bias is None else y + bias[ids].astype(jnp.float32)
 
     return _through(experts, x[:, None], product, form).astype(x.dtype)
@@ -98,7 +98,7 @@ def in_blocks(
 def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
     def product(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
         matrix = lax.dynamic_index_in_dim(matrices, index, keepdims=False)
-        y = EINSUM("ni,io->no" if form.fused == "pairs" else "ni,oi->no", rows, matrix)
+        y = EINSUM("ni,io->no" if form.pairs else "ni,oi->no", rows, matrix)
         return y if bias is None else y + lax.dynamic_index_in_dim(bias, index).astype(jnp.float32)
 
     return _through(experts, x, product, form).astype(x.dtype)
@@ -107,10 +107,8 @@ def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) ->
 def _through(experts: Stack, x: jax.Array, product: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
     """Returns what comes of `x`, where `product` multiplies by one of the matrices and adds its bias."""
     gate = product(x, experts.gate, experts.gate_bias)
-    if form.fused == "pairs":
+    if form.pairs:
         gate, up = gate[..., ::2], gate[..., 1::2]
-    elif form.fused == "halves":
-        gate, up = jnp.split(gate, 2, axis=-1)
     else:
         up = product(x, experts.up, None)
     return product(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias)

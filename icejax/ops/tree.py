@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import Scoring
-from icejax.ops.digests import Digests, Score, merge, put, score, weighted
+from icejax.ops.attention import EINSUM, Scoring
+from icejax.ops.digests import Digests, Score, Scores, merge, put, score, spread, weighted
 from icejax.ops.topk import best, chosen
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
@@ -99,6 +99,7 @@ def walk(
     group: Group = "sum",
     guess: Float[Array, "B K G H"] | None = None,
     path: tuple[jax.Array, ...] | None = None,
+    matrix: Float[Array, "B K H Hv"] | None = None,
 ) -> Selection:
     """Returns the pages of highest score, and what the rest contributes.
 
@@ -114,23 +115,24 @@ def walk(
             or by `interleave`, each head's best first in turn (IceCache's).
         guess: queries to choose by in the place of `q`; the tail is always of `q`.
         path: that of another walk, over a tree of the same tokens, to be followed without any choice.
+        matrix: values from keys, as `ValueFit` has it; None: a node's value is the mean of its tokens'.
     """
     candidates, visited = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
-    rest: list[tuple[jax.Array, Digests]] = []
+    rest: list[tuple[Scores, Digests]] = []
     for below in (*levels[-2::-1], None):
-        estimates, scores = score(q, candidates, rule, scoring=scoring)
+        scores = score(q, candidates, rule, scoring=scoring)
         if path is None:
-            estimates = estimates if guess is None else score(guess, candidates, rule, scoring=scoring)[0]
+            estimates = scores.choice if guess is None else score(guess, candidates, rule, scoring=scoring).choice
             wanted = min(selected if below is None else opened, estimates.shape[-1])
             worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
             indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
         else:
             indices = path[len(visited)]
-            taken = chosen(indices, scores.shape[-1])
+            taken = chosen(indices, scores.weight.shape[-1])
             counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
         visited.append(indices)
-        rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates))
+        rest.append((scores._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, scores.weight)), candidates))
         if below is None:
             break
         filled = counts > 0
@@ -146,18 +148,29 @@ def walk(
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
         return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(visited))
-    return Selection(page_ids, counts, *tail_of(rest), tuple(visited))
+    return Selection(page_ids, counts, *tail_of(q, rest, matrix, scoring=scoring), tuple(visited))
 
 
 def tail_of(
-    rest: list[tuple[Float[Array, "B K G _"], Digests]],
+    q: Float[Array, "B K G H"],
+    rest: list[tuple[Scores, Digests]],
+    matrix: Float[Array, "B K H Hv"] | None = None,
+    *,
+    scoring: Scoring,
 ) -> tuple[Float[Array, "B K G _"], Float[Array, "B K G"]]:
-    """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
-    highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
+    """Returns output and log-sum-exp of nodes by what they weigh and their mean values.
+
+    Softmax prefers keys that lie along the query: their mean moves by s q variance, to first order, and with a `matrix` of
+    values from keys the mean value by what that brings.
+    """
+    highest = jnp.stack([scores.weight.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
-    weights = [jnp.exp(scores - base[..., None]) for scores, _ in rest]
+    weights = [jnp.exp(scores.weight - base[..., None]) for scores, _ in rest]
     total = sum(w.sum(-1) for w in weights)
     out = sum(weighted(w, digests) for w, (_, digests) in zip(weights, rest, strict=True))
+    if matrix is not None:
+        moved = sum(spread(w * scores.lean, digests) for w, (scores, digests) in zip(weights, rest, strict=True))
+        out += EINSUM("bkgh,bkhv->bkgv", moved * scoring.scale * q.astype(jnp.float32), matrix)
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 
