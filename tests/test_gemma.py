@@ -24,7 +24,7 @@ from icejax.plan import make_plan
 from icejax.rows import nobody
 from icejax.session import Session
 from tests import families
-from tests.families import WINDOW
+from tests.family_rows import WINDOW
 from tests.policies import EXACT
 from tests.run import follows
 from tests.test_session import Letters

@@ -8,6 +8,7 @@ import icejax
 from icejax.cache import Full
 from icejax.session import Session
 from tests import families
+from tests.family_rows import LONG, SHORT
 from tests.test_session import Letters
 
 PROMPT, NEW = "abcdefghijklmnopqrst", 12
@@ -30,11 +31,11 @@ def test_a_short_generation_equals_transformers(models):
 
 def test_a_session_takes_those_of_its_room(models):
     factors = [Session(models[1], Letters(), context_length=room)._model.config.rope_scaling.factors for room in (64, 65)]
-    assert factors == [tuple(families.SHORT), tuple(families.LONG)]
+    assert factors == [tuple(SHORT), tuple(LONG)]
 
 
 def test_the_arrays_are_the_same(models):
     _, ours = models
     short = ours.for_capacity(64)
-    assert ours.for_capacity(65) is ours and short.config.rope_scaling.factors == tuple(families.SHORT)
+    assert ours.for_capacity(65) is ours and short.config.rope_scaling.factors == tuple(SHORT)
     assert all(x is y for x, y in zip(*(jax.tree.leaves(m) for m in (ours, short)), strict=True))
