@@ -15,7 +15,7 @@ from icejax.ops.digests import NARROW, Digests, digest, score
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged
 from icejax.ops.topk import best
-from icejax.ops.value_fit import fitted, sums_of, unfitted
+from icejax.ops.value_fit import FromKeys, fitted, sums_of, unfitted
 
 STRETCH = 8192  # tokens; long texts are padded to whole ones
 FORMATIONS = {
@@ -136,20 +136,20 @@ def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
 
 
 @jax.jit
-def matrix_of(pages) -> jax.Array:
-    """Returns the matrix [1, K, H, H] of values from keys."""
+def fit_of(pages) -> FromKeys:
+    """Returns values from keys."""
     shape = pages[0].shape
-    return fitted(unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums_of(*pages)).matrix
+    return FromKeys(fitted(unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums_of(*pages)).matrix)
 
 
 @jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, levels, matrix=None, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
+def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring = Scoring(q.shape[-1] ** -0.5)
     if method.walk:
         opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
         rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
-        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path, matrix=matrix)
+        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path, from_keys=from_keys)
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
@@ -158,12 +158,12 @@ def select(q, pages, levels, matrix=None, *, fetched: int, method: Method, guess
     if method.tail:
         weighed = score(q, digests, scoring=scoring)
         weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
-        tail_out, tail_lse = tree.tail_of(q, [(weighed, digests)], matrix, scoring=scoring)
+        tail_out, tail_lse = tree.tail_of(q, [(weighed, digests)], from_keys, scoring=scoring)
     return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 
 
 @jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree.Selection, matrix=None, *, budget: int, tail: bool):
+def attention(q, k_all, v_all, pages, found: tree.Selection, from_keys=None, *, budget: int, tail: bool):
     """Returns the output per query head, and the scores of the page tokens attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
@@ -174,7 +174,8 @@ def attention(q, k_all, v_all, pages, found: tree.Selection, matrix=None, *, bud
     room = jnp.full(heads, budget - sinks - window)
     attended, weights = attend_paged(
         q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
-        None if matrix is None else matrix[0], scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window, tail=tail,
+        jax.tree.map(lambda x: x[0], from_keys), scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window,
+        tail=tail,
     )  # fmt: skip
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
     return attended.out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)

@@ -32,9 +32,9 @@ from bench.methods import (
     attention,
     error,
     exact,
+    fit_of,
     form,
     levels_of,
-    matrix_of,
     residents,
     select,
 )
@@ -84,18 +84,18 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         page_size = pages[0].shape[3]
         fetched = min(pages[0].shape[2], pages_for((budget - sinks - window) // page_size, page_size, method.candidates))
         levels = levels_of(pages, dtype=method.digest_dtype)
-        matrix = matrix_of(pages) if method.value_fit and method.tail else None
+        fit = fit_of(pages) if method.value_fit and method.tail else None
         if method.page_dtype is not None:
             pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
-            run = lambda g=grouped, p=pages, n=levels, m=matrix, f=fetched: select(g, p, n, m, fetched=f, method=method)  # noqa: E731
+            run = lambda g=grouped, p=pages, n=levels, m=fit, f=fetched: select(g, p, n, m, fetched=f, method=method)  # noqa: E731
             jax.block_until_ready(run())
             for _ in range(REPEATS):
                 started = time.perf_counter()
                 chosen = jax.block_until_ready(run())
                 micros.append((time.perf_counter() - started) * 1e6)
-            found, inside = attention(grouped, layer.k, layer.v, pages, chosen, matrix, budget=budget, tail=method.tail)
+            found, inside = attention(grouped, layer.k, layer.v, pages, chosen, fit, budget=budget, tail=method.tail)
             errors.append((np.asarray(error(found, out)), np.asarray(sharp)))
             masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
             recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))

@@ -10,6 +10,7 @@ import pytest
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, Digests, digest, merge, score
+from icejax.ops.value_fit import FromKeys
 from tests import tolerances
 from tests.dense import capped
 from tests.reference import outlier_first
@@ -238,8 +239,8 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
     assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
     # A matrix moves values by no more than a few deviations of keys do, however large query and keys are.
-    matrix = jnp.eye(16)[None, None] / scale
-    moved = np.asarray(jitted(walk, q, levels, matrix=matrix).tail_out) - np.asarray(found.tail_out)
+    from_keys = FromKeys(jnp.eye(16)[None, None] / scale)
+    moved = np.asarray(jitted(walk, q, levels, from_keys=from_keys).tail_out) - np.asarray(found.tail_out)
     assert 0 < np.abs(moved).max() <= 4 * keys.std()
 
 
@@ -251,7 +252,7 @@ def test_the_tail_moves_values_along_the_query(softcap):
     q = (rng.standard_normal((1, 1, 2, 16)) * 0.3).astype(np.float32)
     scoring, digests = Scoring(0.25, softcap), jitted(digest, keys, keys, np.ones((1, 1, 1, 4096), bool))
     tail = jitted(lambda q, d, m: tree.tail_of(q, [(score(q, d, scoring=scoring), d)], m, scoring=scoring)[0], q, digests,
-                  jnp.eye(16)[None, None])  # fmt: skip
+                  FromKeys(jnp.eye(16)[None, None]))  # fmt: skip
     products = 0.25 * q[0, 0].astype(np.float64) @ keys[0, 0, 0].T
     weights = np.exp(products if softcap is None else softcap * np.tanh(products / softcap))
     expected = weights @ keys[0, 0, 0] / weights.sum(-1, keepdims=True)

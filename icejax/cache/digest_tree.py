@@ -12,7 +12,7 @@ from icejax.cache.index import PageIndex
 from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.digests import Digests, digest, empty, put
-from icejax.ops.value_fit import Sums, ValueFit, fitted, sums_of, unfitted
+from icejax.ops.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,8 @@ class DigestTree(PageIndex):
 
     Attributes:
         dtype: of the digests; None: the model's.
-        value_fit: whether values are fitted to keys, where that takes no more than a quarter of the bytes of digests.
+        value_fit: whether values are told from keys; fitted to them, where that takes no more than a quarter of the bytes of
+            digests, or keys hold them.
     """
 
     dtype: str | None
@@ -50,6 +51,12 @@ class DigestTree(PageIndex):
             small = 4 * _bytes(fit) <= _bytes(levels)
             fit = fit if small else None
         return Digested(levels, fit)
+
+    def from_keys(self, index: Digested) -> FromKeys | None:
+        """Returns values from keys, if there are any."""
+        if index.fit is not None:
+            return FromKeys(index.fit.matrix)
+        return FromKeys(None) if self.value_fit and index.levels[0].value is None else None
 
     def counts(self, index: Digested) -> Int[Array, "B K P"]:
         return index.levels[0].count

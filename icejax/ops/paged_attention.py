@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, Attended, Scoring, masked_scores, merge_by_lse
 from icejax.ops.topk import largest
+from icejax.ops.value_fit import FromKeys
 
 
 def attend_whole(
@@ -46,7 +47,7 @@ def attend_paged(
     resident: tuple[Float[Array, "R S H"], Float[Array, "R S Hv"], Bool[Array, "R S"]],
     pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p Hv"], Bool[Array, "R M p"]],
     rest: tuple[Float[Array, "R G Hv"], Float[Array, "R G"]],
-    matrix: Float[Array, "R H Hv"] | None = None,
+    from_keys: FromKeys | None = None,
     *,
     scoring: Scoring,
     room: Int[Array, " R"],
@@ -56,8 +57,8 @@ def attend_paged(
     """Returns the attention in fp32, and what the page tokens attended exactly weigh, summed over heads; 0 for the others.
 
     Exact are all resident tokens and the `room` page tokens of largest attention weight, summed over the query heads. Every
-    other token of a page counts with its exact weight and the mean value of its page's others, and what the `matrix` of values
-    from keys adds to that; `rest` is the output and the log-sum-exp of what is not here. Without `tail` both are left out.
+    other token of a page counts with its exact weight and the mean value of its page's others, and what its keys tell of its
+    values (`from_keys`); `rest` is the output and the log-sum-exp of what is not here. Without `tail` both are left out.
 
     Args:
         resident: keys, values and mask of what stays on the device; every row sees one of them.
@@ -90,8 +91,8 @@ def attend_paged(
     weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
     out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, values_paged.shape[-1]))
-    if tail and matrix is not None:
-        out += EINSUM("rgh,rhv->rgv", EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys), matrix)
+    if tail and from_keys is not None:
+        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))[..., : out.shape[-1]]
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
     exactly = Attended(out, jnp.log(weight) + highest)

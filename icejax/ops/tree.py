@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import EINSUM, Scoring
+from icejax.ops.attention import Scoring
 from icejax.ops.digests import Digests, Score, Scores, merge, put, score, spread, weighted
 from icejax.ops.topk import best, chosen
+from icejax.ops.value_fit import FromKeys
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
 Group = Literal["sum", "max", "interleave"]
@@ -99,7 +100,7 @@ def walk(
     group: Group = "sum",
     guess: Float[Array, "B K G H"] | None = None,
     path: tuple[jax.Array, ...] | None = None,
-    matrix: Float[Array, "B K H Hv"] | None = None,
+    from_keys: FromKeys | None = None,
 ) -> Selection:
     """Returns the pages of highest score, and what the rest contributes.
 
@@ -115,7 +116,7 @@ def walk(
             or by `interleave`, each head's best first in turn (IceCache's).
         guess: queries to choose by in the place of `q`; the tail is always of `q`.
         path: that of another walk, over a tree of the same tokens, to be followed without any choice.
-        matrix: values from keys, as `ValueFit` has it; None: a node's value is the mean of its tokens'.
+        from_keys: values from keys; None: a node's value is the mean of its tokens'.
     """
     candidates, visited = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
@@ -148,29 +149,29 @@ def walk(
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
         return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(visited))
-    return Selection(page_ids, counts, *tail_of(q, rest, matrix, scoring=scoring), tuple(visited))
+    return Selection(page_ids, counts, *tail_of(q, rest, from_keys, scoring=scoring), tuple(visited))
 
 
 def tail_of(
     q: Float[Array, "B K G H"],
     rest: list[tuple[Scores, Digests]],
-    matrix: Float[Array, "B K H Hv"] | None = None,
+    from_keys: FromKeys | None = None,
     *,
     scoring: Scoring,
 ) -> tuple[Float[Array, "B K G _"], Float[Array, "B K G"]]:
     """Returns output and log-sum-exp of nodes by what they weigh and their mean values.
 
-    Softmax prefers keys that lie along the query: their mean moves by s q variance, to first order, and with a `matrix` of
-    values from keys the mean value by what that brings.
+    Softmax prefers keys that lie along the query: their mean moves by s q variance, to first order, and with values
+    `from_keys` the mean value by what that brings.
     """
     highest = jnp.stack([scores.weight.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = [jnp.exp(scores.weight - base[..., None]) for scores, _ in rest]
     total = sum(w.sum(-1) for w in weights)
     out = sum(weighted(w, digests) for w, (_, digests) in zip(weights, rest, strict=True))
-    if matrix is not None:
+    if from_keys is not None:
         moved = sum(spread(w * scores.lean, digests) for w, (scores, digests) in zip(weights, rest, strict=True))
-        out += EINSUM("bkgh,bkhv->bkgv", moved * scoring.scale * q.astype(jnp.float32), matrix)
+        out += from_keys(moved * scoring.scale * q.astype(jnp.float32))
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 

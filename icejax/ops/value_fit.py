@@ -48,6 +48,22 @@ class ValueFit:
     matrix: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FromKeys:
+    """What differences of keys are as values.
+
+    Attributes:
+        matrix: f32[*R, H, Hv] of a fit; None where values are channels of the keys.
+    """
+
+    matrix: jax.Array | None
+
+    def __call__(self, keys: Float[Array, "*R G H"]) -> Float[Array, "*R G _"]:
+        """Returns them, of whole keys where values are channels of them."""
+        return keys if self.matrix is None else EINSUM("...gh,...hv->...gv", keys, self.matrix)
+
+
 def unfitted(batch: int, heads: int, size: int, value_size: int) -> ValueFit:
     """Returns the fit of no text, by which every value is the mean."""
     keys, values = (jnp.zeros((batch, heads, size, n)) for n in (size, value_size))

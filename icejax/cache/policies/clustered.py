@@ -7,6 +7,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.digest_tree import Digested, DigestTree
@@ -53,8 +54,8 @@ class Clustered(Retrieval):
             the budget holds; IceCache attends to whole pages.
         tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
         value_fit: whether that mean value is moved by what keys tell of values, one matrix per KV head that is fitted to the
-            text; not where it would take more than a quarter of the bytes of digests, by the score
-            `mean`, nor of latent layers.
+            text; not where it would take more than a quarter of the bytes of digests, nor by the
+            score `mean`. Of latent layers the matrix is known: values are channels of the keys.
         score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
@@ -162,7 +163,7 @@ class Clustered(Retrieval):
     def find(self, heads: Heads, index: Digested, view: View) -> Found:
         queries = heads.by_group()
         guess = view.guess() if self.prefetch and view.guess is not None else None
-        matrix = None if index.fit is None else index.fit.matrix
+        from_keys = self.index.from_keys(index)
         fetched = self.num_fetched(index.levels[0].count.shape[-1])
         walked = tree.walk(
             queries,
@@ -176,10 +177,10 @@ class Clustered(Retrieval):
             group=self.group,
             guess=None if guess is None else guess.reshape(queries.shape),
             path=view.shared.choice if self.follows else None,
-            matrix=matrix,
+            from_keys=from_keys,
         )
         rest = Attended(walked.tail_out[..., : heads.v.shape[-1]], walked.tail_lse)  # of a latent layer whole keys
-        return Found(walked.page_ids, walked.counts, rest=rest, matrix=matrix, choice=walked.path)
+        return Found(walked.page_ids, walked.counts, rest=rest, from_keys=from_keys, choice=walked.path)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
@@ -189,7 +190,7 @@ class Clustered(Retrieval):
             tuple(map(joined, near)),
             tuple(map(joined, pages)),
             tuple(map(joined, found.rest)),
-            None if found.matrix is None else joined(found.matrix),
+            jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
             room=joined(self.budget - near[2].sum(-1)),
             most=self._most_paged,
