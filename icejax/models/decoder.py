@@ -76,7 +76,8 @@ class Attention(nnx.Module):
 
     def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
         """Returns what queries attended to where a sink took part: one more score of each head, without a value."""
-        return attended.out * jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])[..., None]
+        share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
+        return attended.out.astype(jnp.float32) * share[..., None]
 
     def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
