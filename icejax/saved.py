@@ -269,7 +269,9 @@ def _empty(plan: Plan) -> KVCache:
     """Returns shapes and dtypes of the device part of the cache."""
 
     def empty() -> KVCache:
-        return KVCache(tuple(policy.init(plan.spec) for policy in plan.policies), Lengths.none(plan.spec.batch_size))
+        return KVCache(
+            tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies)), Lengths.none(plan.spec.batch_size)
+        )
 
     return jax.eval_shape(empty)
 

@@ -86,13 +86,9 @@ def load_model(
     why = "of experts in several forms, or taken head by head" if keep else "products with codes are slower on a CPU"
     _tell(found, kept, why=why)
 
-    def read(key: str) -> np.ndarray | Codes:
-        tensor = found.read(key)
-        return tensor.weights() if isinstance(tensor, Codes) and key not in kept else tensor
-
     leaves = []
     for done, (key, stack) in enumerate(found.stacks.items(), start=1):
-        tensor = stack.join(map(read, stack.keys))
+        tensor = stack.join(map(found.read, stack.keys), codes=stack.keys[0] in kept)
         leaves.append(_grouped(tensor) if isinstance(tensor, Codes) else _to_device(tensor, parameters[key].dtype))
         del tensor  # or it would be there beside the next one
         if progress is not None:

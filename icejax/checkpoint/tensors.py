@@ -92,7 +92,7 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     """
     raw = huggingface.read_json(folder / "config.json")
     of, method = family(raw), formats.method(raw)
-    ignored, made_of = of.ignored_keys(raw), stacks(shapes, of.renamed, fused=of.fused)
+    ignored, made_of = of.ignored_keys(raw), stacks(shapes, of)
     each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
     if quantize is not None:
         ranges.one_of("quantize", quantize, tuple(METHODS))
