@@ -1,5 +1,7 @@
 """Digests, scores, the digest tree and the tail, against float64 references."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, Digests, digest, merge, score
+from icejax.ops.value_fit import FromKeys
 from tests import tolerances
 from tests.dense import capped
 from tests.reference import outlier_first
@@ -111,7 +114,7 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
+    chosen_by, found, _ = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -231,9 +234,30 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     mask[:, :, 100:500] = False
     q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
     levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
-    found = jitted(tree.walk, q, levels, scoring=Scoring(16**-0.5), opened=16, selected=4, tail=True)
+    walk = functools.partial(tree.walk, scoring=Scoring(16**-0.5), opened=16, selected=4, tail=True)
+    found = jitted(walk, q, levels)
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
     assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
+    # A matrix moves values by no more than a few deviations of keys do, however large query and keys are.
+    from_keys = FromKeys(jnp.eye(16)[None, None] / scale)
+    moved = np.asarray(jitted(walk, q, levels, from_keys=from_keys).tail_out) - np.asarray(found.tail_out)
+    assert 0 < np.abs(moved).max() <= 4 * keys.std()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_tail_moves_values_along_the_query(softcap):
+    """One wide page of which keys are values: what softmax makes of them, to first order."""
+    rng = np.random.default_rng(13)
+    keys = rng.standard_normal((1, 1, 1, 4096, 16)).astype(np.float32) + 1
+    q = (rng.standard_normal((1, 1, 2, 16)) * 0.3).astype(np.float32)
+    scoring, digests = Scoring(0.25, softcap), jitted(digest, keys, keys, np.ones((1, 1, 1, 4096), bool))
+    tail = jitted(lambda q, d, m: tree.tail_of(q, [(score(q, d, scoring=scoring), d)], m, scoring=scoring)[0], q, digests,
+                  FromKeys(jnp.eye(16)[None, None]))  # fmt: skip
+    products = 0.25 * q[0, 0].astype(np.float64) @ keys[0, 0, 0].T
+    weights = np.exp(products if softcap is None else softcap * np.tanh(products / softcap))
+    expected = weights @ keys[0, 0, 0] / weights.sum(-1, keepdims=True)
+    without = keys[0, 0, 0].mean(0)
+    assert np.linalg.norm(tail[0, 0] - expected) < 0.25 * np.linalg.norm(without - expected)
 
 
 @pytest.mark.parametrize("dtype, step", [("int8", 1 / 127), ("float8_e4m3fn", 1 / 8)])
