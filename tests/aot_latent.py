@@ -28,7 +28,7 @@ def main(name: str) -> None:
             pool, described = step.arguments[2], step.arguments[1].cache.layers[0]
             sizes = {rows * rank, rows * rank // 2}
             if pool is not None:
-                sizes.add(math.prod(described.index[0].mean.data.shape))
+                sizes.add(math.prod(described.index.levels[0].mean.data.shape))
             outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
             copies = [x.name for x in outside if sizes & {array.elements for array in x.arrays}]
             copies += [] if pool is None else hlo.pool_copies(module, pool.shape, pool.dtype.itemsize)
