@@ -72,7 +72,8 @@ def prefill(
     states = []
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
+        sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
+        return _prefill_layer(layer, x, prompt_lengths, at.shared, **sizes)
 
     if layers is None:
         layers = walk(model, _embed(model, jnp.asarray(_padded(prompts, plan.spec))), run)
@@ -147,7 +148,7 @@ def _extend_layer(
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
     outcome = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
-    return layer.leave(x, outcome.attended.out), (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
+    return layer.leave(x, outcome.attended), (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
 
 
 @jax.jit

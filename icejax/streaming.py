@@ -163,5 +163,5 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
         device=memory.device_name(),
         dtype=model.dtype,
     )
-    kept = plan.spec.num_kv_heads * sum(plan.spec.planes)  # of a token in a layer
-    return dict(fields=fields, token_bytes=config.num_hidden_layers * kept * item)
+    specs = map(plan.spec_of, range(config.num_hidden_layers))
+    return dict(fields=fields, token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item)

@@ -76,7 +76,7 @@ def exact(
         attend = functools.partial(causal, lengths=lengths, window=layer.config.window, scoring=layer.scoring)
         attended = attend(*heads) if expanded is None else _by_groups(attend, expanded)
     kept = keep(*heads, attended)
-    return layer.leave(x, attended.out, expanded=expanded is not None), kept
+    return layer.leave(x, attended, expanded=expanded is not None), kept
 
 
 def _by_groups(attend: Callable[..., Attended], expanded: Expanded) -> Attended:

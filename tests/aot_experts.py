@@ -1,6 +1,6 @@
 """Compiles a decode step with experts for a device that is not there: ``python -m tests.aot_experts h100 8`` prints what was made.
 
-Its arguments: the target and the batch size. Needs the compilers: ``pip install -e '.[aot]'``.
+Its arguments: the target, the batch size and a model type, `qwen3_moe` unless said. Needs the compilers: ``pip install -e '.[aot]'``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ from icejax import compiler
 from icejax.cache import Full
 from icejax.models import CausalLM, family
 
-RAW = dict(
-    model_type="qwen3_moe", vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=2,
-    num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, num_experts=128,
-    num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True,
+SIZES = dict(
+    vocab_size=256, hidden_size=512, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=64, max_position_embeddings=2048,
 )  # fmt: skip
+RAW = {
+    "qwen3_moe": dict(num_experts=128, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True),
+    "gpt_oss": dict(num_local_experts=128, num_experts_per_tok=4),
+    "gemma4_text": dict(
+        enable_moe_block=True, num_experts=128, top_k_experts=4, moe_intermediate_size=256, hidden_size_per_layer_input=0,
+        global_head_dim=128,
+    ),
+}  # fmt: skip
 # What names an array that is there, or makes none in the device's memory.
 GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
 
 
-def main(name: str, batch: str) -> None:
+def main(name: str, batch: str, model_type: str = "qwen3_moe") -> None:
     without_devices()
-    target, config = TARGETS[name], family(RAW).read_config(RAW)
+    raw = SIZES | RAW[model_type] | {"model_type": model_type}
+    target, config = TARGETS[name], family(raw).read_config(raw)
     model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
     step = decode_step(model, Full(), target, batch=int(batch), context=512, new_tokens=64, backend=None)
     compiled = compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {}))

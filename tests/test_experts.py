@@ -1,6 +1,7 @@
 """Experts: the same are chosen as in transformers, and every form of their product is a plain loop's."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,21 @@ import pytest
 import torch
 
 from icejax.checkpoint import load
-from icejax.config import Experts
+from icejax.config import ExpertForm, Experts
 from icejax.models.experts import Router
 from icejax.ops import experts
 from tests import families, tolerances
 
 COUNT, CHOSEN, HIDDEN, INNER = 8, 3, 24, 20
 MIXTURES = [
-    row for row in families.FAMILIES if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
+    row  # Gemma 4's stand beside an MLP, and its router reads what no other does: parity alone tells
+    for row in families.FAMILIES
+    if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
+    and "enable_moe_block" not in dict(row.changes)
 ]
+
+
+PAIRS = ExpertForm(limit=0.8, alpha=1.3, pairs=True)
 
 
 def stack(rng) -> experts.Stack:
@@ -25,13 +32,31 @@ def stack(rng) -> experts.Stack:
     return experts.Stack(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
 
 
+def in_pairs(weights: experts.Stack, rng) -> experts.Stack:
+    """Returns the same matrices as gpt-oss has them, and biases."""
+    both = np.stack([weights.gate, weights.up], axis=2).reshape(COUNT, 2 * INNER, HIDDEN).swapaxes(1, 2)
+    biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (2 * INNER, HIDDEN))
+    return experts.Stack(both, None, weights.down.swapaxes(1, 2), *biases)
+
+
 def plain(x, weights: experts.Stack, ids) -> np.ndarray:
     """A float64 loop over tokens and their experts."""
     out = np.zeros((*ids.shape, HIDDEN))
     for t, k in np.ndindex(ids.shape):
-        gate, up, down = (matrices[ids[t, k]].astype(np.float64) for matrices in weights)
+        gate, up, down = (matrices[ids[t, k]].astype(np.float64) for matrices in weights[:3])
         inner = gate @ x[t]
         out[t, k] = down @ (inner / (1 + np.exp(-inner)) * (up @ x[t]))
+    return out
+
+
+def plain_in_pairs(x, weights: experts.Stack, biases: experts.Stack, ids) -> np.ndarray:
+    """The same with gpt-oss's limits, of matrices that stand apart and the biases of those in pairs."""
+    out = np.zeros((*ids.shape, HIDDEN))
+    for t, k in np.ndindex(ids.shape):
+        e = ids[t, k]
+        gate = np.minimum(weights.gate[e].astype(np.float64) @ x[t] + biases.gate_bias[e, ::2], PAIRS.limit)
+        up = np.clip(weights.up[e].astype(np.float64) @ x[t] + biases.gate_bias[e, 1::2], -PAIRS.limit, PAIRS.limit)
+        out[t, k] = weights.down[e] @ (gate / (1 + np.exp(-PAIRS.alpha * gate)) * (up + 1)) + biases.down_bias[e]
     return out
 
 
@@ -48,8 +73,17 @@ def test_every_form_is_a_plain_loop(form, tokens, skew):
     rng = np.random.default_rng(tokens)
     weights, ids = stack(rng), drawn(rng, tokens, skew)
     x = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
-    found = jax.jit(form)(x, experts.Stack(*map(jnp.asarray, weights)), ids)
+    found = jax.jit(form)(x, jax.tree.map(jnp.asarray, weights), ids)
     np.testing.assert_allclose(found, plain(x, weights, ids), rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+def test_every_form_takes_pairs_with_biases_and_limits(form):
+    rng = np.random.default_rng(2)
+    weights, ids = stack(rng), drawn(rng, 20, 1.0)
+    pairs, x = in_pairs(weights, rng), rng.standard_normal((20, HIDDEN)).astype(np.float32)
+    found = jax.jit(functools.partial(form, form=PAIRS))(x, jax.tree.map(jnp.asarray, pairs), ids)
+    np.testing.assert_allclose(found, plain_in_pairs(x, weights, pairs, ids), rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("tokens", [experts.FEW, experts.FEW + 1])
@@ -57,7 +91,7 @@ def test_weights_are_those_of_the_experts(tokens):
     rng = np.random.default_rng(7)
     weights, ids = stack(rng), drawn(rng, tokens, 0.0)
     x, shares = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (HIDDEN, CHOSEN))
-    found = jax.jit(experts.mixed)(x, experts.Stack(*map(jnp.asarray, weights)), ids, shares)
+    found = jax.jit(experts.mixed)(x, jax.tree.map(jnp.asarray, weights), ids, shares)
     expected = (plain(x, weights, ids) * shares[..., None]).sum(1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 
@@ -69,7 +103,7 @@ def test_what_a_token_holds_stays_with_it():
     x = rng.standard_normal((40, HIDDEN)).astype(np.float32)
     expected = plain(x, weights, ids)
     x[11] = np.nan
-    found = np.asarray(jax.jit(experts.in_blocks)(x, experts.Stack(*map(jnp.asarray, weights)), ids))
+    found = np.asarray(jax.jit(experts.in_blocks)(x, jax.tree.map(jnp.asarray, weights), ids))
     others = np.arange(40) != 11
     assert np.isnan(found[11]).all()
     np.testing.assert_allclose(found[others], expected[others], rtol=0, atol=tolerances.EXACT)
@@ -89,7 +123,9 @@ def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     assert sparse
     for i in sparse:
         mlp, said = theirs.model.layers[i].mlp, []
-        hook = mlp.gate.register_forward_hook(lambda module, given, out, said=said: said.append(out))
+        hook = (mlp.gate if hasattr(mlp, "gate") else mlp.router).register_forward_hook(
+            lambda module, given, out, said=said: said.append(out)
+        )
         with torch.no_grad():
             mlp(torch.tensor(x)[None])
         hook.remove()
@@ -116,13 +152,14 @@ def test_every_number_of_the_experts_is_read(tmp_path):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
     numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
-    assert {*numbers, "corrected"} == {field.name for field in dataclasses.fields(experts.routing)}
+    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(experts.routing)}
     for field, value in numbers.items():
         other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
         assert np.abs(said(other) - said(experts)).max() > 1e-3, field
     of_shape = dict(count=16, size=24, shared=8, shared_gated=True)
-    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False)
-    assert {*of_shape, "chosen"} == {field.name for field in dataclasses.fields(experts)}
+    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False, biased=True)
+    of_shape["form"] = PAIRS
+    assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(experts)}
     assert said(dataclasses.replace(experts, chosen=2)).shape != said(experts).shape
     for field, value in of_shape.items():
         changed = dataclasses.replace(model.config, experts=dataclasses.replace(experts, **{field: value}))

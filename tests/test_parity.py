@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import icejax.checkpoint
 from icejax.cache import Clustered, Full
 from icejax.generation import ASSETS
 from icejax.ops import attention
@@ -14,6 +15,7 @@ from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted
 
 LENGTHS = (7, 150)
+BFLOAT16 = ("gemma3_text-plain", "gemma4_text-experts", "gpt_oss-plain", "glm4-plain", "olmo3-plain", "phi3-long")
 
 
 def reference(model, prompt) -> np.ndarray:
@@ -34,6 +36,18 @@ def test_logits_equal_transformers(row, scale, tmp_path):
             atol=tolerances.LOGITS,
             err_msg=f"{length} tokens",
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bf16_is_as_far_from_fp32_as_transformers(name, tmp_path):
+    """Twice as far at most: near experts may be taken or not."""
+    theirs, prompt = families.build(families.row(name)), families.tokens(60)
+    exact, folder = reference(theirs, prompt), families.save(theirs, tmp_path)
+    with torch.no_grad():
+        allowed = 2 * np.abs(theirs.bfloat16()(torch.tensor([prompt])).logits[0].float().numpy() - exact).mean()
+    found = all_logits(icejax.checkpoint.load_model(folder, dtype="bfloat16"), prompt, Full())
+    assert np.abs(found - exact).mean() < allowed
 
 
 @pytest.mark.parametrize("row", families.by_family())

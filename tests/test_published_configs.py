@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from icejax.cache import Clustered, layer_policies
-from icejax.config import Experts, Latent
+from icejax.config import ExpertForm, Experts, Latent, Rope, RopeScaling
 from icejax.models import family
 from icejax.models.hf_config import SIGMOID, SOFTMAX
 
@@ -85,6 +85,62 @@ PUBLISHED = {
                 routing=SIGMOID,
             ),
         ),
+    ),
+    "Gemma-3-27B-it": (
+        dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], boi_token_index=255999, eoi_token_index=256000,
+             eos_token_id=[1, 106], image_token_index=262144, initializer_range=0.02, mm_tokens_per_image=256, torch_dtype="bfloat16",
+             transformers_version="4.50.0.dev0", vision_config={"model_type": "siglip_vision_model"},
+             text_config=dict(head_dim=128, hidden_size=5376, intermediate_size=21504, model_type="gemma3_text",
+                              num_attention_heads=32, num_hidden_layers=62, num_key_value_heads=16, query_pre_attn_scalar=168,
+                              rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024)),
+        dict(vocab_size=262208, rope_theta=1e6, context_length=131072, tie_word_embeddings=True, eos_token_ids=(1, 106),
+             dtype="bfloat16", layer_types=tuple((["sliding_attention"] * 5 + ["full_attention"]) * 11)[:62],
+             sliding_rope=Rope(size=128, theta=1e4, scaling=None)),
+    ),
+    "GLM-4-9B-0414": (
+        sizes(4096, 13696, 40, 32, 2, 151552, 32768, model_type="glm4", attention_bias=False, head_dim=128, partial_rotary_factor=0.5,
+              pad_token_id=151329, rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=[151329, 151336, 151338]),
+        dict(rotary_dim=64, rope_interleave=True, fused_mlp=True, fused_qkv=False, norm_places="both", qkv_bias=False),
+    ),
+    "gpt-oss-20b": (  # without its quantization_config
+        sizes(2880, 2880, 24, 64, 8, 201088, 131072, model_type="gpt_oss", attention_bias=True, experts_per_token=4, head_dim=64,
+              initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 12, num_experts_per_tok=4,
+              num_local_experts=32, output_router_logits=False, pad_token_id=199999, rope_theta=150000, router_aux_loss_coef=0.9,
+              rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
+                                rope_type="yarn", truncate=False),
+              sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, eos_token_id=200002),
+        dict(sinks=True, rope_theta=1.5e5, sliding_window=128, qkv_bias=True, o_bias=True, experts=Experts(
+            count=32, chosen=4, size=2880, routing=replace(SOFTMAX, biased=True), shared=0, shared_gated=False,
+            form=ExpertForm(limit=7.0, alpha=1.702, pairs=True),
+        )),
+    ),
+    "OLMo-2-1124-7B": (
+        sizes(4096, 11008, 32, 32, 32, 100352, 4096, model_type="olmo2", attention_bias=False, pad_token_id=100277, rope_scaling=None,
+              rope_theta=500000, tie_word_embeddings=False),
+        dict(qk_norm="all", norm_places="after", norm="wide", rope_theta=5e5, sliding_rope=None),
+    ),
+    "Olmo-3-7B-Instruct": (
+        sizes(4096, 11008, 32, 32, 32, 100278, 65536, model_type="olmo3", attention_bias=False, pad_token_id=100277, rope_theta=500000,
+              rope_scaling=dict(attention_factor=1.2079441541679836, beta_fast=32, beta_slow=1, factor=8.0,
+                                original_max_position_embeddings=8192, rope_type="yarn"),
+              sliding_window=4096, tie_word_embeddings=False, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8),
+        dict(context_length=65536, sliding_window=4096, rope_theta=5e5, sliding_rope=Rope(size=128, theta=5e5, scaling=None)),
+    ),
+    "Phi-3-mini-128k-instruct": (
+        sizes(3072, 8192, 32, 32, 32, 32064, 131072, model_type="phi3", attention_bias=False, auto_map={}, embd_pdrop=0.0, resid_pdrop=0.0,
+              original_max_position_embeddings=4096, pad_token_id=32000, rope_theta=10000.0, sliding_window=262144,
+              tie_word_embeddings=False, rope_scaling=dict(type="su", short_factor=[1.1] * 48, long_factor=[2.0] * 48)),
+        dict(fused_qkv=True, context_length=131072, rope_scaling=RopeScaling(
+            rope_type="longrope", factor=32.0, original_max_position_embeddings=4096, attention_factor=(1 + 5 / 12) ** 0.5,
+            factors=(2.0,) * 48, short_factors=(1.1,) * 48,
+        )),
+    ),
+    "Phi-4-mini-instruct": (
+        sizes(3072, 8192, 32, 24, 8, 200064, 131072, model_type="phi3", attention_bias=False, embd_pdrop=0.0, full_attn_mod=1,
+              interpolate_factor=1, lm_head_bias=False, mlp_bias=False, original_max_position_embeddings=4096, pad_token_id=199999,
+              partial_rotary_factor=0.75, resid_pdrop=0.0, rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=True,
+              rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48)),
+        dict(rotary_dim=96, fused_mlp=True, tie_word_embeddings=True),
     ),
     "DeepSeek-V2-Lite": (
         sizes(2048, 10944, 27, 16, 16, 102400, 163840, model_type="deepseek_v2", **LATENT, q_lora_rank=None, aux_loss_alpha=0.001,

@@ -16,7 +16,8 @@ from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
 
 SOURCE = "config.json: quantization_config"
-EMBEDDING, HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".gate.weight"  # no method here changes them
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # no method here changes them
 # Fields that say how codes were found, or how others compute with them.
 IRRELEVANT = frozenset(
     """activation_scheme act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
@@ -93,7 +94,7 @@ def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str
     layouts, found = _layouts(raw), {}
     for key, shape in shapes.items():
         module, _, last = key.rpartition(".")
-        matrix = last == "weight" and len(shape) == 2 and not key.endswith((EMBEDDING, HEAD, ROUTER))
+        matrix = last == "weight" and len(shape) == 2 and not key.endswith(KEPT)
         layout = layouts(module) if matrix else None
         parts = {key: Part(FLOATS, (shape,))}
         if layout is not None:  # a part that is a parameter of its own, as a bias may be, is that alone

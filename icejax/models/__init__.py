@@ -9,7 +9,7 @@ from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import deepseek, glm, llama, minimax, mistral, mixtral, qwen
+from icejax.models import deepseek, gemma, gemma4, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -44,6 +44,15 @@ FAMILIES = {
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
+    "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
+    "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
+    "gemma4": Family(gemma4.read_with_images, lambda raw: gemma4.IMAGES, gemma4.WITH_IMAGES, fused=True),
+    "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED, fused=True),
+    "glm4": Family(glm4.read_config),
+    "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED),
+    "olmo2": Family(olmo.read_olmo2_config, renamed=olmo.RENAMED),
+    "olmo3": Family(olmo.read_olmo3_config, renamed=olmo.RENAMED),
+    "phi3": Family(phi.read_config),
     "deepseek_v2": Family(deepseek.read_v2_config, renamed=deepseek.RENAMED),
     "deepseek_v3": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
     "kimi_k2": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),

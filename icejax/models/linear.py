@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from icejax.config import ModelConfig
 from icejax.ops.quantized import product
 
 
@@ -25,14 +26,28 @@ class Linear(nnx.Module):
         return y + self.bias[...][None, None, :] if self.has_bias else y
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32."""
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """Returns fp32 vectors, of the last axis, over their root mean squares."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
 
-    def __init__(self, features: int, *, eps: float, dtype: str) -> None:
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `norm` of a ModelConfig."""
+
+    def __init__(self, features: int, *, eps: float, dtype: str, kind: str = "rounded") -> None:
         self.weight = nnx.Param(jnp.zeros((features,), dtype))
-        self.eps = eps
+        self.eps, self.kind = eps, kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return normal.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        normal = normalised(x, self.eps)
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.kind == "rounded":
+            return normal.astype(x.dtype) * weight
+        weight = weight.astype(jnp.float32)
+        return (normal * (1.0 + weight if self.kind == "offset" else weight)).astype(x.dtype)
+
+
+def norm_of(config: ModelConfig, features: int, *, dtype: str) -> RMSNorm:
+    """Returns a norm as a model has them."""
+    return RMSNorm(features, eps=config.rms_norm_eps, kind=config.norm, dtype=dtype)

@@ -5,6 +5,8 @@ A gather of whole experts or `lax.ragged_dot` would, on one platform or another.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,46 +14,67 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from icejax.config import ExpertForm
 from icejax.ops.attention import EINSUM
+from icejax.ops.gated import gated
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
+PLAIN = ExpertForm()
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
 
 class Stack(NamedTuple):
-    """The weights of all experts."""
+    """The weights of all experts.
+
+    Attributes:
+        gate, up, down: their matrices. In pairs `gate` holds both, dtype[E, D, 2F], there is no `up`, and `down` is
+            dtype[E, F, D].
+        gate_bias, down_bias: what is added to the products of those in pairs; None: nothing.
+    """
 
     gate: jax.Array  # dtype[E, F, D]
-    up: jax.Array  # dtype[E, F, D]
+    up: jax.Array | None  # dtype[E, F, D]
     down: jax.Array  # dtype[E, D, F]
+    gate_bias: jax.Array | None = None  # dtype[E, 2F]
+    down_bias: jax.Array | None = None  # dtype[E, D]
 
 
-def mixed(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
+def mixed(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T D"]:
     """Returns the sum of what the experts `ids` make of each token, times their fp32 `weights`, in the dtype of `x`."""
     if len(x) > FEW:
-        parts = in_blocks(x, experts, ids)
+        parts = in_blocks(x, experts, ids, form=form)
     else:
-        parts = lax.platform_dependent(x, experts, ids, cuda=by_sum, rocm=by_sum, default=one_by_one)
+        few, one = (functools.partial(each, form=form) for each in (by_sum, one_by_one))
+        parts = lax.platform_dependent(x, experts, ids, cuda=few, rocm=few, default=one)
     return (parts.astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
 
 
-def by_sum(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
+def by_sum(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, in a kernel a matrix: a GPU reads in it what it multiplies."""
 
-    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        return (matrices[ids].astype(jnp.float32) * rows.astype(jnp.float32)[:, :, None, :]).sum(-1)
+    def product(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
+        chosen, rows = matrices[ids].astype(jnp.float32), rows.astype(jnp.float32)
+        y = (chosen * rows[..., None]).sum(-2) if form.pairs else (chosen * rows[:, :, None, :]).sum(-1)
+        return y if bias is None else y + bias[ids].astype(jnp.float32)
 
-    inner = jax.nn.silu(product(x[:, None], experts.gate)) * product(x[:, None], experts.up)
-    return product(inner.astype(x.dtype), experts.down).astype(x.dtype)
+    return _through(experts, x[:, None], product, form).astype(x.dtype)
 
 
-def one_by_one(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
+def one_by_one(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, a pair after the other."""
     pairs = jnp.repeat(x, ids.shape[1], axis=0)[:, None, :], ids.reshape(-1)
-    return lax.map(lambda pair: _expert(experts, pair[1], pair[0]), pairs).reshape(*ids.shape, -1)
+    return lax.map(lambda pair: _expert(experts, pair[1], pair[0], form), pairs).reshape(*ids.shape, -1)
 
 
-def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
+def in_blocks(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token: pairs are sorted by expert, and each has blocks of them to itself."""
     count, pairs = len(experts.gate), ids.size
     block = min(max(1 << (pairs // count).bit_length(), LEAST_BLOCK), MOST_BLOCK)
@@ -64,7 +87,7 @@ def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) ->
     def fill(i: jax.Array, out: jax.Array) -> jax.Array:
         expert = (ends <= i).sum()
         at = first[expert] + (i - ends[expert] + blocks[expert]) * block
-        made = _expert(experts, expert, x[lax.dynamic_slice_in_dim(tokens, at, block)])
+        made = _expert(experts, expert, x[lax.dynamic_slice_in_dim(tokens, at, block)], form)
         # What an expert's last block has too many is the next one's, which overwrites it.
         return lax.dynamic_update_slice_in_dim(out, made, at, axis=0)
 
@@ -72,7 +95,20 @@ def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) ->
     return out[jnp.argsort(order)].reshape(*ids.shape, -1)
 
 
-def _expert(experts: Stack, index: jax.Array, x: jax.Array) -> jax.Array:
-    gate, up, down = (lax.dynamic_index_in_dim(matrices, index, keepdims=False) for matrices in experts)
-    inner = jax.nn.silu(EINSUM("nd,fd->nf", x, gate)) * EINSUM("nd,fd->nf", x, up)
-    return EINSUM("nf,df->nd", inner.astype(x.dtype), down).astype(x.dtype)
+def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
+    def product(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
+        matrix = lax.dynamic_index_in_dim(matrices, index, keepdims=False)
+        y = EINSUM("ni,io->no" if form.pairs else "ni,oi->no", rows, matrix)
+        return y if bias is None else y + lax.dynamic_index_in_dim(bias, index).astype(jnp.float32)
+
+    return _through(experts, x, product, form).astype(x.dtype)
+
+
+def _through(experts: Stack, x: jax.Array, product: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
+    """Returns what comes of `x`, where `product` multiplies by one of the matrices and adds its bias."""
+    gate = product(x, experts.gate, experts.gate_bias)
+    if form.pairs:
+        gate, up = gate[..., ::2], gate[..., 1::2]
+    else:
+        up = product(x, experts.up, None)
+    return product(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias)

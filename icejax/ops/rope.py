@@ -80,8 +80,8 @@ def check_turn(rope: Rope) -> None:
     """Raises InputError if such heads cannot be turned to other positions."""
     if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
         raise InputError(
-            "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope "
-            "type 'dynamic', where they change with the length: use a cache that leaves keys at their positions"
+            "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where they change "
+            "with the length: use a cache that leaves keys at their positions"
         )
 
 
@@ -98,6 +98,11 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
             return _llama3(plain, scaling)
         case "yarn":
             return _yarn(plain, scaling, theta=theta, size=size)
+        case "proportional":
+            turned = np.arange(size // 2) < int(scaling.part * size // 2)
+            return np.where(turned, plain / np.float32(scaling.factor), np.float32(0))
+        case "longrope":
+            return plain / np.asarray(scaling.factors, np.float32)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no fixed frequencies")
 
 
