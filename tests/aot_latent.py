@@ -1,10 +1,12 @@
 """Compiles decode steps with latent attention for a device that is not there: ``python -m tests.aot_latent h100``.
 
 A JSON line for each cache and batch size says which instructions make an array of as many numbers as the matrix that makes heads
-of latents, or as its half for keys or values; and which copy the pool. Needs the compilers: ``pip install -e '.[aot]'``.
+of latents, or as its half for keys or values, or as a vector of every page; and which copy the pool. Needs the compilers:
+``pip install -e '.[aot]'``.
 """
 
 import json
+import math
 import sys
 
 from bench.program import hlo
@@ -23,9 +25,12 @@ def main(name: str) -> None:
         for batch in (1, 8):
             step = decode_step(model, policy, target, batch=batch, context=8192, new_tokens=64, backend=None)
             module = hlo.parse(compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {})).hlo)
+            pool, described = step.arguments[2], step.arguments[1].cache.layers[0]
+            sizes = {rows * rank, rows * rank // 2}
+            if pool is not None:
+                sizes.add(math.prod(described.index.levels[0].mean.data.shape))
             outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
-            copies = [x.name for x in outside if {array.elements for array in x.arrays} & {rows * rank, rows * rank // 2}]
-            pool = step.arguments[2]
+            copies = [x.name for x in outside if sizes & {array.elements for array in x.arrays}]
             copies += [] if pool is None else hlo.pool_copies(module, pool.shape, pool.dtype.itemsize)
             print(json.dumps(dict(policy=type(policy).__name__, batch=batch, copies=copies)), flush=True)
 

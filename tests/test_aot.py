@@ -131,6 +131,6 @@ def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
 
 
 @pytest.mark.slow
-def test_no_copy_of_what_makes_heads_of_latents_stands_in_the_step():
+def test_no_copy_of_what_makes_heads_of_latents_or_of_digests_stands_in_the_step():
     rows = said("h100", "tests.aot_latent", "h100")
     assert len(rows) == 4 and not [row for row in rows if row["copies"]]

@@ -161,7 +161,9 @@ def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-or
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    dots = products(q, vectors.data.astype(jnp.float32))
+    # Or XLA:GPU makes one product of several with the same q, and for it joins their vectors in fp32, if there is one KV head.
+    q, data = jax.lax.optimization_barrier((q, vectors.data))
+    dots = products(q, data.astype(jnp.float32))
     return dots if vectors.scale is None else dots * vectors.scale[:, :, None, :]
 
 
