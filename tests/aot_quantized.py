@@ -31,7 +31,7 @@ def coded(model: CausalLM, kind: str, group: int | None, zero: bool, *, inside: 
     """Makes the matrices of an abstract model codes whose keys have `inside` in them; returns how many numbers each has."""
     state, sizes = nnx.state(model), set()
     for path, weight in nnx.to_flat_state(state):
-        if "proj" in path[-2] and inside in ".".join(map(str, path)):
+        if "proj" in path[-2] and path[-1] == "weight" and inside in ".".join(map(str, path)):
             *several, rows, columns = weight.get_value().shape
             grid = (*several, columns // (group or columns), rows)
             made = [jax.ShapeDtypeStruct((*grid, columns // grid[-2]), kind), jax.ShapeDtypeStruct(grid, "float32")]
