@@ -13,6 +13,7 @@ from flax import nnx
 import icejax
 from bench.fill import fill
 from bench.scopes import scope_of
+from bench.sizes import nbytes
 from icejax.cache import Full
 from icejax.cache.policies.full import TokenState
 from icejax.cache.policy import Heads, Outcome, View
@@ -78,7 +79,7 @@ class Icejax:
         return dict(
             budget=self._policy.budget,
             ttft_s=self.ttft_s,
-            weight_bytes=sum(x.nbytes for x in self._decoding._leaves),
+            weight_bytes=nbytes(self._decoding._leaves),
             device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
             digest_bytes=digests,
             slots_used=float(np.mean(used)) * len(layers) / heads,

@@ -99,20 +99,19 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertForm:
-    """How experts compute, and how their matrices stand in a checkpoint.
+    """How experts compute.
 
     Attributes:
         act: the activation of their gates.
         limit: of gates, and of the magnitude of what they gate, to which 1 is added then (gpt-oss); None: there is none.
         alpha: with a limit the activation is the gate times the sigmoid of `alpha` times it.
-        pairs: whether gates and what they gate stand in one matrix, column by column, all matrices are turned, and all products
-            have a bias (gpt-oss).
+        biased: whether all products have a bias.
     """
 
     act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     limit: float | None = None
     alpha: float = 1.0
-    pairs: bool = False
+    biased: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ class Experts:
         routing: how they are chosen.
         shared: the inner size of one more that all tokens take; 0: there is none.
         shared_gated: whether that is multiplied by the sigmoid of a gate of its own.
-        form: how they compute, and how they stand in a checkpoint.
+        form: how they compute.
         beside: whether they stand beside the layer's one MLP, with norms of their own, instead of in its place (Gemma 4).
     """
 
@@ -184,7 +183,6 @@ class ModelConfig:
         norm: how RMSNorms multiply by their weight: what is `rounded` to the activations' dtype before, in fp32 (`wide`), or in
             fp32 by 1 + weight (`offset`).
         norm_places: on which side of a layer's two blocks there is a norm.
-        fused_qkv, fused_mlp: whether the projections to q, k and v, or to gate and up, are one matrix.
         rope_interleave: whether RoPE rotates pairs of neighbouring channels, instead of the halves of what it rotates.
         hidden_act: the activation of an MLP's gate.
         embed_scale: what embeddings are multiplied by, rounded to their dtype.
@@ -225,8 +223,6 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     norm: Literal["rounded", "wide", "offset"] = "rounded"
     norm_places: Literal["before", "after", "both"] = "before"
-    fused_qkv: bool = False
-    fused_mlp: bool = False
     rope_interleave: bool = False
     hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     embed_scale: float = 1.0

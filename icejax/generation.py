@@ -30,8 +30,12 @@ ASSETS = Path(__file__).parent / "assets"
 MAX_NEW_TOKENS = 256
 
 
-def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progress | None = None) -> tuple[CausalLM, Any]:
+def load(
+    path: str | Path = ASSETS, *, dtype: str | None = None, quantize: str | None = None, progress: Progress | None = None
+) -> tuple[CausalLM, Any]:
     """Returns the model and the tokenizer of a Hugging Face folder, an icejax folder or a hub id; the bundled ones without.
+
+    The options are those of `checkpoint.load_model`.
 
     Raises:
         InputError: something about the folder is not as it should be; the message says what.
@@ -41,7 +45,7 @@ def load(path: str | Path = ASSETS, *, dtype: str | None = None, progress: Progr
     folder = resolve(path)
     read_config(folder)
     tokenizer = load_tokenizer(folder)
-    return load_model(folder, dtype=dtype, progress=progress), tokenizer
+    return load_model(folder, dtype=dtype, quantize=quantize, progress=progress), tokenizer
 
 
 def stream_generate(

@@ -20,8 +20,9 @@ from flax import nnx
 
 import icejax
 from bench.program import hlo
-from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, nbytes, without_devices
+from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, without_devices
 from bench.program.targets import TARGETS, Target
+from bench.sizes import nbytes
 from icejax import compiler, decoding, inference, rows
 from icejax.cache import host
 from icejax.plan import make_plan

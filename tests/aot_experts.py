@@ -1,6 +1,7 @@
-"""Compiles a decode step with experts for a device that is not there: ``python -m tests.aot_experts h100 8`` prints what was made.
+"""Compiles decode steps with experts for a device that is not there: ``python -m tests.aot_experts h100 8`` prints what was made.
 
-Its arguments: the target, the batch size and a model type, `qwen3_moe` unless said. Needs the compilers: ``pip install -e '.[aot]'``.
+Its arguments: the target, the batch size and a model type, `qwen3_moe` unless said. A JSON line for each kind of weights. Needs the
+compilers: ``pip install -e '.[aot]'``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from flax import nnx
 
 from bench.program import hlo
 from bench.program.compile import compile_for, decode_step, without_devices
-from bench.program.targets import TARGETS
+from bench.program.targets import TARGETS, Target
 from icejax import compiler
 from icejax.cache import Full
 from icejax.models import CausalLM, family
+from tests.aot_quantized import coded
 
 SIZES = dict(
     vocab_size=256, hidden_size=512, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
@@ -31,30 +33,45 @@ RAW = {
 }  # fmt: skip
 # What names an array that is there, or makes none in the device's memory.
 GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
+# Of the experts: codes, columns of a group (None: all), whether there are zero points.
+KINDS = {
+    "qwen3_moe": [
+        ("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False),
+        ("int4", 128, True), ("float4_e2m1fn", 32, False),
+    ],
+    "gpt_oss": [("float4_e2m1fn", 32, False)],
+    "gemma4_text": [],
+}  # fmt: skip
 
 
 def main(name: str, batch: str, model_type: str = "qwen3_moe") -> None:
     without_devices()
     raw = SIZES | RAW[model_type] | {"model_type": model_type}
     target, config = TARGETS[name], family(raw).read_config(raw)
-    model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
-    step = decode_step(model, Full(), target, batch=int(batch), context=512, new_tokens=64, backend=None)
+    for kind in (None, *KINDS[model_type]):
+        model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
+        if kind is not None:
+            coded(model, *kind, inside=".experts.")
+        print(json.dumps(dict(kind=kind) | said(model, target, int(batch))), flush=True)
+
+
+def said(model: CausalLM, target: Target, batch: int) -> dict:
+    """Returns the largest array that a step makes, and the sizes that it must not have."""
+    config = model.config
+    step = decode_step(model, Full(), target, batch=batch, context=512, new_tokens=64, backend=None)
     compiled = compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {}))
     module = hlo.parse(compiled.hlo)
     # Of a fusion only what comes out of it is an array: what is inside is never whole.
     fused = {x.calls for x in module.all() if x.opcode == "fusion"}
     made = [x for name, lines in module.computations.items() if name not in fused for x in lines.values()]
     sizes = [array.elements for x in made if x.opcode not in GIVEN for array in x.arrays]
-    print(
-        json.dumps(
-            dict(
-                matrix_elements=config.hidden_size * config.experts.size,
-                experts=config.experts.count,
-                chosen=config.experts.chosen,
-                largest=max(sizes),
-                temp_bytes=compiled.memory.temp_size_in_bytes,
-            )
-        )
+    return dict(
+        matrix_elements=config.hidden_size * config.experts.size,
+        experts=config.experts.count,
+        chosen=config.experts.chosen,
+        largest=max(sizes),
+        argument_bytes=compiled.memory.argument_size_in_bytes,
+        temp_bytes=compiled.memory.temp_size_in_bytes,
     )
 
 

@@ -27,26 +27,26 @@ KINDS += [("int4", 128, True)]
 GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "opt-barrier", "copy-start", "slice-start", "async-start")
 
 
-def coded(kind: str, group: int | None, zero: bool) -> tuple[CausalLM, set[int]]:
-    """Returns a layer of Llama-3.1-8B whose matrices are such codes, without arrays, and how many numbers each of them has."""
-    model, sizes = abstract_model("llama-3.1-8b", dtype="bfloat16", layers=1), set()
-    state = nnx.state(model)
+def coded(model: CausalLM, kind: str, group: int | None, zero: bool, *, inside: str = "proj") -> set[int]:
+    """Makes the matrices of an abstract model codes whose keys have `inside` in them; returns how many numbers each has."""
+    state, sizes = nnx.state(model), set()
     for path, weight in nnx.to_flat_state(state):
-        if path[-2].endswith("proj"):
-            rows, columns = weight.get_value().shape
-            grid = (columns // (group or columns), rows)
-            made = [jax.ShapeDtypeStruct((*grid, columns // grid[0]), kind), jax.ShapeDtypeStruct(grid, "float32")]
+        if "proj" in path[-2] and inside in ".".join(map(str, path)):
+            *several, rows, columns = weight.get_value().shape
+            grid = (*several, columns // (group or columns), rows)
+            made = [jax.ShapeDtypeStruct((*grid, columns // grid[-2]), kind), jax.ShapeDtypeStruct(grid, "float32")]
             weight.set_value(Grouped(*made, jax.ShapeDtypeStruct(grid, "int8") if zero else None))
             sizes.add(rows * columns)
     nnx.update(model, state)
-    return model, sizes
+    return sizes
 
 
 def main(name: str) -> None:
     without_devices()
     target = TARGETS[name]
     for kind, group, zero in KINDS:
-        model, matrices = coded(kind, group, zero)
+        model = abstract_model("llama-3.1-8b", dtype="bfloat16", layers=1)
+        matrices = coded(model, kind, group, zero)
         for batch in (1, 8):
             sizes = dict(batch=batch, context=1024, new_tokens=64, backend=None)
             step = decode_step(model, icejax.Full(), target, **sizes)

@@ -180,6 +180,38 @@ def ints(strategy: str, rows: int | None, kind: str, lead: int | None = None) ->
     return plain(config, rows, None, scale="weight_scale", kind=kind, error=0.008, lead=lead)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by their bits
+
+
+def fp4(format: str, group: int, *, error: float) -> Format:
+    """Two numbers in a byte, scales of e4m3 that one of the matrix divides, or exponents of two."""
+    whole = format.startswith("nv")
+
+    def write(w):
+        most = np.abs(w).reshape(len(w), -1, group).max(-1)
+        if whole:
+            over = np.float32(6 * 448 / most.max())
+            scale = torch.tensor(most / 6 * over).to(torch.float8_e4m3fn)
+            each, parts = scale.float().numpy() / over, {"weight_global_scale": torch.tensor([over])}
+        else:
+            exponents = np.floor(np.log2(most)).astype(int) - 2
+            each, scale, parts = 2.0**exponents, torch.tensor((exponents + 127).astype(np.uint8)), {}
+        codes = np.abs((w / blocked(each, w.shape, 1, group))[..., None] - E2M1).argmin(-1).astype(np.uint8)
+        return {"weight_packed": torch.tensor(codes[:, ::2] | codes[:, 1::2] << 4), "weight_scale": scale} | parts
+
+    def read(t, shape):
+        index = np.arange(shape[1])
+        codes = E2M1[(t["weight_packed"].numpy()[:, index // 2] >> (index % 2 * 4)) & 15]
+        each = t["weight_scale"].float().numpy() / t["weight_global_scale"].numpy() if whole else None
+        return (codes * blocked(2.0 ** (t["weight_scale"].numpy() - 127.0) if each is None else each, shape, 1, group)).astype(
+            "f4"
+        )
+
+    more = dict(group_size=group, scale_dtype="torch.float8_e4m3fn" if whole else "torch.uint8", zp_dtype=None)
+    strategy = "tensor_group" if whole else "group"
+    return Format(compressed(f"{format}-pack-quantized", strategy, bits=4, type="float", **more), write, read, error)
+
+
 # The study's relative errors of Gaussian weights; groups here are of 32 columns, or of 40, which cut their last one.
 FORMATS = {
     "fp8-tensor": fp8(None),
@@ -192,6 +224,8 @@ FORMATS = {
     "int-asymmetric": ints("channel", 1, "asymmetric"),
     "packed-4": packed(4, 32, symmetric=True, error=0.097, actorder="static"),
     "packed-4-asymmetric": packed(4, 32, symmetric=False, error=0.097),
+    "nvfp4": fp4("nvfp4", 8, error=0.098),
+    "mxfp4": fp4("mxfp4", 8, error=0.115),
     "packed-8": packed(8, 32, symmetric=True, error=0.008),
     "awq": awq(32, error=0.097),
     "gptq": gptq(4, 32, version="gptq", error=0.097),

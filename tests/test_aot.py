@@ -90,6 +90,16 @@ def test_the_step_of_32_layers_is_one_graph(line):
 
 
 @pytest.mark.slow
+def test_the_step_of_int4_is_one_graph_that_is_estimated_to_be_faster():
+    line = "--context 32768 --cache full,clustered --weights plain,int4"
+    rows = said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton")
+    assert [row["weights"] for row in rows] == 2 * ["bfloat16", "int4"]
+    for plain, coded in zip(rows[::2], rows[1::2], strict=True):
+        assert (coded["launches"], coded["graph_launches"], coded["blocking"]) == (1, 1, 0) and not coded["pool_copies"]
+        assert coded["weight_bytes"] < 0.4 * plain["weight_bytes"] and coded["ms"]["mid"] < 0.7 * plain["ms"]["mid"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "v6e"])
 def test_pages_of_a_tpu_come_together(target):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072"
@@ -100,12 +110,17 @@ def test_pages_of_a_tpu_come_together(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("target", ["h100", "v5e"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4_text"])
-def test_a_step_copies_no_experts(family, target, batch):
-    (found,) = said(target, "tests.aot_experts", target, str(batch), family)
-    matrix, experts = found["matrix_elements"], found["experts"]
-    assert found["largest"] < experts * matrix / 10
-    assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all
+@pytest.mark.parametrize("family, kinds", [("qwen3_moe", 6), ("gpt_oss", 1), ("gemma4_text", 0)])
+def test_a_step_copies_no_experts(family, kinds, target, batch):
+    plain, *coded = said(target, "tests.aot_experts", target, str(batch), family)
+    assert len(coded) == kinds
+    for found in (plain, *coded):
+        matrix, experts = found["matrix_elements"], found["experts"]
+        assert found["largest"] < experts * matrix / 10
+        assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all
+    for found in coded:
+        bits = 4 if found["kind"][0] in ("int4", "float4_e2m1fn") else 8
+        assert found["argument_bytes"] < plain["argument_bytes"] * (bits + 2) / 16
 
 
 @pytest.mark.slow

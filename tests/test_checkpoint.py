@@ -186,7 +186,7 @@ def test_round_trip_is_bit_exact_and_transformers_loads_it(folder, tmp_path, cap
 
 def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
     tensors = {name: np.full((10, 10), i, np.float32) for i, name in enumerate("abcde")}
-    assert sorted(huggingface.write(tmp_path, tensors, shard_bytes=1000)) == list("abcde")
+    huggingface.write(tmp_path, tensors, shard_bytes=1000)
     files = huggingface.shards(tmp_path)
     assert [f.name for f in files] == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
     for key, file, _, _ in huggingface.keys(files):

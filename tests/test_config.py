@@ -128,7 +128,7 @@ INERT = {
 }  # fmt: skip
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places", "fused_qkv", "fused_mlp",
+    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places",
     "sinks", "keys_alone", "layer_scalar",
 }  # fmt: skip
 

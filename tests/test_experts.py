@@ -13,6 +13,7 @@ from icejax.checkpoint import load
 from icejax.config import ExpertForm, Experts
 from icejax.models.experts import Router
 from icejax.ops import experts
+from icejax.ops.quantized import Grouped
 from tests import families, tolerances
 
 COUNT, CHOSEN, HIDDEN, INNER = 8, 3, 24, 20
@@ -22,9 +23,7 @@ MIXTURES = [
     if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
     and "enable_moe_block" not in dict(row.changes)
 ]
-
-
-PAIRS = ExpertForm(limit=0.8, alpha=1.3, pairs=True)
+LIMITED = ExpertForm(limit=0.8, alpha=1.3, biased=True)
 
 
 def stack(rng) -> experts.Stack:
@@ -32,31 +31,16 @@ def stack(rng) -> experts.Stack:
     return experts.Stack(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
 
 
-def in_pairs(weights: experts.Stack, rng) -> experts.Stack:
-    """Returns the same matrices as gpt-oss has them, and biases."""
-    both = np.stack([weights.gate, weights.up], axis=2).reshape(COUNT, 2 * INNER, HIDDEN).swapaxes(1, 2)
-    biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (2 * INNER, HIDDEN))
-    return experts.Stack(both, None, weights.down.swapaxes(1, 2), *biases)
-
-
-def plain(x, weights: experts.Stack, ids) -> np.ndarray:
+def plain(x, weights: experts.Stack, ids, form: ExpertForm = experts.PLAIN) -> np.ndarray:
     """A float64 loop over tokens and their experts."""
     out = np.zeros((*ids.shape, HIDDEN))
     for t, k in np.ndindex(ids.shape):
         gate, up, down = (matrices[ids[t, k]].astype(np.float64) for matrices in weights[:3])
-        inner = gate @ x[t]
-        out[t, k] = down @ (inner / (1 + np.exp(-inner)) * (up @ x[t]))
-    return out
-
-
-def plain_in_pairs(x, weights: experts.Stack, biases: experts.Stack, ids) -> np.ndarray:
-    """The same with gpt-oss's limits, of matrices that stand apart and the biases of those in pairs."""
-    out = np.zeros((*ids.shape, HIDDEN))
-    for t, k in np.ndindex(ids.shape):
-        e = ids[t, k]
-        gate = np.minimum(weights.gate[e].astype(np.float64) @ x[t] + biases.gate_bias[e, ::2], PAIRS.limit)
-        up = np.clip(weights.up[e].astype(np.float64) @ x[t] + biases.gate_bias[e, 1::2], -PAIRS.limit, PAIRS.limit)
-        out[t, k] = weights.down[e] @ (gate / (1 + np.exp(-PAIRS.alpha * gate)) * (up + 1)) + biases.down_bias[e]
+        biases = [0 if bias is None else bias[ids[t, k]] for bias in weights[3:]]
+        gate, up = gate @ x[t] + biases[0], up @ x[t] + biases[1]
+        if form.limit is not None:
+            gate, up = np.minimum(gate, form.limit), np.clip(up, -form.limit, form.limit) + 1
+        out[t, k] = down @ (gate / (1 + np.exp(-form.alpha * gate)) * up) + biases[2]
     return out
 
 
@@ -78,12 +62,30 @@ def test_every_form_is_a_plain_loop(form, tokens, skew):
 
 
 @pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
-def test_every_form_takes_pairs_with_biases_and_limits(form):
+@pytest.mark.parametrize("tokens", [3, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("int8", "float4_e2m1fn"))])
+def test_every_form_takes_codes(form, tokens, kind):
+    rng, made, wide = np.random.default_rng(tokens), [], []
+    for rows, columns in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)):
+        shape = (COUNT, columns // 4, rows)
+        codes = (rng.standard_normal((*shape, 4)) * 3).clip(-6, 6).astype(kind)
+        scale, zero = rng.uniform(0.05, 0.1, shape).astype(np.float32), rng.integers(-4, 4, shape).astype(np.int8)
+        made.append(Grouped(jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(zero)))
+        groups = (codes.astype(np.float64) - zero[..., None]) * scale[..., None]
+        wide.append(groups.swapaxes(1, 2).reshape(COUNT, rows, columns))
+    ids, x = drawn(rng, tokens, 0.0), rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
+    found, expected = jax.jit(form)(x, experts.Stack(*made), ids), plain(x, experts.Stack(*wide), ids)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+def test_every_form_takes_biases_and_limits(form):
     rng = np.random.default_rng(2)
-    weights, ids = stack(rng), drawn(rng, 20, 1.0)
-    pairs, x = in_pairs(weights, rng), rng.standard_normal((20, HIDDEN)).astype(np.float32)
-    found = jax.jit(functools.partial(form, form=PAIRS))(x, jax.tree.map(jnp.asarray, pairs), ids)
-    np.testing.assert_allclose(found, plain_in_pairs(x, weights, pairs, ids), rtol=0, atol=tolerances.EXACT)
+    biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (INNER, INNER, HIDDEN))
+    weights, ids = experts.Stack(*stack(rng)[:3], *biases), drawn(rng, 20, 1.0)
+    x = rng.standard_normal((20, HIDDEN)).astype(np.float32)
+    found = jax.jit(functools.partial(form, form=LIMITED))(x, jax.tree.map(jnp.asarray, weights), ids)
+    np.testing.assert_allclose(found, plain(x, weights, ids, LIMITED), rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("tokens", [experts.FEW, experts.FEW + 1])
@@ -158,7 +160,7 @@ def test_every_number_of_the_experts_is_read(tmp_path):
         assert np.abs(said(other) - said(experts)).max() > 1e-3, field
     of_shape = dict(count=16, size=24, shared=8, shared_gated=True)
     of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False, biased=True)
-    of_shape["form"] = PAIRS
+    of_shape["form"] = LIMITED
     assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(experts)}
     assert said(dataclasses.replace(experts, chosen=2)).shape != said(experts).shape
     for field, value in of_shape.items():

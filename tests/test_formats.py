@@ -13,6 +13,7 @@ from icejax.checkpoint import formats, load_model
 from icejax.commands import convert, generate
 from tests import families, quantised
 from tests.quantised import FORMATS
+from tests.test_checkpoint import same_arrays
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 KEY = WEIGHT.removesuffix(".weight")
@@ -100,7 +101,7 @@ def test_published_forms_are_read(name):
 
 NOT_READ = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes' is not supported"),
-    "unknown": ({"quant_method": "a\nb"}, "is not supported: expected one of fp8, compressed-tensors, awq, gptq"),
+    "unknown": ({"quant_method": "a\nb"}, "is not supported: expected one of fp8, compressed-tensors, awq, gptq, mxfp4"),
     "no method": ({"bits": 4}, "quant_method '' is not supported"),
     "no object": ("fp8", "'quantization_config' must be an object, got 'fp8'"),
     "act-order": (FORMATS["gptq"].config | {"desc_act": True}, "desc_act=True is not supported (only False)"),
@@ -114,7 +115,8 @@ NOT_READ = {
     "unknown field": (fp8(rotation="hadamard"), "field 'rotation' ('hadamard') is not known here and may change"),
     "no names": (fp8(modules_to_not_convert=[3]), "'modules_to_not_convert' must list names or sound expressions, got 3"),
     "expression": (group() | {"ignore": ["re:("]}, "'ignore' must list names or sound expressions, got 're:('"),
-    "nvfp4": (group() | {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
+    "nvfp4": (group() | {"format": "nvfp4-pack-quantized"}, "'type' of nvfp4-pack-quantized must be one of float, got 'int'"),
+    "marlin-24": (group() | {"format": "marlin-24"}, "nvfp4-pack-quantized, got 'marlin-24'"),
     "sparse": (group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "of sparsity_config must be one of dense, got"),
     "group order": (group(actorder="group"), "'actorder' must be one of static, weight, got 'group'"),
     "no num_bits": (group(num_bits=None), "config_groups.group_0.weights has no 'num_bits', which is needed"),
@@ -221,10 +223,17 @@ def test_biases_of_zeros_and_scales_of_activations_are_passed_over(model, tmp_pa
         np.testing.assert_allclose(found, weights[WEIGHT], rtol=1e-6, atol=1e-6)
 
 
-def test_icejax_folders_have_no_codes(capsys, sound, tmp_path):
-    arguments = dict(name="convert.hf_to_orbax", to="orbax")
-    assert convert.main([str(sound("awq")), str(tmp_path / "orbax")], **arguments) == 2
-    assert "is quantised by awq, which an icejax folder cannot keep bit for bit" in capsys.readouterr().err
-    shutil.copytree(sound("awq"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "orbax").mkdir()
-    assert "is an icejax folder, whose weights are not quantised" in refused(capsys, tmp_path)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "awq" else pytest.mark.slow) for name in FORMATS])
+def test_a_round_trip_of_codes_is_bit_exact(model, tmp_path, name):
+    source, icejax, back = (tmp_path / each for each in ("hf", "orbax", "back"))
+    quantised.save(model, source, FORMATS[name])
+    assert convert.main([str(source), str(icejax)], name="icejax convert") == 0
+    assert convert.main([str(icejax), str(back)], name="icejax convert") == 0
+    stored, found = (load_file(folder / "model.safetensors") for folder in (source, back))
+    assert stored.keys() == found.keys() and len(stored) > 40
+    for key in stored:
+        assert (stored[key].dtype, stored[key].shape) == (found[key].dtype, found[key].shape)
+        assert torch.equal(stored[key].reshape(-1).view(torch.uint8), found[key].reshape(-1).view(torch.uint8))
+    for folder in (icejax, back):
+        assert (folder / "config.json").read_text() == (source / "config.json").read_text()
+    assert same_arrays(load_model(source, codes=True), load_model(icejax, codes=True))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from icejax.cache import Full
 from icejax.checkpoint import formats, load, load_model
@@ -81,6 +82,20 @@ def test_words_hold_the_lowest_number_first(bits):
     numbers = [*range(32 // bits)]
     word = sum(number << (bits * number) for number in numbers)
     assert unpack(np.array([[word]], np.int32), bits).tolist() == [numbers]
+
+
+def test_blocks_of_gpt_oss_are_those_of_transformers():
+    """All codes, and all exponents of which none makes too much for fp32."""
+    raw = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}}
+    key, router, shape = "model.layers.3.mlp.experts.down_proj", "model.layers.3.mlp.router.weight", (2, 64, 127)
+    sources = formats.sources(raw, {key: shape, router: (2, 64)})
+    assert sources[router].layout is None
+    bits = torch.tensor(np.random.default_rng(0).integers(0, 256, (2, 127, 2, 16)), dtype=torch.uint8)
+    exponents = torch.arange(2 * 127 * 2).reshape(2, 127, 2).remainder(252).to(torch.uint8)
+    tensors = {f"{key}_blocks": bits.numpy(), f"{key}_scales": exponents.numpy()}
+    assert {name: part.shapes for name, part in sources[key].parts.items()} == {k: (t.shape,) for k, t in tensors.items()}
+    expected = convert_moe_packed_tensors(bits, exponents, dtype=torch.float32).transpose(1, 2)
+    np.testing.assert_array_equal(sources[key].read(tensors).weights(), expected)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from icejax import saved
 from icejax.checkpoint import formats, huggingface, load
+from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.tensors import opened
 from icejax.commands.options import parser
 from icejax.commands.requests import read_prompts
 from icejax.errors import InputError
@@ -61,8 +63,10 @@ def read_config(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> None:
-    for _, tensor in load.tensors(folder, load.read_config(folder), SHAPES):
-        assert tensor.dtype.kind in "fV"
+    found = opened(folder, load.read_config(folder), SHAPES)
+    for key in found.sources:
+        tensor = found.read(key)
+        assert (tensor.weights() if isinstance(tensor, Codes) else tensor).dtype.kind in "fV"
 
 
 def read_jsonl(folder: Path) -> None:

@@ -11,6 +11,7 @@ from bench.program.estimate import Rates
 from bench.program.hlo import Traffic
 from bench.program.targets import TARGETS
 from bench.program.work import Work
+from bench.sizes import nbytes
 from icejax import memory
 from icejax.cache import Clustered
 
@@ -280,7 +281,7 @@ def test_a_step_is_described_with_no_array_of_its_pool():
     sizes = dict(batch=8, context=2**20, new_tokens=64, backend="gather")
     step = compile.decode_step(model, Clustered(), TARGETS["h100"], **sizes)
     pool = step.arguments[2]
-    assert compile.nbytes(pool) > 60e9 and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(step.arguments))
+    assert nbytes(pool) > 60e9 and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(step.arguments))
     (traced,) = [x for x in step.program.trace(*step.arguments).jaxpr.in_avals if x.shape == pool.shape]
     assert traced.memory_space == memory.HOST
 
@@ -289,6 +290,7 @@ def test_a_step_is_described_with_no_array_of_its_pool():
     ("line", "message"),
     [
         ("--target h300", "--target must be of h100, h200, a100, v5e, v6e, got 'h300' (did you mean h200?)"),
+        ("--weights plain,nf4", "--weights must be one of plain, int8, fp8, int4, got 'nf4'"),
         ("--context 4k", "--context must be whole numbers, comma-separated, got '4k'"),
         ("--batch 0", "--batch must be"),
         ("--cache clustred", "unknown cache 'clustred'"),

@@ -100,7 +100,7 @@ PUBLISHED = {
     "GLM-4-9B-0414": (
         sizes(4096, 13696, 40, 32, 2, 151552, 32768, model_type="glm4", attention_bias=False, head_dim=128, partial_rotary_factor=0.5,
               pad_token_id=151329, rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=[151329, 151336, 151338]),
-        dict(rotary_dim=64, rope_interleave=True, fused_mlp=True, fused_qkv=False, norm_places="both", qkv_bias=False),
+        dict(rotary_dim=64, rope_interleave=True, norm_places="both", qkv_bias=False),
     ),
     "gpt-oss-20b": (  # without its quantization_config
         sizes(2880, 2880, 24, 64, 8, 201088, 131072, model_type="gpt_oss", attention_bias=True, experts_per_token=4, head_dim=64,
@@ -111,7 +111,7 @@ PUBLISHED = {
               sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, eos_token_id=200002),
         dict(sinks=True, rope_theta=1.5e5, sliding_window=128, qkv_bias=True, o_bias=True, experts=Experts(
             count=32, chosen=4, size=2880, routing=replace(SOFTMAX, biased=True), shared=0, shared_gated=False,
-            form=ExpertForm(limit=7.0, alpha=1.702, pairs=True),
+            form=ExpertForm(limit=7.0, alpha=1.702, biased=True),
         )),
     ),
     "OLMo-2-1124-7B": (
@@ -130,7 +130,7 @@ PUBLISHED = {
         sizes(3072, 8192, 32, 32, 32, 32064, 131072, model_type="phi3", attention_bias=False, auto_map={}, embd_pdrop=0.0, resid_pdrop=0.0,
               original_max_position_embeddings=4096, pad_token_id=32000, rope_theta=10000.0, sliding_window=262144,
               tie_word_embeddings=False, rope_scaling=dict(type="su", short_factor=[1.1] * 48, long_factor=[2.0] * 48)),
-        dict(fused_qkv=True, context_length=131072, rope_scaling=RopeScaling(
+        dict(context_length=131072, rope_scaling=RopeScaling(
             rope_type="longrope", factor=32.0, original_max_position_embeddings=4096, attention_factor=(1 + 5 / 12) ** 0.5,
             factors=(2.0,) * 48, short_factors=(1.1,) * 48,
         )),
@@ -140,7 +140,7 @@ PUBLISHED = {
               interpolate_factor=1, lm_head_bias=False, mlp_bias=False, original_max_position_embeddings=4096, pad_token_id=199999,
               partial_rotary_factor=0.75, resid_pdrop=0.0, rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=True,
               rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48)),
-        dict(rotary_dim=96, fused_mlp=True, tie_word_embeddings=True),
+        dict(rotary_dim=96, tie_word_embeddings=True),
     ),
     "DeepSeek-V2-Lite": (
         sizes(2048, 10944, 27, 16, 16, 102400, 163840, model_type="deepseek_v2", **LATENT, q_lora_rank=None, aux_loss_alpha=0.001,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,22 @@ def _bits(model: icejax.CausalLM, tokens: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
 
 
+def pieces(length: int, count: int) -> Iterator[tuple[str, list[bytes]]]:
+    """Yields each kind of held-out text with as many pieces of it, of `length` bytes, drawn always alike."""
+    rng = np.random.default_rng(0)
+    for kind in task.KINDS:
+        text = task.corpus("heldout", kind)
+        starts = rng.integers(0, len(text) - length, size=count)
+        yield kind, [text[start : start + length] for start in starts]
+
+
+def bits(model: icejax.CausalLM, texts: list[bytes]) -> np.ndarray:
+    """Returns the bits of every byte that counts, of texts of one length: [texts, bytes]."""
+    tokens = np.asarray([list(text) for text in texts], np.int32)
+    batches = np.split(tokens, range(8, len(tokens), 8))
+    return np.concatenate([np.asarray(_bits(model, batch))[:, UNCOUNTED - 1 :] for batch in batches])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
@@ -59,16 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     model, _ = icejax.load(arguments.model, dtype="float32")
     trigram = Trigram(b"\n".join(task.corpus("train", kind) for kind in task.KINDS))
-    rng = np.random.default_rng(0)
-    for kind in task.KINDS:
-        text = task.corpus("heldout", kind)
-        starts = rng.integers(0, len(text) - arguments.length, size=arguments.pieces)
-        pieces = [text[start : start + arguments.length] for start in starts]
-        tokens = np.asarray([list(piece) for piece in pieces], np.int32)
-        ours = np.concatenate(
-            [np.asarray(_bits(model, batch))[:, UNCOUNTED - 1 :] for batch in np.split(tokens, range(8, len(tokens), 8))]
-        )
-        theirs = np.stack([trigram.bits(piece)[UNCOUNTED - 2 :] for piece in pieces])
+    for kind, texts in pieces(arguments.length, arguments.pieces):
+        ours, theirs = bits(model, texts), np.stack([trigram.bits(text)[UNCOUNTED - 2 :] for text in texts])
         row = dict(
             kind=kind, bytes=ours.size, bits_per_byte=round(float(ours.mean()), 4), trigram=round(float(theirs.mean()), 4)
         )

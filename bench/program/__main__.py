@@ -2,7 +2,8 @@
 
 One JSON line per program: kernels, graph launches, copies from and to the host, sorts and selections, what blocks the host,
 bytes by named scope, memory, copies of the pool; and an estimate of the milliseconds with the least they could be. Tables, and
-the assumptions behind the estimate, go to stderr. `--target`, `--context`, `--batch` and `--cache` take lists. Nothing runs on
+the assumptions behind the estimate, go to stderr. `--target`, `--context`, `--batch`, `--cache` and
+`--weights` take lists; with int8, fp8 or int4 matrices are codes, as `--quantize` makes them. Nothing runs on
 a device and no array of a cache's size is made; the compilers are those of ``pip install -e '.[aot]'``, for jax 0.10.2.
 """
 
@@ -20,8 +21,12 @@ from rich.console import Console
 from bench import shapes
 from bench.flags import flag, numbers
 from bench.program import compile, estimate, report, targets
+from icejax import ranges
 from icejax.cache.options import cache_options, make_policy
+from icejax.checkpoint.rounding import METHODS
 from icejax.errors import InputError
+
+PLAIN = "plain"  # weights as --dtype says
 
 
 def rows(arguments: argparse.Namespace):
@@ -33,9 +38,15 @@ def rows(arguments: argparse.Namespace):
     contexts, batches = numbers("--context", arguments.context), numbers("--batch", arguments.batch)
     for target in named:
         compile.check_compiler(target)
-    model = compile.abstract_model(arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
-    for target, context, batch, (cache, policy) in itertools.product(named, contexts, batches, policies.items()):
+    models = {}
+    for name in arguments.weights.split(","):
+        ranges.one_of("--weights", name, (PLAIN, *METHODS))
+        sizes = dict(dtype=arguments.dtype, layers=arguments.layers, rounding=METHODS.get(name))
+        models[name] = compile.abstract_model(arguments.shape, **sizes)
+    every = itertools.product(named, contexts, batches, policies.items(), models.items())
+    for target, context, batch, (cache, policy), (weights, model) in every:
         what = dict(target=target.name, shape=arguments.shape, layers=model.config.num_hidden_layers, dtype=arguments.dtype)
+        what |= dict(weights=arguments.dtype if weights == PLAIN else weights)
         what |= dict(context=context, batch=batch, cache=cache, options=options if cache == "clustered" else {}, flags=flags)
         sizes = dict(batch=batch, context=context, new_tokens=arguments.new_tokens, backend=arguments.fetch_backend)
         step = compile.decode_step(model, policy, target, **sizes)
@@ -55,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=shapes.NAMES, default="llama-3.1-8b", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="of the shape")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default=PLAIN, help=f"comma-separated, of {', '.join((PLAIN, *METHODS))}")
     parser.add_argument("--context", default="131072", help="tokens, comma-separated (default: %(default)s)")
     parser.add_argument("--batch", default="1", help="comma-separated (default: %(default)s)")
     parser.add_argument("--cache", default="clustered", help="comma-separated, of the cache's names (default: %(default)s)")
@@ -71,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             found.append(row)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    console = Console(stderr=True, width=170)
+    console = Console(stderr=True, width=180)
     for table in report.tables(found):
         console.print(table)
     for name in dict.fromkeys(row["target"] for row in found):

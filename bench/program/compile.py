@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax._src.lib import xla_client
@@ -27,9 +25,14 @@ from icejax.cache.backends import BACKENDS
 from icejax.cache.extents import extents_for
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy
+from icejax.checkpoint import formats
+from icejax.checkpoint.load import abstract
+from icejax.checkpoint.rounding import Method
 from icejax.decoding import DecodeState
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
+from icejax.models.latent import BY_HEAD
+from icejax.ops.quantized import Grouped
 from icejax.plan import Plan, make_plan
 from icejax.rows import nobody
 
@@ -76,10 +79,22 @@ def without_devices() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def abstract_model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
-    """Returns the model of a shape, with shapes for arrays."""
+def abstract_model(name: str, *, dtype: str, layers: int | None = None, rounding: Method | None = None) -> CausalLM:
+    """Returns the model of a shape, with shapes for arrays; the matrices that `rounding` takes are codes."""
     raw = shapes.raw_config(name, layers=layers)
-    return nnx.eval_shape(lambda: CausalLM(family(raw).read_config(raw), dtype=dtype))
+    graph, leaves, tree = abstract(family(raw).read_config(raw), dtype)
+    if rounding is not None:
+        found = formats.sources(raw, {key: leaf.shape for key, leaf in leaves.items()}, rounding=rounding)
+        coded = [key for key, source in found.items() if source.layout is not None and not key.endswith(BY_HEAD)]
+        leaves |= {key: _codes(leaves[key].shape, rounding) for key in coded}
+    return nnx.merge(graph, jax.tree.unflatten(tree, leaves.values()))
+
+
+def _codes(shape: tuple[int, int], rounding: Method) -> Grouped:
+    """Returns the codes of a matrix as they stand on a device, with shapes for arrays."""
+    group = rounding.group or shape[1]
+    grid = (shape[1] // group, shape[0])
+    return Grouped(jax.ShapeDtypeStruct((*grid, group), rounding.dtype), jax.ShapeDtypeStruct(grid, "float32"), None)
 
 
 def abstract_state(plan: Plan) -> DecodeState:
@@ -121,12 +136,6 @@ def decode_step(
     flat = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     program = decoding._programs(graph, tree, plan)[0]
     return Step(plan, program, (flat, abstract_state(plan), abstract_pool(plan)), paths)
-
-
-def nbytes(arrays: Any) -> int:
-    """Returns the bytes of all arrays in a tree; random keys count as nothing."""
-    kept = (x for x in jax.tree.leaves(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
 
 
 def check_compiler(target: Target, backend: str = "") -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bench.program.compile import Step, nbytes
+from bench.program.compile import Step
 from bench.program.targets import Target
 from bench.program.work import Work
+from bench.sizes import nbytes
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.ops.tree import FAN_OUT

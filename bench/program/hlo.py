@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SIZES = dict(pred=1, s4=1, u4=1, s8=1, u8=1, s16=2, u16=2, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8)
+SIZES = dict(
+    pred=1, s4=0.5, u4=0.5, f4e2m1fn=0.5, s8=1, u8=1, s16=2, u16=2, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8
+)
 DEVICE, HOST = 0, 5  # memory spaces; others, such as a TPU's vector memory, are near the cores and cost nothing here
-_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f[48]\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _PARTS = ("dynamic-slice", "gather", "slice")  # what reads but a part of its first operand
@@ -28,7 +30,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        return self.elements * SIZES.get(self.dtype, 1)
+        return math.ceil(self.elements * SIZES.get(self.dtype, 1))
 
 
 @dataclass(frozen=True)

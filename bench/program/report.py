@@ -9,9 +9,10 @@ import jax
 from rich.table import Table
 
 from bench.program import estimate, hlo, thunks, work
-from bench.program.compile import Step, compile_for, nbytes
+from bench.program.compile import Step, compile_for
 from bench.program.targets import Target
 from bench.scopes import scope_of
+from bench.sizes import nbytes
 from icejax import compiler
 
 _MODE = "xla_gpu_command_buffer_scheduling_mode"
@@ -64,11 +65,11 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
 
 def tables(found: list[dict[str, Any]]) -> Iterator[Table]:
     """Yields the table of all rows, and that of bytes by scope."""
-    names = ("target", "context", "batch", "cache")
+    names = ("target", "context", "batch", "cache", "weights")
     counted = ("kernels", "launches", "graph_launches", "host_copies", "serial_waits", "sorts", "selections", "blocking")
     table = Table(box=None, header_style="bold", padding=(0, 1))
     for name in (*names, "kernels", "launches", "graphs", "host copies", "serial", "sorts", "RAFT", "blocking"):
-        table.add_column(name, justify="left" if name in ("target", "cache") else "right")
+        table.add_column(name, justify="left" if name in ("target", "cache", "weights") else "right")
     for name in ("GB device", "MB bus", "MiB temp", "pool copies", "ms low", "mid", "high", "floor"):
         table.add_column(name, justify="right")
     scopes = Table(box=None, header_style="bold", padding=(0, 1), title="MB on the device and the bus, by scope")

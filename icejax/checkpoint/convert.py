@@ -1,69 +1,94 @@
-"""One form of a checkpoint folder into the other, bit for bit in the stored dtypes."""
+"""One form of a checkpoint folder into the other, bit for bit in the stored dtypes, or rounded."""
 
 from __future__ import annotations
 
-import math
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from icejax import memory
-from icejax.checkpoint import formats, huggingface, orbax
+from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
-from icejax.checkpoint.load import Progress, abstract, made_of, read_config, tensors
-from icejax.checkpoint.stacked import split
+from icejax.checkpoint.load import Progress, abstract, read_config
+from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.tensors import opened
 from icejax.errors import InputError
 from icejax.folder import claim
 
 CONFIG = "config.json"  # by which a checkpoint folder is known
 
 
-def hf_to_orbax(source: str | Path, target: Path, *, force: bool = False, progress: Progress | None = None) -> None:
+def hf_to_orbax(
+    source: str | Path,
+    target: Path,
+    *,
+    quantize: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
     """Writes the Hugging Face folder (or hub id) `source` as the icejax folder `target`, whole or not at all.
 
+    Args:
+        quantize: int8, fp8 or int4, to which matrices are rounded as `load_model` does: then `target` is in the form of
+            compressed-tensors. None: all tensors stay as they are.
+
     Raises:
-        InputError: `source` is not a sound Hugging Face checkpoint, or is quantised, or `target` cannot be written, or exists
-            and `force` is False.
+        InputError: `source` is not a sound Hugging Face checkpoint, or is not to be rounded, or `target` cannot be written, or
+            exists and `force` is False.
     """
     folder = resolve(source)
     if (folder / ORBAX).is_dir():
         raise InputError(f"{folder} is an icejax folder already: expected a Hugging Face folder")
-    if (method := formats.method(huggingface.read_json(folder / CONFIG))) is not None:
-        raise InputError(
-            f"{folder} is quantised by {method}, which an icejax folder cannot keep bit for bit: load the folder as it is"
-        )
-    with claim(target, mark=CONFIG, replace=force) as held:
-        _check_target(folder, target)
-        shapes = _shapes(folder)
-        held.check_room(sum(shard.stat().st_size for shard in huggingface.shards(folder)))
-        with held.writing() as part:
-            parameters = {}
-            for done, (key, tensor) in enumerate(tensors(folder, read_config(folder), shapes), start=1):
-                parameters[key] = tensor
-                _tell(progress, key, done, len(shapes))
-            copy_companions(folder, part)
-            orbax.save(part / ORBAX, parameters)
+    _convert(folder, target, lambda part, tensors: orbax.save(part / ORBAX, tensors), quantize, force, progress)
 
 
-def orbax_to_hf(source: Path, target: Path, *, force: bool = False, progress: Progress | None = None) -> None:
-    """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all.
+def orbax_to_hf(
+    source: str | Path,
+    target: Path,
+    *,
+    quantize: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all; else as `hf_to_orbax`.
 
     Raises:
-        InputError: `source` is not a sound icejax folder, or `target` cannot be written, or exists and `force` is False.
+        InputError: `source` is not a sound icejax folder, or is not to be rounded, or `target` cannot be written, or exists and
+            `force` is False.
     """
     folder = resolve(source)
     if not (folder / ORBAX).is_dir():
         raise InputError(f"{folder} has no {ORBAX} folder in it: expected an icejax folder, as convert.hf_to_orbax writes")
+    _convert(folder, target, huggingface.write, quantize, force, progress)
+
+
+def _convert(
+    folder: Path,
+    target: Path,
+    write: Callable[[Path, dict[str, np.ndarray]], None],
+    quantize: str | None,
+    force: bool,
+    progress: Progress | None,
+) -> None:
+    """Writes `folder` as `target`; `write` writes tensors into a folder."""
     with claim(target, mark=CONFIG, replace=force) as held:
         _check_target(folder, target)
-        shapes = _shapes(folder)
-        held.check_room(sum(math.prod(x.shape) * x.dtype.itemsize for x in orbax.stored(folder / ORBAX).values()))
-        stored = orbax.read(folder / ORBAX, shapes, device=memory.device("cpu"))
-        parameters = split(made_of(folder, shapes), {name: np.asarray(x) for name, x in stored.items()})
-        with held.writing() as part:
-            copy_companions(folder, part)
-            for done, key in enumerate(huggingface.write(part, parameters), start=1):
-                _tell(progress, key, done, len(parameters))
+        config = read_config(folder)
+        shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
+        found = opened(folder, config, shapes, quantize=quantize)
+        tensors: dict[str, np.ndarray] = {}
+        for done, (key, written) in enumerate(zip(found.sources, found.written(), strict=True), start=1):
+            tensors |= written
+            if progress is not None:
+                progress(key, done, len(found.sources))
+        held.check_room(sum(tensor.nbytes for tensor in tensors.values()))
+        with held.writing() as made:
+            copy_companions(folder, made)
+            if quantize is not None:
+                raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config()}
+                (made / CONFIG).write_text(json.dumps(raw, indent=2))
+            write(made, tensors)
 
 
 def _check_target(source: Path, target: Path) -> None:
@@ -75,12 +100,3 @@ def _check_target(source: Path, target: Path) -> None:
     for name in sorted(file.name for file in target.iterdir()):
         if name not in (*COMPANIONS, ORBAX, huggingface.INDEX) and not name.endswith(".safetensors"):
             raise InputError(f"{target} holds more than a checkpoint ({name}): choose another place")
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {key: leaf.shape for key, leaf in abstract(read_config(folder), "float32")[1].items()}
-
-
-def _tell(progress: Progress | None, key: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(key, done, total)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from icejax import ranges
+from icejax.checkpoint.float4 import Float4, Mxfp4
 from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain
-from icejax.errors import InputError, quoted
+from icejax.checkpoint.rounding import Method
+from icejax.errors import InputError, listed, quoted
 from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
 
@@ -41,7 +44,10 @@ NEUTRAL = {
     "zero_point": (True,),
 }
 # compressed-tensors: the type and the bits that the codes of each format may have.
-COMPRESSED = {"float-quantized": ("float", (8,)), "int-quantized": ("int", (8,)), "pack-quantized": ("int", (4, 8))}
+COMPRESSED = {
+    "float-quantized": ("float", (8,)), "int-quantized": ("int", (8,)), "pack-quantized": ("int", (4, 8)),
+    "mxfp4-pack-quantized": ("float", (4,)), "nvfp4-pack-quantized": ("float", (4,)),
+}  # fmt: skip
 Layouts = Callable[[str], Layout | None]  # of a module, by its name; None: its weight is stored as it is
 
 
@@ -50,24 +56,37 @@ class Source:
     """What a parameter is read from.
 
     Attributes:
-        shape: of the parameter.
+        key: of the parameter.
+        shape: of it.
         parts: the tensors, by key.
-        layout: None for the parameter itself.
+        layout: of its codes; None: it is no codes.
+        method: that it is rounded by as it is read, and the only part is the parameter itself; None: it is not.
     """
 
+    key: str
     shape: tuple[int, ...]
     parts: dict[str, Part]
     layout: Layout | None = None
+    method: Method | None = None
 
     def read(self, tensors: dict[str, np.ndarray]) -> np.ndarray | Codes:
         """Returns the parameter from its tensors, as stored or as codes; InputError if these are not sound."""
         if self.layout is None:
             return next(iter(tensors.values()))
-        last = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
+        if self.method is not None:
+            return self.method.rounded(next(iter(tensors.values())))
+        prefix = self.layout.prefix(self.key)
         try:
-            return self.layout.codes(self.shape, last)
+            return self.layout.codes(self.shape, {key.removeprefix(prefix): tensor for key, tensor in tensors.items()})
         except InputError as error:
-            raise InputError(f"{next(iter(self.parts)).rpartition('.')[0]}.{error}: fetch the folder again") from None
+            raise InputError(f"{prefix}{error}: fetch the folder again") from None
+
+    def written(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the tensors of a folder of this form: the same, or those of the codes that they are rounded to."""
+        if self.method is None:
+            return tensors
+        prefix = self.layout.prefix(self.key)
+        return {f"{prefix}{name}": part for name, part in self.layout.stored(self.read(tensors)).items()}
 
 
 def method(raw: dict[str, Any]) -> str | None:
@@ -85,22 +104,29 @@ def method(raw: dict[str, Any]) -> str | None:
     return name
 
 
-def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, rounding: Method | None = None) -> dict[str, Source]:
     """Returns what each parameter of a folder with this raw config.json is read from, by key.
 
+    Args:
+        rounding: what matrices become that are not quantised yet; None: they stay.
+
     Raises:
-        InputError: `quantization_config` is not sound, or says what is not read here.
+        InputError: `quantization_config` is not sound, or says what is not read here; or columns do not make whole groups.
     """
-    layouts, found = _layouts(raw), {}
+    layouts, found = _layouts(raw if rounding is None else {"quantization_config": rounding.config()}), {}
+    group = rounding.group if rounding is not None else None
     for key, shape in shapes.items():
-        module, _, last = key.rpartition(".")
-        matrix = last == "weight" and len(shape) == 2 and not key.endswith(KEPT)
-        layout = layouts(module) if matrix else None
+        layout = layouts(key.removesuffix(".weight"))
+        whole = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
+        if layout is not None and (whole or len(shape) != layout.axes):
+            layout = None
         parts = {key: Part(FLOATS, (shape,))}
-        if layout is not None:  # a part that is a parameter of its own, as a bias may be, is that alone
-            stored = {f"{module}.{part}": value for part, value in layout.parts(shape).items()}
+        if layout is not None and rounding is None:  # a part that is a parameter of its own, as a bias may be, is that alone
+            stored = {f"{layout.prefix(key)}{part}": value for part, value in layout.parts(shape).items()}
             parts = {part: value for part, value in stored.items() if part == key or part not in shapes}
-        found[key] = Source(shape, parts, layout)
+        found[key] = Source(key, shape, parts, layout, rounding if layout is not None else None)
+    if cut := [f"{key} has {x.shape[1]} columns" for key, x in found.items() if x.layout and group and x.shape[1] % group]:
+        raise InputError(f"groups of {group} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
     return found
 
 
@@ -133,6 +159,11 @@ def _gptq(fields: Fields) -> Layouts:
     ranges.one_of(f"{SOURCE}: 'checkpoint_format'", version, ("gptq", "gptq_v2"))
     layout = Gptq(block=(1, _group(fields, "group_size", default=128)), bits=bits, less=int(version == "gptq"))
     return _but(_names(fields, "modules_to_not_convert"), layout)
+
+
+def _mxfp4(fields: Fields) -> Layouts:
+    left, layout = _names(fields, "modules_to_not_convert"), Mxfp4()
+    return lambda module: None if any(fnmatchcase(f".{module}.", f"*.{name}.*") for name in left) else layout
 
 
 def _compressed(fields: Fields) -> Layouts:
@@ -169,18 +200,20 @@ def _compressed_layout(stored: str, fields: Fields) -> Layout:
     ranges.one_of(f"{fields.source}: 'actorder'", fields.take("actorder", str, default="static"), ("static", "weight"))
     symmetric = fields.take("symmetric", bool, default=True)
     group, block = _group(fields, "group_size", default=-1), _block(fields, "block_structure", default=None)
-    blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, group), "block": block}
+    blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, group), "tensor_group": (1, group), "block": block}
     strategy = fields.take("strategy", str, default="tensor" if group is None else "group")
     ranges.one_of(f"{fields.source}: 'strategy'", strategy, tuple(blocks))
     if blocks[strategy] is None:
         raise InputError(f"{fields.source} has no 'block_structure', which the strategy 'block' needs")
     finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    if bits == 4 and kind == "float":
+        return Float4(block=blocks[strategy], powers=stored == "mxfp4-pack-quantized")
     if stored == "pack-quantized":
         return Packed(block=blocks[strategy], bits=bits, symmetric=symmetric)
     return Plain(block=blocks[strategy], dtype="I8" if kind == "int" else "F8_E4M3", scale_name="weight_scale")
 
 
-METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
+METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
 
 
 def _but(names: tuple[str, ...], layout: Layout) -> Layouts:

@@ -20,7 +20,7 @@ from icejax.errors import InputError, listed, quoted
 # What is read, as safetensors names it.
 DTYPES = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I8": "int8", "I32": "int32",
-    "I64": "int64",
+    "I64": "int64", "U8": "uint8", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30  # as in transformers
@@ -94,8 +94,8 @@ def _open(file: Path):
         raise InputError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
 
 
-def write(folder: Path, tensors: dict[str, np.ndarray], *, shard_bytes: int = SHARD_BYTES) -> Iterator[str]:
-    """Writes `tensors` in shards of at most `shard_bytes` with an index, or one file; yields keys as they are written."""
+def write(folder: Path, tensors: dict[str, np.ndarray], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes `tensors` in shards of at most `shard_bytes` with an index, or one file."""
     groups: list[dict[str, np.ndarray]] = [{}]
     for key in sorted(tensors):
         if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensors[key].nbytes > shard_bytes:
@@ -106,7 +106,6 @@ def write(folder: Path, tensors: dict[str, np.ndarray], *, shard_bytes: int = SH
     for name, group in zip(names, groups, strict=True):
         save_file(group, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # it comes readable by its owner alone
-        yield from group
     if not single:
         total = sum(t.nbytes for t in tensors.values())
         weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}

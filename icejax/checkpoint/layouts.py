@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from icejax.errors import InputError
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that each of its eight columns stands in
 Shape = tuple[int, ...]
 
@@ -43,13 +42,13 @@ class Part:
 
 
 class Codes(NamedTuple):
-    """A matrix [O, I] whose rows are cut into G groups of equal size: a weight is (its code - zero) times scale.
+    """A matrix [O, I] whose rows are cut into G groups of equal size, or several: a weight is (its code - zero) times scale.
 
     Attributes:
-        codes: int8 or float8_e4m3fn [O, I].
-        scale: f32[O, G].
-        zero: int8[O, G]; None: 0.
-        bits: of a code.
+        codes: int8, float8_e4m3fn or float4_e2m1fn [..., O, I].
+        scale: f32[..., O, G].
+        zero: int8[..., O, G]; None: 0.
+        bits: of a code that is an int8.
     """
 
     codes: np.ndarray
@@ -58,11 +57,12 @@ class Codes(NamedTuple):
     bits: int = 8
 
     def weights(self) -> np.ndarray:
-        """Returns the matrix, f32[O, I]."""
-        if self.codes.dtype == FLOAT8:  # a table of its 256 codes is several times faster than a cast
-            wide = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)[self.codes.view(np.uint8)]
-        else:
+        """Returns the matrix, f32[..., O, I]."""
+        if self.codes.dtype == np.int8:
             wide = self.codes.astype(np.float32)
+        else:  # a table of all codes is several times faster than a cast
+            count = 2 ** ml_dtypes.finfo(self.codes.dtype).bits
+            wide = np.arange(count, dtype=np.uint8).view(self.codes.dtype).astype(np.float32)[self.codes.view(np.uint8)]
         groups = wide.reshape(*self.scale.shape, -1)
         if self.zero is not None:
             groups -= self.zero[..., None]
@@ -76,13 +76,19 @@ class Layout(abc.ABC):
 
     Attributes:
         block: rows and columns of the matrix that share a scale; None: all there are.
+        axes: of a parameter that stands so.
     """
 
     block: tuple[int | None, int | None]
+    axes: ClassVar[int] = 2
+
+    def prefix(self, key: str) -> str:
+        """Returns how the names of the tensors of the parameter `key` begin."""
+        return key.removesuffix("weight")
 
     @abc.abstractmethod
     def parts(self, shape: Shape) -> dict[str, Part]:
-        """Returns the tensors of a matrix of `shape`, by the last part of their names."""
+        """Returns the tensors of a matrix of `shape`, by what their names have behind the prefix."""
 
     @abc.abstractmethod
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
@@ -135,6 +141,10 @@ class Plain(Layout):
         scale = self.scale(parts[self.scale_name], shape)
         return Codes(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
 
+    def stored(self, matrix: Codes) -> dict[str, np.ndarray]:
+        """Returns the tensors of symmetric codes, with scales of bf16."""
+        return {"weight": matrix.codes, self.scale_name: matrix.scale.astype(ml_dtypes.bfloat16)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Layout):
@@ -168,6 +178,14 @@ class Packed(Layout):
             stored = unpack(zero.T, self.bits)[:, : self.grid(shape)[0]].T
             zero = self.spread(_signed(stored, self.bits), shape)
         return Codes(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
+
+    def stored(self, matrix: Codes) -> dict[str, np.ndarray]:
+        """Returns the tensors of symmetric codes, with scales of bf16."""
+        return {
+            "weight_packed": pack(matrix.codes.view(np.uint8) + np.uint8(2 ** (self.bits - 1)), self.bits),
+            "weight_scale": matrix.scale.astype(ml_dtypes.bfloat16),
+            "weight_shape": np.array(matrix.codes.shape, np.int64),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +249,14 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     if bits == 4:
         each = np.stack([each & 15, each >> 4], axis=-1)
     return each.reshape(*words.shape[:-1], -1)
+
+
+def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the words i32[R, W] of numbers u8[R, C], as `unpack` reads them; what the last one has too many is 0."""
+    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
+    if bits == 4:
+        padded = padded[:, ::2] | padded[:, 1::2] << 4
+    return np.ascontiguousarray(padded).view("<i4")
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""icejax's own form of the parameters: an Orbax checkpoint of Hugging Face keys."""
+"""icejax's own form of a folder: the tensors of a Hugging Face folder, by their keys, as an Orbax checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from icejax import memory
-from icejax.errors import InputError, listed
-
-DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
+from icejax.errors import InputError
 
 
-def save(path: Path, parameters: dict[str, np.ndarray]) -> None:
-    """Writes `parameters` in their own dtypes to the new folder `path`."""
+def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes `tensors` in their own dtypes to the new folder `path`."""
     with _to_the_end(), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), parameters)
+        checkpointer.save(path.absolute(), tensors)
 
 
 @contextlib.contextmanager
@@ -54,7 +51,7 @@ def _to_the_end() -> Iterator[None]:
 
 
 def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of every parameter stored at `path`; InputError if it is no whole checkpoint."""
+    """Returns shape and dtype of every tensor stored at `path`; InputError if it is no whole checkpoint."""
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
@@ -64,38 +61,8 @@ def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
 
 
-def read(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    *,
-    dtypes: dict[str, np.dtype] | None = None,
-    device: jax.Device | None = None,
-) -> dict[str, jax.Array]:
-    """Returns the parameters at `path` on `device` (the default one), in `dtypes` or as stored.
-
-    Raises:
-        InputError: keys are missing, unknown or of another shape; or, with `dtypes`, one is stored in none of DTYPES.
-    """
-    saved = stored(path)
-    faults = [f"{key} is missing" for key in shapes if key not in saved]
-    faults += [f"{key} is not a parameter of this model" for key in saved if key not in shapes]
-    faults += [
-        f"{key} has shape {list(saved[key].shape)}, expected {list(shape)}"
-        for key, shape in shapes.items()
-        if key in saved and tuple(saved[key].shape) != tuple(shape)
-    ]
-    if dtypes is not None:
-        faults += [
-            f"{key}: dtype {s.dtype} is not supported: expected {', '.join(DTYPES)}"
-            for key, s in saved.items()
-            if str(s.dtype) not in DTYPES
-        ]
-    if faults:
-        raise InputError(f"{path} does not fit its config.json: {listed(faults)}")
-    sharding = memory.on_device(device)
-    target = {
-        key: jax.ShapeDtypeStruct(s.shape, s.dtype if dtypes is None else dtypes[key], sharding=sharding)
-        for key, s in saved.items()
-    }
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute(), target)
+def read(path: Path, key: str, about: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns one tensor of a checkpoint as stored; `about` is what `stored` says of it."""
+    how = ocp.args.PyTreeRestore({key: about}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path.absolute(), args=how)[key]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-STACKED = re.compile(r"(.*\.experts)\.(\w+\.weight)")
-
-FUSED = ("gate_proj", "up_proj")  # in one tensor, in this order
+from icejax.checkpoint.layouts import Codes
+from icejax.models import Family
 
 
 @dataclass(frozen=True)
@@ -21,63 +20,76 @@ class Stack:
         keys: its tensors; of a matrix of all experts one an expert, in order.
         shape: of each of them.
         stacked: whether they are stacked; else there is one.
-        half: which half of the second axis of that one the parameter is; None: all of it.
+        part: what the parameter is of each of them, by axis; (): all of it.
+        turned: whether they are [E, I, O], and the parameter, as codes are, [E, O, I].
     """
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     stacked: bool
-    half: int | None = None
+    part: tuple[slice, ...] = ()
+    turned: bool = False
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the tensors of a parameter, views of it, or what it is of one."""
-        return dict(zip(self.keys, parameter if self.stacked else [parameter], strict=True))
+    def join(self, tensors: Iterable[np.ndarray | Codes], *, codes: bool) -> np.ndarray | Codes:
+        """Returns the parameter of its tensors, of which one at a time exists beside it.
 
-    def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
-        """Returns the parameter of its tensors, of which one at a time exists beside it."""
-        tensors = iter(tensors)
+        `codes` says that codes, which then are of one form, stay such.
+        """
+        tensors = (self._own(tensor, codes) for tensor in tensors)
         first = next(tensors)
-        if self.half is not None:
-            return np.ascontiguousarray(np.split(first, 2, axis=1)[self.half])
         if not self.stacked:
             return first
-        whole = np.empty((len(self.keys), *self.shape), first.dtype)
-        whole[0] = first
-        for i, tensor in enumerate(tensors, start=1):
-            whole[i] = tensor
-        return whole
+        whole = [np.empty((len(self.keys), *x.shape), x.dtype) for x in _arrays(first)]
+        for i, tensor in enumerate(itertools.chain([first], tensors)):
+            for all_of_them, own in zip(whole, _arrays(tensor), strict=True):
+                all_of_them[i] = own
+        return _like(first, whole)
+
+    def _own(self, tensor: np.ndarray | Codes, codes: bool) -> np.ndarray | Codes:
+        if self.turned and not isinstance(tensor, Codes):
+            tensor = tensor.swapaxes(1, 2)
+        tensor = _like(tensor, [np.ascontiguousarray(x[self.part]) for x in _arrays(tensor)])
+        return tensor.weights() if isinstance(tensor, Codes) and not codes else tensor
 
 
-def stacks(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]], *, fused: bool = False) -> dict[str, Stack]:
-    """Returns where each parameter stands.
+def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
+    if not isinstance(tensor, Codes):
+        return [tensor]
+    return [tensor.codes, tensor.scale] + ([] if tensor.zero is None else [tensor.zero])
 
-    Args:
-        shapes: of the parameters, by their keys.
-        renamed: parts of keys that are others in the folder, ours and theirs.
-        fused: whether the folder holds each matrix of all experts in one tensor, and those of gate and up in the same.
-    """
+
+def _like(tensor: np.ndarray | Codes, arrays: list[np.ndarray]) -> np.ndarray | Codes:
+    return tensor._replace(**dict(zip(Codes._fields, arrays, strict=False))) if isinstance(tensor, Codes) else arrays[0]
+
+
+def stacks(shapes: dict[str, tuple[int, ...]], family: Family) -> dict[str, Stack]:
+    """Returns where each parameter, of these shapes by key, stands in a folder of a family."""
+    whole = any(key.startswith("experts.") for key in family.fused)
+    together: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for key, names in family.fused.items():
+        module, stored = key.split(".")
+        together |= {f"{module}.{name}": (stored, names) for name in names}
+
+    def theirs(key: str) -> str:
+        for own, their in family.renamed:
+            key = key.replace(own, their)
+        return key
 
     def stack(key: str, shape: tuple[int, ...]) -> Stack:
-        for ours, theirs in renamed:
-            key = key.replace(ours, theirs)
-        stacked = STACKED.fullmatch(key)
-        if stacked is None:
-            return Stack((key,), tuple(shape), False)
-        if fused:
-            name = stacked[2].removesuffix(".weight")
-            if name not in FUSED:
-                return Stack((f"{stacked[1]}.{name}",), tuple(shape), False)
-            count, inner, hidden = shape
-            return Stack((f"{stacked[1]}.gate_up_proj",), (count, 2 * inner, hidden), False, FUSED.index(name))
-        return Stack(tuple(f"{stacked[1]}.{i}.{stacked[2]}" for i in range(shape[0])), tuple(shape[1:]), True)
+        module, name, kind = ("", *key.split("."))[-3:]
+        path, axis, part = key.removesuffix(f"{name}.{kind}"), int(module == "experts"), ()
+        stored, names = together.get(f"{module}.{name}", (name, (name,)))
+        if len(names) > 1:
+            rows, at = [shapes[f"{path}{each}.{kind}"][axis] for each in names], names.index(name)
+            own = slice(at, None, len(names)) if family.turned else slice(sum(rows[:at]), sum(rows[: at + 1]))
+            part, shape = (slice(None),) * axis + (own,), (*shape[:axis], sum(rows), *shape[axis + 1 :])
+        if axis and not whole:
+            keys = tuple(theirs(f"{path}{i}.{stored}.{kind}") for i in range(shape[0]))
+            return Stack(keys, tuple(shape[1:]), True)
+        if not axis:
+            return Stack((theirs(f"{path}{stored}.{kind}"),), tuple(shape), False, part)
+        turned = family.turned and kind == "weight"
+        suffix = "" if kind == "weight" else f"_{kind}"
+        return Stack((theirs(f"{path}{stored}{suffix}"),), (shape[0], *shape[:0:-1]) if turned else shape, False, part, turned)
 
-    return {key: stack(key, shape) for key, shape in shapes.items()}
-
-
-def split(stacks: dict[str, Stack], parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of all parameters, views of them but for those of fused ones."""
-    found: dict[str, np.ndarray] = {}
-    for name, stack in sorted(stacks.items()):  # gate before up
-        for key, tensor in stack.split(parameters[name]).items():
-            found[key] = np.concatenate([found[key], tensor], axis=1) if key in found else tensor
-    return found
+    return {key: stack(key, tuple(shape)) for key, shape in shapes.items()}

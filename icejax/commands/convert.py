@@ -25,6 +25,7 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     parser = Parser(prog=name, description={"orbax": f"{HF}.", "hf": f"{BACK}.", None: f"{HF}, or {BACK}."}[to])
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("target", metavar="DST", type=Path)
+    parser.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4, as compressed-tensors")
     parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
     arguments = parser.parse_args(argv)
     back = to == "hf" or (to is None and (Path(arguments.source) / ORBAX).is_dir())
@@ -34,4 +35,5 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
         def told(key: str, done: int, total: int) -> None:
             bars.update(bar, completed=done, total=total, description=key)
 
-        (orbax_to_hf if back else hf_to_orbax)(arguments.source, arguments.target, force=arguments.force, progress=told)
+        run = orbax_to_hf if back else hf_to_orbax
+        run(arguments.source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=told)

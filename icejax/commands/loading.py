@@ -28,6 +28,7 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
         return generation.load(
             arguments.model or generation.ASSETS,
             dtype=arguments.dtype,
+            quantize=arguments.quantize,
             progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
         )
 

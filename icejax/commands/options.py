@@ -84,6 +84,7 @@ def _add_model(parser: Parser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
+    group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
     kept = f"where compiled programs are kept, the last used {programs.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
     group.add_argument("--compile-cache", metavar="DIR", help=kept)
 

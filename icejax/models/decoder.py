@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -36,12 +34,9 @@ class Attention(nnx.Module):
         self.config, self.layer, self.rope = config, layer, layer.rope
         heads, kv_heads, size = config.num_attention_heads, layer.kv_heads, layer.head_dim
         project = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, dtype=dtype)
-        if config.fused_qkv:
-            self.qkv_proj = project((heads + 2 * kv_heads) * size)
-        else:
-            self.q_proj, self.k_proj = project(heads * size), project(kv_heads * size)
-            if not layer.keys_alone:
-                self.v_proj = project(kv_heads * size)
+        self.q_proj, self.k_proj = project(heads * size), project(kv_heads * size)
+        if not layer.keys_alone:
+            self.v_proj = project(kv_heads * size)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
             normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
@@ -53,7 +48,8 @@ class Attention(nnx.Module):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
         size = self.layer.head_dim
         with jax.named_scope("qkv"):
-            q, k, v = self._qkv(x)
+            q, k = self.q_proj(x), self.k_proj(x)
+            v = k if self.layer.keys_alone else self.v_proj(x)
             if self.config.qk_norm == "all":
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
@@ -66,13 +62,6 @@ class Attention(nnx.Module):
             if self.config.rope_interleave:
                 q, k = (halves(y, self.rope.size) for y in (q, k))
             return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
-
-    def _qkv(self, x: jax.Array) -> Sequence[jax.Array]:
-        if not self.config.fused_qkv:
-            q, k = self.q_proj(x), self.k_proj(x)
-            return q, k, k if self.layer.keys_alone else self.v_proj(x)
-        ends = np.cumsum([self.config.num_attention_heads, self.layer.kv_heads]) * self.layer.head_dim
-        return jnp.split(self.qkv_proj(x), ends, axis=-1)
 
     def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
         """Returns what queries attended to where a sink took part: one more score of each head, without a value."""
@@ -94,16 +83,12 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
         hidden, bias = config.hidden_size, config.mlp_bias
-        self.act, self.fused = config.hidden_act, config.fused_mlp
-        if self.fused:
-            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
-        else:
-            self.gate_proj, self.up_proj = (Linear(hidden, inner, bias=bias, dtype=dtype) for _ in range(2))
+        self.act = config.hidden_act
+        self.gate_proj, self.up_proj = (Linear(hidden, inner, bias=bias, dtype=dtype) for _ in range(2))
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(ACTIVATIONS[self.act](gate) * up)
+        return self.down_proj(ACTIVATIONS[self.act](self.gate_proj(x)) * self.up_proj(x))
 
 
 class SparseMLP(nnx.Module):

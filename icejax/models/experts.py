@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -53,10 +55,11 @@ def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
 
 
 class Matrices(nnx.Module):
-    """The same matrix of every expert, each as Hugging Face stores it."""
+    """The same matrix of every expert, or codes (`ops.quantized.Grouped`) in their place, and its bias."""
 
-    def __init__(self, *shape: int, dtype: str) -> None:
+    def __init__(self, *shape: int, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[:2], dtype)) if bias else None
 
 
 class ExpertStack(nnx.Module):
@@ -64,24 +67,14 @@ class ExpertStack(nnx.Module):
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.form = experts.form
-        if self.form.pairs:
-            count, inner = experts.count, experts.size
-            self.gate_up_proj = nnx.Param(jnp.zeros((count, features, 2 * inner), dtype))
-            self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * inner), dtype))
-            self.down_proj = nnx.Param(jnp.zeros((count, inner, features), dtype))
-            self.down_proj_bias = nnx.Param(jnp.zeros((count, features), dtype))
-            return
-        self.gate_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
-        self.up_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
-        self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
+        matrices = functools.partial(Matrices, experts.count, bias=self.form.biased, dtype=dtype)
+        self.gate_proj, self.up_proj = (matrices(experts.size, features) for _ in range(2))
+        self.down_proj = matrices(features, experts.size)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        if self.form.pairs:
-            gate_up, down, *biases = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
-            stack = Stack(gate_up[...], None, down[...], *(bias[...] for bias in biases))
-        else:
-            stack = Stack(*(part.weight[...] for part in (self.gate_proj, self.up_proj, self.down_proj)))
-        return mixed(x, stack, ids, weights, form=self.form)
+        parts = self.gate_proj, self.up_proj, self.down_proj
+        biases = (part.bias[...] for part in parts if self.form.biased)
+        return mixed(x, Stack(*(part.weight.get_value() for part in parts), *biases), ids, weights, form=self.form)
 
 
 class ExpertsBeside(nnx.Module):

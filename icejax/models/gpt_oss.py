@@ -1,4 +1,4 @@
-"""gpt-oss 20B and 120B, as their weights stand in bf16."""
+"""gpt-oss 20B and 120B, in bf16, or with experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     limit, alpha = (fields.number(f"swiglu_{x}", **LIMIT, default=y) for x, y in (("limit", 7.0), ("alpha", 1.702)))
     # The softmax of the logits of those chosen is their share of the softmax of all.
     found = experts(fields, count="num_local_experts", size="intermediate_size", routing=replace(SOFTMAX, biased=True))
-    found = replace(found, form=ExpertForm(limit=limit, alpha=alpha, pairs=True))
+    found = replace(found, form=ExpertForm(limit=limit, alpha=alpha, biased=True))
     fields.taken.add("initial_context_length")
     finish(fields, neutral=NEUTRAL | {"experts_per_token": (found.chosen,)})
     return ModelConfig(**values, experts=found)

@@ -15,12 +15,12 @@ ONLY = NEUTRAL | {
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `phi3` checkpoint: fused projections, heads rotated in part, a window on every layer."""
+    """Returns the config of a `phi3` checkpoint: heads rotated in part, a window on every layer."""
     form = raw.get("rope_scaling")
     if isinstance(form, dict) and form.get("type") in ("su", "yarn"):  # what LongRoPE was called in the first of them
         raw = raw | {"rope_scaling": form | {"type": "longrope"}}
     fields, values = common({"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **raw}, part=1.0)
-    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None, fused_qkv=True, fused_mlp=True)
+    values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     layers, window = values["num_hidden_layers"], fields.whole("sliding_window", default=None)
     values |= layer_types(fields, layers, window=window, sliding=range(layers))
     finish(fields, neutral=ONLY)

@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import ExpertForm
-from icejax.ops.attention import EINSUM
 from icejax.ops.gated import gated
+from icejax.ops.quantized import Grouped, product
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
 PLAIN = ExpertForm()
@@ -24,18 +24,13 @@ LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
 
 class Stack(NamedTuple):
-    """The weights of all experts.
+    """The weights of all experts, or their codes in the same place, and what is added to products; None: nothing."""
 
-    Attributes:
-        gate, up, down: their matrices. In pairs `gate` holds both, dtype[E, D, 2F], there is no `up`, and `down` is
-            dtype[E, F, D].
-        gate_bias, down_bias: what is added to the products of those in pairs; None: nothing.
-    """
-
-    gate: jax.Array  # dtype[E, F, D]
-    up: jax.Array | None  # dtype[E, F, D]
-    down: jax.Array  # dtype[E, D, F]
-    gate_bias: jax.Array | None = None  # dtype[E, 2F]
+    gate: jax.Array | Grouped  # dtype[E, F, D]
+    up: jax.Array | Grouped  # dtype[E, F, D]
+    down: jax.Array | Grouped  # dtype[E, D, F]
+    gate_bias: jax.Array | None = None  # dtype[E, F]
+    up_bias: jax.Array | None = None  # dtype[E, F]
     down_bias: jax.Array | None = None  # dtype[E, D]
 
 
@@ -56,12 +51,16 @@ def by_sum(
 ) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, in a kernel a matrix: a GPU reads in it what it multiplies."""
 
-    def product(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
-        chosen, rows = matrices[ids].astype(jnp.float32), rows.astype(jnp.float32)
-        y = (chosen * rows[..., None]).sum(-2) if form.pairs else (chosen * rows[:, :, None, :]).sum(-1)
+    def made(rows: jax.Array, matrices: jax.Array | Grouped, bias: jax.Array | None) -> jax.Array:
+        taken, rows = jax.tree.map(lambda x: x[ids], matrices), rows.astype(jnp.float32)
+        if isinstance(taken, Grouped):
+            groups = rows.reshape(*rows.shape[:2], taken.codes.shape[2], 1, -1)
+            y = (taken.weights(jnp.float32) * groups).sum((2, 4))
+        else:
+            y = (taken.astype(jnp.float32) * rows[:, :, None, :]).sum(-1)
         return y if bias is None else y + bias[ids].astype(jnp.float32)
 
-    return _through(experts, x[:, None], product, form).astype(x.dtype)
+    return _through(experts, x[:, None], made, form)
 
 
 def one_by_one(
@@ -76,7 +75,7 @@ def in_blocks(
     x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token: pairs are sorted by expert, and each has blocks of them to itself."""
-    count, pairs = len(experts.gate), ids.size
+    count, pairs = len(jax.tree.leaves(experts)[0]), ids.size
     block = min(max(1 << (pairs // count).bit_length(), LEAST_BLOCK), MOST_BLOCK)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     taken = (ids.reshape(-1, 1) == jnp.arange(count)[None, :]).sum(0, dtype=jnp.int32)
@@ -96,19 +95,16 @@ def in_blocks(
 
 
 def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
-    def product(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
-        matrix = lax.dynamic_index_in_dim(matrices, index, keepdims=False)
-        y = EINSUM("ni,io->no" if form.pairs else "ni,oi->no", rows, matrix)
-        return y if bias is None else y + lax.dynamic_index_in_dim(bias, index).astype(jnp.float32)
+    own = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, index, keepdims=False), experts)
 
-    return _through(experts, x, product, form).astype(x.dtype)
+    def made(rows: jax.Array, matrix: jax.Array | Grouped, bias: jax.Array | None) -> jax.Array:
+        y = product(rows[None], matrix)[0]
+        return y if bias is None else y + bias.astype(jnp.float32)[None]
+
+    return _through(own, x, made, form)
 
 
-def _through(experts: Stack, x: jax.Array, product: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
-    """Returns what comes of `x`, where `product` multiplies by one of the matrices and adds its bias."""
-    gate = product(x, experts.gate, experts.gate_bias)
-    if form.pairs:
-        gate, up = gate[..., ::2], gate[..., 1::2]
-    else:
-        up = product(x, experts.up, None)
-    return product(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias)
+def _through(experts: Stack, x: jax.Array, made: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
+    """Returns what comes of `x`, where `made` multiplies by one of the matrices and adds its bias."""
+    gate, up = made(x, experts.gate, experts.gate_bias), made(x, experts.up, experts.up_bias)
+    return made(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias).astype(x.dtype)

@@ -17,17 +17,17 @@ MOST_ROWS = 16  # of a product that takes codes; what it leaves of each group wo
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale", "zero"), meta_fields=())
 @dataclass(frozen=True)
 class Grouped:
-    """A matrix [O, I] whose rows are cut into G groups of g: a weight is (its code - zero) times scale.
+    """A matrix [O, I] whose rows are cut into G groups of g, or one of each expert: a weight is (its code - zero) times scale.
 
     Groups come first: in this form alone XLA copies the matrix for no device.
     """
 
-    codes: jax.Array  # int4, int8 or float8_e4m3fn [G, O, g]
-    scale: jax.Array  # f32[G, O]
-    zero: jax.Array | None  # int8[G, O]; None: 0
+    codes: jax.Array  # int4, int8, float8_e4m3fn, or of experts float4_e2m1fn, [..., G, O, g]
+    scale: jax.Array  # f32[..., G, O]
+    zero: jax.Array | None  # int8[..., G, O]; None: 0
 
     def weights(self, dtype: jnp.dtype) -> jax.Array:
-        """Returns the matrix in groups, dtype[G, O, g]."""
+        """Returns the matrix in groups, dtype[..., G, O, g]."""
         wide = self.codes.astype(jnp.float32)
         if self.zero is not None:
             wide -= self.zero.astype(jnp.float32)[..., None]

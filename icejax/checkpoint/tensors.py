@@ -1,0 +1,143 @@
+"""The tensors of a checkpoint folder, of either form: every key once, and all faults told before the first is read."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from icejax import ranges
+from icejax.checkpoint import formats, huggingface, orbax
+from icejax.checkpoint.folder import ORBAX
+from icejax.checkpoint.formats import EMBEDDING, HEAD, Source
+from icejax.checkpoint.layouts import FLOATS, Codes, Part
+from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.stacked import Stack, stacks
+from icejax.config import ModelConfig
+from icejax.errors import InputError, listed
+from icejax.models import family
+
+LOG = logging.getLogger(__name__)
+NAMES = {name: short for short, name in huggingface.DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor of a folder.
+
+    Attributes:
+        dtype: as safetensors names it.
+        read: returns it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a folder, which fit its config.json.
+
+    Attributes:
+        quantised: how matrices come to be codes; None: none do.
+        stacks: of which of them each parameter is made, by its key.
+        sources: what each of those is read from, by its key.
+        stored: what there is, by key.
+    """
+
+    quantised: str | None
+    stacks: dict[str, Stack]
+    sources: dict[str, Source]
+    stored: dict[str, Stored]
+
+    def read(self, key: str) -> np.ndarray | Codes:
+        """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
+        return self.sources[key].read(self._parts(key))
+
+    def alike(self, stack: Stack) -> bool:
+        """Says whether all tensors of a parameter are codes in the same layout, with the same parts."""
+        forms = set(map(self._form, stack.keys))
+        return len(forms) == 1 and None not in forms
+
+    def _form(self, key: str) -> tuple | None:
+        """Returns what the codes of `key` are told by; None: there are none."""
+        layout = self.sources[key].layout
+        if layout is None:
+            return None
+        return layout, *(part.removeprefix(layout.prefix(key)) for part in self.sources[key].parts if part in self.stored)
+
+    def written(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields what a folder with the same parameters holds, some tensors at a time, one time a source."""
+        return (source.written(self._parts(key)) for key, source in self.sources.items())
+
+    def _parts(self, key: str) -> dict[str, np.ndarray]:
+        return {part: self.stored[part].read() for part in self.sources[key].parts if part in self.stored}
+
+
+def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None) -> Tensors:
+    """Returns the tensors of `folder`, of which none but a tied head has been read.
+
+    Args:
+        shapes: of the parameters of its model, by key.
+        quantize: int8, fp8 or int4, to which matrices are rounded as they are read; None: they are not.
+
+    Raises:
+        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; or matrices
+            that are to be rounded are codes already, of all experts, or of columns that make no whole groups.
+    """
+    raw = huggingface.read_json(folder / "config.json")
+    of, method = family(raw), formats.method(raw)
+    ignored, made_of = of.ignored_keys(raw), stacks(shapes, of)
+    each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
+    if quantize is not None:
+        ranges.one_of("quantize", quantize, tuple(METHODS))
+        if method is not None:
+            raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
+        if whole := [key for key, shape in each.items() if len(shape) == 3]:
+            raise InputError(f"experts in one tensor cannot be rounded: leave quantize out ({listed(whole)})")
+    sources = formats.sources(raw, each, rounding=METHODS.get(quantize))
+    expected = {key: part for each in sources.values() for key, part in each.parts.items()}
+    faults, stored, passed = [], {}, []
+    for key, tensor in _stored(folder):
+        if ignored.fullmatch(key):
+            passed.append(key)
+            continue
+        if key in stored:
+            faults.append(f"{key} is stored twice")
+        elif key in expected or (key == HEAD and config.tie_word_embeddings):
+            faults += expected.get(key, Part(FLOATS, (tensor.shape,))).faults(key, tensor.shape, tensor.dtype)
+        else:
+            faults.append(f"{key} is not a parameter of this model")
+        stored[key] = tensor
+    faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in stored]
+    for each in made_of.values():
+        dtypes = sorted({stored[key].dtype for key in each.keys if key in stored and sources[key].layout is None})
+        if len(dtypes) > 1:
+            faults.append(f"{each.keys[0]} to {each.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
+    if HEAD in stored and HEAD not in expected and not faults:
+        if not np.array_equal(*(stored[key].read() for key in (HEAD, EMBEDDING))):
+            faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
+    if faults:
+        told = "" if method is None else f" (weights quantised by {method})"
+        raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
+    if passed:
+        LOG.info("%d tensors are of no parameter and are passed over: %s", len(passed), listed(passed))
+    quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
+    return Tensors(quantised, made_of, sources, stored)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """Yields key and tensor of all that a folder holds, in either form."""
+    path = folder / ORBAX
+    if path.is_dir():
+        for key, about in orbax.stored(path).items():
+            dtype = NAMES.get(str(about.dtype), str(about.dtype))
+            yield key, Stored(tuple(about.shape), dtype, functools.partial(orbax.read, path, key, about))
+    else:
+        for key, file, shape, dtype in huggingface.keys(huggingface.shards(folder)):
+            yield key, Stored(shape, dtype, functools.partial(huggingface.read_tensor, file, key))
