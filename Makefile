@@ -16,7 +16,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile  # more processes would take more than 3 GB
 
 test-slow: .venv/installed-dev $(KVPRESS)/installed
-	XLA_FLAGS= $(BIN)/python -m pytest -m slow
+	XLA_FLAGS= $(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 test-aot: $(AOT)/installed
 	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow tests/test_aot.py

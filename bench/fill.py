@@ -55,7 +55,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         # An empty state holds one buffer many times over, which could not be given away.
         empty = policy.init(plan.spec)
         layers = [jax.tree.map(jnp.copy, empty) if i in plan.pooled else x for i, x in enumerate(layers)]
-        leaves = {i: layers[i].index[0] for i in plan.pooled}
+        leaves = {i: layers[i].index.levels[0] for i in plan.pooled}
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
             copy = _noisy(real, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
@@ -63,7 +63,10 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
             for at, i in enumerate(plan.pooled):
                 leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
         for i in plan.pooled:
-            layers[i] = dataclasses.replace(layers[i], window=state.cache.layers[i].window, index=_build(leaves[i]))
+            own = state.cache.layers[i]
+            fit = layers[i].index.fit and (own.index.fit or layers[i].index.fit)
+            index = dataclasses.replace(layers[i].index, levels=_build(leaves[i]), fit=fit)
+            layers[i] = dataclasses.replace(layers[i], window=own.window, index=index)
     lengths = Lengths.of(jnp.full(rows, context, jnp.int32), pages)
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths, table=table)
     # Ready, or the first step would be timed with the filling.

@@ -15,6 +15,7 @@ from icejax.ops.digests import NARROW, Digests, digest, score
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged
 from icejax.ops.topk import best
+from icejax.ops.value_fit import FromKeys, fitted, sums_of, unfitted
 
 STRETCH = 8192  # tokens; long texts are padded to whole ones
 FORMATIONS = {
@@ -77,12 +78,14 @@ class Method:
         walk: by the digest tree, as `Clustered` does; else by a flat scan.
         candidates: pages fetched for each page of tokens attended exactly; None: by the rule of `Clustered`, which counts
             one or two pages more.
+        value_fit: whether the tail's values are fitted to keys.
     """
 
     score: str = "second-order"
     tail: bool = True
     walk: bool = True
     candidates: int | None = 1
+    value_fit: bool = True
     group: tree.Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
@@ -97,6 +100,7 @@ METHODS = (
     Method(candidates=4),
     RERANKED,
     replace(RERANKED, tail=False),
+    replace(RERANKED, value_fit=False),
     replace(RERANKED, walk=False),
     *(replace(RERANKED, digest_dtype=dtype) for dtype in NARROW),
     replace(RERANKED, page_dtype="int8"),
@@ -109,7 +113,7 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: 
     """Returns the scores [1, K, G, P] of pages by a named rule."""
     s = q.shape[-1] ** -0.5
     if name in ("second-order", "mean"):
-        return score(q, digests, name, scoring=Scoring(s))[0]
+        return score(q, digests, name, scoring=Scoring(s)).choice
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
@@ -131,28 +135,35 @@ def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
     return tree.build(digest(*pages, dtype))
 
 
+@jax.jit
+def fit_of(pages) -> FromKeys:
+    """Returns values from keys."""
+    shape = pages[0].shape
+    return FromKeys(fitted(unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums_of(*pages)).matrix)
+
+
 @jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, levels, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
+def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring = Scoring(q.shape[-1] ** -0.5)
     if method.walk:
         opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
         rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
-        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path)
+        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path, from_keys=from_keys)
     digests, shape = levels[0], levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, digests, method.score)
     chosen, taken, _ = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
-        tail_out, tail_lse = tree.tail_of(
-            [(jnp.where(taken[:, :, None], -jnp.inf, score(q, digests, scoring=scoring)[1]), digests)]
-        )
+        weighed = score(q, digests, scoring=scoring)
+        weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
+        tail_out, tail_lse = tree.tail_of(q, [(weighed, digests)], from_keys, scoring=scoring)
     return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
 
 
 @jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tail: bool):
+def attention(q, k_all, v_all, pages, found: tree.Selection, from_keys=None, *, budget: int, tail: bool):
     """Returns the output per query head, and the scores of the page tokens attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
@@ -163,7 +174,8 @@ def attention(q, k_all, v_all, pages, found: tree.Selection, *, budget: int, tai
     room = jnp.full(heads, budget - sinks - window)
     attended, weights = attend_paged(
         q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
-        scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window, tail=tail,
+        jax.tree.map(lambda x: x[0], from_keys), scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window,
+        tail=tail,
     )  # fmt: skip
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
     return attended.out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)

@@ -2,9 +2,9 @@
 
 On the queries, keys and values of a model where it answers questions about long texts, every row says what a formation of
 pages, a score and a budget leave of the attention: `mass`, the share of the attention mass outside sinks and window that is
-attended exactly; `error`, the relative L2 error of a head's attention output, mean over heads and queries, also for heads whose
-top 64 tokens hold more (sharp) or less (diffuse) than 0.9 of the mass; `recall`, the share of each head's top tokens
-among those attended. Budgets include 32 sinks and 32 window tokens (8 and 24 at a budget of 64).
+attended exactly; `error`, the relative L2 error of a head's attention output, mean over heads and queries, also prompt by
+prompt, and for heads whose top 64 tokens hold more (sharp) or less (diffuse) than 0.9 of the mass; `recall`, the share of
+each head's top tokens among those attended. Budgets include 32 sinks and 32 window tokens (8 and 24 at a budget of 64).
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ from rich.progress import track
 
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
-from bench.methods import FORMATIONS, METHODS, RERANKED, Method, attention, error, exact, form, levels_of, residents, select
+from bench.methods import (
+    FORMATIONS,
+    METHODS,
+    RERANKED,
+    Method,
+    attention,
+    error,
+    exact,
+    fit_of,
+    form,
+    levels_of,
+    residents,
+    select,
+)
 from icejax import memory
 from icejax.cache.page_format import decode, encode
 from icejax.cache.policies.clustered import pages_for
@@ -36,13 +49,19 @@ PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid
 
 
 def rows(
-    layers: list[Captured], *, budgets: list[int], page_sizes: list[int], formations: list[str], methods: Sequence[Method]
+    prompts: list[list[Captured]],
+    *,
+    budgets: list[int],
+    page_sizes: list[int],
+    formations: list[str],
+    methods: Sequence[Method],
 ) -> Iterator[dict]:
-    """Yields one row per budget, formation, page size and method, over all captured layers."""
+    """Yields one row per budget, formation, page size and method, over the captured layers of all prompts."""
+    layers = [layer for each in prompts for layer in each]
     for budget in budgets:
         truth = [[exact(q.reshape(x.k.shape[0], -1, q.shape[-1]), x.k, x.v, budget=budget) for q in x.q] for x in layers]
         errors = [(np.asarray(error(t[3], t[0])), np.asarray(t[4])) for each in truth for t in each]
-        yield dict(pages="exact top tokens", score="oracle", tail=False, budget=budget) | _errors(errors)
+        yield dict(pages="exact top tokens", score="oracle", tail=False, budget=budget) | _errors(errors, len(prompts))
         for name in formations:
             for page_size in page_sizes:
                 sinks, window = residents(budget)
@@ -53,34 +72,35 @@ def rows(
                 paged = [jax.block_until_ready(form(x, name, page_size, sinks, window)) for x in layers]
                 build = (time.perf_counter() - started) / sum(x.k.shape[1] for x in layers) * 1e6
                 for method in methods:
-                    found = _measure(layers, paged, truth, budget=budget, method=method)
+                    found = _measure(layers, paged, truth, budget=budget, method=method, prompts=len(prompts))
                     row = dict(pages=name, page_size=page_size) | asdict(method) | dict(budget=budget)
                     yield row | found | dict(build_ms_per_1k=round(build, 2))
 
 
-def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
+def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int) -> dict:
     errors, masses, recalls, micros, exact_tokens = [], [], [], [], []
     sinks, window = residents(budget)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
         page_size = pages[0].shape[3]
         fetched = min(pages[0].shape[2], pages_for((budget - sinks - window) // page_size, page_size, method.candidates))
         levels = levels_of(pages, dtype=method.digest_dtype)
+        fit = fit_of(pages) if method.value_fit and method.tail else None
         if method.page_dtype is not None:
             pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
-            run = lambda g=grouped, p=pages, n=levels, f=fetched: select(g, p, n, fetched=f, method=method)  # noqa: E731
+            run = lambda g=grouped, p=pages, n=levels, m=fit, f=fetched: select(g, p, n, m, fetched=f, method=method)  # noqa: E731
             jax.block_until_ready(run())
             for _ in range(REPEATS):
                 started = time.perf_counter()
                 chosen = jax.block_until_ready(run())
                 micros.append((time.perf_counter() - started) * 1e6)
-            found, inside = attention(grouped, layer.k, layer.v, pages, chosen, budget=budget, tail=method.tail)
+            found, inside = attention(grouped, layer.k, layer.v, pages, chosen, fit, budget=budget, tail=method.tail)
             errors.append((np.asarray(error(found, out)), np.asarray(sharp)))
             masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
             recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))
             exact_tokens.append(sinks + window + int((inside[:, 0] > -jnp.inf).sum(-1).max()))
-    return _errors(errors) | dict(
+    return _errors(errors, prompts) | dict(
         mass=round(float(np.mean(masses)), 4),
         recall=round(float(np.mean(recalls)), 4),
         exact_tokens=max(exact_tokens),
@@ -90,10 +110,12 @@ def _measure(layers, paged, truth, *, budget: int, method: Method) -> dict:
     )
 
 
-def _errors(errors) -> dict:
+def _errors(errors, prompts: int) -> dict:
+    each = np.split(np.stack([e[0].mean() for e in errors]), prompts)
     every, sharp = (np.concatenate([e[i].ravel() for e in errors]) for i in (0, 1))
     parts = {"error": every, "error_sharp": every[sharp], "error_diffuse": every[~sharp]}
-    return {name: round(float(x.mean()), 4) if x.size else None for name, x in parts.items()}
+    found = {name: round(float(x.mean()), 4) if x.size else None for name, x in parts.items()}
+    return found | dict(by_prompt=[round(float(x.mean()), 5) for x in each])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,7 +132,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page-sizes", default="16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formations", help=f"comma-separated, of {', '.join(FORMATIONS)} (default: all)")
-    parser.add_argument("--methods", choices=METHOD_SETS, default="all", help="default: tree and flat; ours: no peers' scores")
+    parser.add_argument(
+        "--methods",
+        choices=METHOD_SETS,
+        default="all",
+        help="default: the default and what is beside it; ours: no peers' scores",
+    )
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
     lengths = [4096] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
@@ -124,20 +151,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     peers = [Method(score=name, tail=False, walk=False) for name in PEERS]
     methods = [*METHODS, *peers] if arguments.methods == "all" and not arguments.quick else METHODS
-    methods = [RERANKED, replace(RERANKED, walk=False)] if arguments.methods == "default" else methods
+    if arguments.methods == "default":
+        methods = [RERANKED, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False)]
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
     for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
         for length in lengths:
             rng = np.random.default_rng((arguments.seed, length))
-            layers: list[Captured] = []
+            prompts: list[list[Captured]] = []
             for _ in track(
                 range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
             ):
                 found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
-                layers += [tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found
-            for row in rows(layers, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
+                prompts.append([tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found)
+            for row in rows(prompts, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
                 print(json.dumps(dict(model=which, length=arguments.tile or length) | row | where), flush=True)
     return 0
 

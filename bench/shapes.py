@@ -28,6 +28,11 @@ SHAPES = {
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
+    "deepseek-v2-lite": dict(
+        model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_hidden_layers=27,
+        num_attention_heads=16, max_position_embeddings=2**21, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
+    ),
     "attention": _LLAMA | _PUBLISHED | dict(
         vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=32,
         num_key_value_heads=8, tie_word_embeddings=True,

@@ -21,7 +21,7 @@ import numpy as np
 
 import icejax
 from bench.capture import Captured, capture, needle_prompt
-from bench.methods import RERANKED, attention, error, exact, form, levels_of, residents, select
+from bench.methods import RERANKED, attention, error, exact, fit_of, form, levels_of, residents, select
 from icejax import memory
 from icejax.generation import ASSETS
 
@@ -49,7 +49,7 @@ def _one(layer: Captured, leader: Captured | None, how: str, budget: int) -> tup
     size = layer.q.shape[-1]
     fetched = icejax.Clustered(budget=budget).num_fetched(layer.k.shape[1] // PAGE)
     pages = form(layer, FORMATION, PAGE, sinks, window, leader if how == "path" else None)
-    levels = levels_of(pages, dtype=None)
+    levels, fit = levels_of(pages, dtype=None), fit_of(pages)
     if leader is not None:
         theirs = form(leader, FORMATION, PAGE, sinks, window)
         their_levels = levels_of(theirs, dtype=None)
@@ -57,17 +57,17 @@ def _one(layer: Captured, leader: Captured | None, how: str, budget: int) -> tup
     for step in range(len(layer.q)):
         q = layer.q[step].reshape(1, len(layer.k), -1, size)
         options = dict(fetched=fetched, method=RERANKED)
-        own = select(q, pages, levels, **options)
+        own = select(q, pages, levels, fit, **options)
         if how == "own":
             found = own
         elif how == "guess":
-            found = select(q, pages, levels, **options, guess=layer.guess[step].reshape(q.shape))
+            found = select(q, pages, levels, fit, **options, guess=layer.guess[step].reshape(q.shape))
         else:
             asked = leader.q[step].reshape(1, len(leader.k), -1, size)
             found = select(asked, theirs, their_levels, **options)
             path = found.path if how == "path" else (_holding(layer, leader, theirs, asked, found, budget, fetched),)
-            found = select(q, pages, levels, **options, path=path)
-        out, _ = attention(q, layer.k, layer.v, pages, found, budget=budget, tail=True)
+            found = select(q, pages, levels, fit, **options, path=path)
+        out, _ = attention(q, layer.k, layer.v, pages, found, fit, budget=budget, tail=True)
         errors.append(float(error(out, exact(q[0], layer.k, layer.v, budget=budget)[0]).mean()))
         same = np.asarray(found.page_ids)[0][:, :, None] == np.asarray(own.page_ids)[0][:, None, :]
         agreements.append(float(same.any(-1).mean()))

@@ -126,7 +126,7 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             heads = Heads(*layer.enter(x, *where)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
             view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
             outcome = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
-            return layer.leave(x, outcome.attended.out), outcome.state, outcome.shared or at.shared
+            return layer.leave(x, outcome.attended), outcome.state, outcome.shared or at.shared
 
         outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
         logits = model.logits(outputs[-1])[:, 0]

@@ -45,6 +45,7 @@ class Explanation:
         Raises:
             InputError: the cache keeps all tokens on the device, so that there is nothing to explain.
         """
+        model = model.for_capacity(len(prompt) + new_tokens)
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
         if not plan.pooled:
             raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
@@ -112,9 +113,10 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     """Returns, for every layer with pages, the positions i32[K, P, p] of their tokens."""
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
-    new, spec = jnp.asarray([len(prompt)], jnp.int32), replace(plan.spec, latent=False)  # with a plane for the positions
+    new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        spec = replace(plan.spec_of(at.number), latent=False)  # with a plane for the positions
         return _layer(layer, x, new, at.shared, policy=plan.policies[at.number], spec=spec)
 
     positions = {}

@@ -105,6 +105,7 @@ def stream_generate(
     started = Mark.now()
     own = [each.sampling for each in asked]
     sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
+    model = model.for_capacity(sizes["prompt_tokens"] + sizes["new_tokens"])
     plan = make_plan(model, cache, **sizes)
     draws = [(seed, each.index) if each.seed is None else (each.seed, 0) for each in asked]
     options = dict(sampling=own, draws=draws, progress=progress, host_memory_limit=host_memory_limit)

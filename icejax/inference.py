@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ def prefill(
     progress: Callable[[int], None] | None = None,
     host_memory_limit: int | None = None,
     into: tuple[jax.Array, np.ndarray] | None = None,
+    layers: Iterable[tuple[jax.Array, tuple[Any, jax.Array | None]]] | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Runs the prompts and chooses the first new token.
 
@@ -50,48 +51,14 @@ def prefill(
         progress: called with the number of layers done.
         host_memory_limit: bytes of host memory that the pool may take; None: what is free.
         into: a pool that there is already, which is taken, and the extents in it that are the prompts', i32[B, X].
+        layers: of prompts that have attended already every layer's output [B, T, D], with the state and the pages it leaves;
+            none is asked for before there is a pool. None: the prompts run.
 
     Returns:
         The state to decode from, what the prompt brought (no pages), and the pool.
 
     Raises:
         InputError: the host has not enough memory for the pool; raised before anything runs.
-    """
-    prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
-
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return _prefill_layer(layer, x, prompt_lengths, at.shared, policy=plan.policies[at.number], spec=plan.spec)
-
-    def layers() -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
-        yield from walk(model, _embed(model, jnp.asarray(right_padded(prompts, plan.spec))), run)
-
-    options = dict(sampling=sampling, draws=draws, progress=progress, host_memory_limit=host_memory_limit, into=into)
-    return from_layers(model, layers(), prompts, plan, **options)
-
-
-def right_padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
-    """Returns prompts as the programs take them, i32[B, T], filled up with zeros on the right."""
-    tokens = np.zeros((len(prompts), min(spec.prompt_capacity, ladder(max(map(len, prompts))))), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens
-
-
-def from_layers(
-    model: CausalLM,
-    layers: Iterable[tuple[jax.Array, tuple[Any, jax.Array | None]]],
-    prompts: Sequence[Sequence[int]],
-    plan: Plan,
-    *,
-    sampling: Sequence[Sampling] = (),
-    draws: Sequence[tuple[int, int]] | None = None,
-    progress: Callable[[int], None] | None = None,
-    host_memory_limit: int | None = None,
-    into: tuple[jax.Array, np.ndarray] | None = None,
-) -> tuple[DecodeState, Step, jax.Array | None]:
-    """Returns what `prefill` does, from the output of every layer [B, T, D] with the state and the pages it leaves.
-
-    Nothing of `layers` is asked for before there is a pool to put it in.
     """
     pool = table = None
     if plan.pooled:
@@ -103,6 +70,13 @@ def from_layers(
         table = jnp.asarray(table)
     prompt_lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
     states = []
+
+    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
+        return _prefill_layer(layer, x, prompt_lengths, at.shared, **sizes)
+
+    if layers is None:
+        layers = walk(model, _embed(model, jnp.asarray(_padded(prompts, plan.spec))), run)
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
@@ -119,6 +93,14 @@ def from_layers(
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
     state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
     return state, _first_step(state, logits), pool
+
+
+def _padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
+    """Returns prompts as the programs take them, i32[B, T], filled up with zeros on the right."""
+    tokens = np.zeros((len(prompts), min(spec.prompt_capacity, ladder(max(map(len, prompts))))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens
 
 
 def extend(
@@ -166,7 +148,7 @@ def _extend_layer(
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
     outcome = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
-    return layer.leave(x, outcome.attended.out), (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
+    return layer.leave(x, outcome.attended), (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
 
 
 @jax.jit

@@ -34,6 +34,7 @@ class Plan:
     Attributes:
         fetch_backend: the way the pool is read, a key of `fetch.BACKENDS`; empty without a pool.
         platform: what the programs are compiled for: cpu, gpu or tpu.
+        heads: KV heads and their size of each layer that has others than `spec`; None for one that has not.
     """
 
     policies: tuple[CachePolicy, ...]
@@ -41,6 +42,14 @@ class Plan:
     eos_token_ids: tuple[int, ...]
     fetch_backend: str
     platform: str
+    heads: tuple[tuple[int, int] | None, ...]
+
+    def spec_of(self, layer: int) -> CacheSpec:
+        """Returns the sizes of one layer's cache."""
+        if self.heads[layer] is None:
+            return self.spec
+        count, size = self.heads[layer]
+        return dataclasses.replace(self.spec, num_kv_heads=count, head_dim=size, value_dim=size)
 
     @functools.cached_property
     def pooled(self) -> tuple[int, ...]:
@@ -171,7 +180,8 @@ def make_plan(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        value_dim=config.head_dim,
+        value_dim=config.value_dim,
+        latent=config.latent is not None,
         prompt_capacity=ladder(prompt_tokens),
         new_capacity=_even(ladder(prompt_tokens), ladder(new_tokens)),
         dtype=model.dtype,
@@ -195,7 +205,9 @@ def make_plan(
     if here == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there
         raise InputError(f"{shown_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pools else ""
-    return Plan(policies, spec, config.eos_token_ids, backend, here)
+    own = ((layer.kv_heads, layer.head_dim) for layer in config.layers)
+    heads = tuple(None if sizes == (config.num_key_value_heads, config.head_dim) else sizes for sizes in own)
+    return Plan(policies, spec, config.eos_token_ids, backend, here, heads)
 
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:

@@ -27,7 +27,7 @@ def nobody(plan: Plan) -> DecodeState:
     none = jnp.zeros(batch, jnp.int32)
     lengths = Lengths.of(none, plan.prompt_pages)
     table = jnp.full((batch, extents_for(plan.pool.pages)), NOBODYS, jnp.int32) if plan.pooled else None
-    layers = tuple(policy.init(plan.spec) for policy in plan.policies)
+    layers = tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
     state = DecodeState(KVCache(layers, lengths, table), none, none == 0, row_keys([(0, 0)] * batch), none)
     # Buffers of their own, as a step takes them all, and bound to the device as what it gives is.
     return jax.device_put(jax.tree.map(jnp.copy, state), memory.device())

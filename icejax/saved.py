@@ -34,7 +34,7 @@ from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
-VERSION = 7
+VERSION = 10
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes that are verified at once
 MOST = 2**31  # tokens are counted in 32 bits
@@ -269,7 +269,9 @@ def _empty(plan: Plan) -> KVCache:
     """Returns shapes and dtypes of the device part of the cache."""
 
     def empty() -> KVCache:
-        return KVCache(tuple(policy.init(plan.spec) for policy in plan.policies), Lengths.none(plan.spec.batch_size))
+        return KVCache(
+            tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies)), Lengths.none(plan.spec.batch_size)
+        )
 
     return jax.eval_shape(empty)
 

@@ -67,9 +67,9 @@ class Session:
             host_memory_limit: bytes of it that may be taken; None: what is free.
             system: the message that a chat begins with; None: none, or the template's own.
         """
-        self._model, self._tokenizer = model, tokenizer
-        self._cache = Clustered() if cache is None else cache
+        self._tokenizer, self._cache = tokenizer, Clustered() if cache is None else cache
         self.context_length = check_context(model, context_length)
+        self._model = model.for_capacity(self.context_length)
         self._limit = memory.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
         self.messages = opening(system)

@@ -163,4 +163,5 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
         device=memory.device_name(),
         dtype=model.dtype,
     )
-    return dict(fields=fields, token_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item)
+    specs = map(plan.spec_of, range(config.num_hidden_layers))
+    return dict(fields=fields, token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
+from icejax.models.latent import Expanded
 from icejax.ops.attention import Attended, causal
 
 Kept = TypeVar("Kept")
@@ -70,6 +73,15 @@ def exact(
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
     *heads, expanded = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
-        attended = causal(*(expanded or heads), lengths=lengths, window=layer.config.window, scoring=layer.scoring)
+        attend = functools.partial(causal, lengths=lengths, window=layer.config.window, scoring=layer.scoring)
+        attended = attend(*heads) if expanded is None else _by_groups(attend, expanded)
     kept = keep(*heads, attended)
-    return layer.leave(x, attended.out, expanded=expanded is not None), kept
+    return layer.leave(x, attended, expanded=expanded is not None), kept
+
+
+def _by_groups(attend: Callable[..., Attended], expanded: Expanded) -> Attended:
+    """Returns what all expanded heads attend to, of which a group at a time exists."""
+    if expanded.groups == 1:
+        return attend(*expanded.of(jnp.int32(0)))
+    parts = lax.map(lambda group: attend(*expanded.of(group)), jnp.arange(expanded.groups))
+    return Attended(*(jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:]) for x in parts))

@@ -1,6 +1,7 @@
 """Compiles decode steps with experts for a device that is not there: ``python -m tests.aot_experts h100 8`` prints what was made.
 
-Its arguments: the target and the batch size. A JSON line for each kind of weights. Needs the compilers: ``pip install -e '.[aot]'``.
+Its arguments: the target, the batch size and a model type, `qwen3_moe` unless said. A JSON line for each kind of weights. Needs the
+compilers: ``pip install -e '.[aot]'``.
 """
 
 from __future__ import annotations
@@ -18,24 +19,36 @@ from icejax.cache import Full
 from icejax.models import CausalLM, family
 from tests.aot_quantized import coded
 
-RAW = dict(
-    model_type="qwen3_moe", vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=2,
-    num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, num_experts=128,
-    num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True,
+SIZES = dict(
+    vocab_size=256, hidden_size=512, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=64, max_position_embeddings=2048,
 )  # fmt: skip
+RAW = {
+    "qwen3_moe": dict(num_experts=128, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True),
+    "gpt_oss": dict(num_local_experts=128, num_experts_per_tok=4),
+    "gemma4_text": dict(
+        enable_moe_block=True, num_experts=128, top_k_experts=4, moe_intermediate_size=256, hidden_size_per_layer_input=0,
+        global_head_dim=128,
+    ),
+}  # fmt: skip
 # What names an array that is there, or makes none in the device's memory.
 GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
-
-
 # Of the experts: codes, columns of a group (None: all), whether there are zero points.
-KINDS = [("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False)]
-KINDS += [("int4", 128, True), ("float4_e2m1fn", 32, False)]
+KINDS = {
+    "qwen3_moe": [
+        ("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False),
+        ("int4", 128, True), ("float4_e2m1fn", 32, False),
+    ],
+    "gpt_oss": [("float4_e2m1fn", 32, False)],
+    "gemma4_text": [],
+}  # fmt: skip
 
 
-def main(name: str, batch: str) -> None:
+def main(name: str, batch: str, model_type: str = "qwen3_moe") -> None:
     without_devices()
-    target, config = TARGETS[name], family(RAW).read_config(RAW)
-    for kind in (None, *KINDS):
+    raw = SIZES | RAW[model_type] | {"model_type": model_type}
+    target, config = TARGETS[name], family(raw).read_config(raw)
+    for kind in (None, *KINDS[model_type]):
         model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
         if kind is not None:
             coded(model, *kind, inside=".experts.")

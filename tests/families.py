@@ -1,196 +1,31 @@
-"""One row per variant of a model family, as tiny random Hugging Face models, and how to build and load them."""
+"""Tiny random Hugging Face models of every row, how to build and load them, and which of them run by default."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers as hf
 
 import icejax.checkpoint
 from icejax.models import CausalLM
-
-WINDOW = 32  # every tested prompt of 129 tokens and more is longer
-SIZES = dict(
-    vocab_size=101,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-SCALES = ("default", "fan_in")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A variant: `changes` over SIZES."""
-
-    name: str
-    config: type
-    model: type
-    changes: tuple[tuple[str, object], ...]
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def _llama(name: str, **changes) -> Row:
-    return Row("llama-" + name, LlamaConfig, LlamaForCausalLM, tuple(changes.items()))
-
-
-def _mistral(name: str, **changes) -> Row:
-    return Row("mistral-" + name, MistralConfig, MistralForCausalLM, tuple(changes.items()))
-
-
-def _mixtral(name: str, **changes) -> Row:
-    return Row("mixtral-" + name, MixtralConfig, MixtralForCausalLM, (("num_local_experts", 4), *changes.items()))
-
-
-def _qwen2(name: str, **changes) -> Row:
-    return Row("qwen2-" + name, Qwen2Config, Qwen2ForCausalLM, tuple(changes.items()))
-
-
-def _qwen3(name: str, **changes) -> Row:
-    return Row("qwen3-" + name, Qwen3Config, Qwen3ForCausalLM, tuple(changes.items()))
-
-
-def _qwen2_moe(name: str, **changes) -> Row:
-    small = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
-    return Row("qwen2_moe-" + name, Qwen2MoeConfig, Qwen2MoeForCausalLM, tuple((small | changes).items()))
-
-
-def _qwen3_moe(name: str, **changes) -> Row:
-    small = dict(num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-    return Row("qwen3_moe-" + name, Qwen3MoeConfig, Qwen3MoeForCausalLM, tuple((small | changes).items()))
-
-
-def _glm(name: str, **changes) -> Row:
-    small = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, routed_scaling_factor=1.5)
-    return Row("glm4_moe-" + name, Glm4MoeConfig, Glm4MoeForCausalLM, tuple((small | changes).items()))
-
-
-def _minimax(name: str, **changes) -> Row:
-    small = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=16)
-    return Row("minimax_m2-" + name, MiniMaxM2Config, MiniMaxM2ForCausalLM, tuple((small | changes).items()))
-
-
-def _rope(rope_type: str, **fields) -> dict:
-    return {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
-
-
-ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-FAMILIES = (
-    _llama("gqa"),
-    _llama("mha", num_key_value_heads=4),
-    _llama("mqa-tied", num_key_value_heads=1, tie_word_embeddings=True),
-    _llama("biases", attention_bias=True, mlp_bias=True),
-    _llama("head-dim", head_dim=24),
-    _llama("theta-eps", rms_norm_eps=1e-3, rope_parameters=_rope("default") | {"rope_theta": 500000.0}),
-    _llama("linear", rope_parameters=_rope("linear", factor=8.0)),  # LongChat
-    _llama("dynamic", max_position_embeddings=64, rope_parameters=_rope("dynamic", factor=2.0)),
-    _llama(
-        "llama3",  # 3.1, 3.2 and DeepSeek-R1-Distill-Llama
-        rope_parameters=_rope(
-            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-        ),
-    ),
-    _llama("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64)),
-    _llama(
-        "yarn-mscale",
-        rope_parameters=_rope(
-            "yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.3, beta_fast=16.0,
-            beta_slow=2.0, truncate=False,
-        ),
-    ),
-    _mistral("window", sliding_window=WINDOW),  # v0.1
-    _mistral("plain", sliding_window=None, rope_parameters=_rope("default") | {"rope_theta": 1e6}),  # v0.2, v0.3, Codestral
-    _mistral("head-dim", sliding_window=None, head_dim=32),  # Nemo, Ministral-8B
-    Row(
-        "ministral-layer-types",
-        MinistralConfig,
-        MinistralForCausalLM,
-        (("head_dim", 16), ("sliding_window", WINDOW), ("layer_types", ALTERNATING)),
-    ),
-    Row(
-        "ministral3-plain",
-        Ministral3Config,
-        Ministral3ForCausalLM,
-        (
-            ("head_dim", 32),
-            (
-                "rope_parameters",
-                _rope(
-                    "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0,
-                    beta_slow=1.0, llama_4_scaling_beta=0.5, max_position_embeddings=512,
-                ),
-            ),
-        ),
-    ),
-    _mixtral("plain"),  # 8x7B, 8x22B
-    _mixtral("window", sliding_window=WINDOW, head_dim=32, num_experts_per_tok=1),
-    _qwen2("plain"),  # 2.5 and DeepSeek-R1-Distill-Qwen too
-    _qwen2("tied", tie_word_embeddings=True),
-    _qwen2("window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-    _qwen2("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
-    _qwen2_moe("plain"),  # 1.5-MoE-A2.7B, 57B-A14B
-    _qwen2_moe(
-        "dense-layers", norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[1], num_experts_per_tok=3, use_sliding_window=True,
-        sliding_window=WINDOW,
-    ),
-    _qwen3("plain", head_dim=32),
-    _qwen3("layer-types", head_dim=16, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
-    _qwen3("biases", head_dim=16, attention_bias=True),
-    _qwen3_moe("plain", norm_topk_prob=True),  # 30B-A3B, 235B-A22B
-    _qwen3_moe("dense-layers", head_dim=32, mlp_only_layers=[0], attention_bias=True),
-    _minimax("plain", head_dim=32, rotary_dim=8),
-    _minimax("whole-heads", head_dim=16, num_experts_per_tok=3),
-    _glm("plain", attention_bias=True, routed_scaling_factor=1.0),  # 4.5-Air
-    _glm("groups", head_dim=32, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=0, n_shared_experts=2),
-    _glm(
-        "yarn", norm_topk_prob=False,
-        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75), head_dim=32,
-    ),
-    _qwen3_moe("window-step", use_sliding_window=True, sliding_window=WINDOW, decoder_sparse_step=2, num_experts_per_tok=3),
-)  # fmt: skip
+from tests.family_rows import FAMILIES, SCALES, SIZES, Row
 
 
 def by_family() -> list:
-    """Returns the rows as parameters of a test, of which by default the first of every family runs."""
-    first = {each.model: each for each in reversed(FAMILIES)}
-    return [pytest.param(x, id=str(x), marks=() if first[x.model] is x else pytest.mark.slow) for x in FAMILIES]
+    """Returns the rows as parameters of a test, of which by default the first of every family runs, if it does at all scales."""
+    first = {each.model: each for each in reversed(FAMILIES) if each.scales == SCALES}
+    return [pytest.param(x, id=str(x), marks=() if first.get(x.model) is x else pytest.mark.slow) for x in FAMILIES]
+
+
+def by_scale(rows: Sequence[Row] = FAMILIES) -> list:
+    """Returns rows and scales as parameters of a test."""
+    every = [(row, scale) for row in rows for scale in SCALES]
+    return [pytest.param(x, y, id=f"{x}-{y}", marks=() if y in x.scales else pytest.mark.slow) for x, y in every]
 
 
 def row(name: str) -> Row:
@@ -199,15 +34,15 @@ def row(name: str) -> Row:
 
 
 @torch.no_grad()
-def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
+def build(row: Row, scale: str = "fan_in", **changes) -> hf.PreTrainedModel:
     """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
 
     Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested; of buffers those
-    that a router adds.
+    that a router adds, or that an output is multiplied by.
     """
     torch.manual_seed(0)
     model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
-    buffers = (x for x in model.named_buffers() if x[0].endswith("e_score_correction_bias"))
+    buffers = (x for x in model.named_buffers() if x[0].endswith(("e_score_correction_bias", "layer_scalar")))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.ndim == 1:
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
@@ -216,13 +51,13 @@ def build(row: Row, scale: str = "fan_in", **changes) -> PreTrainedModel:
     return model
 
 
-def save(model: PreTrainedModel, folder: Path) -> Path:
+def save(model: hf.PreTrainedModel, folder: Path) -> Path:
     """Writes `model` as a Hugging Face folder."""
     model.save_pretrained(folder)
     return folder
 
 
-def load(model: PreTrainedModel, folder: Path) -> CausalLM:
+def load(model: hf.PreTrainedModel, folder: Path) -> CausalLM:
     """Returns `model` as icejax loads it from a folder."""
     return icejax.checkpoint.load_model(save(model, folder))
 

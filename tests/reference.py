@@ -7,6 +7,7 @@ import numpy as np
 from icejax.cache import Clustered
 from icejax.ops import packing, tree
 from icejax.ops.digests import TAIL_CLAMP, TIED
+from icejax.ops.value_fit import RIDGE
 
 
 def halve(keys: np.ndarray, order: np.ndarray, late: np.ndarray, part: int, levels: int) -> np.ndarray:
@@ -67,6 +68,30 @@ def outlier_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([[first], tokens[tokens != first]])
 
 
+class Fit:
+    """Values from keys: ridge regression within pages, shrunk as far as pages of other parity are not as it says."""
+
+    def __init__(self, size: int, value_size: int) -> None:
+        self.keys, self.values, self.agreement = np.zeros((size, size)), np.zeros((size, value_size)), np.zeros(2)
+        self.matrix = self.values
+
+    def add(self, k: np.ndarray, v: np.ndarray, pages: list[np.ndarray]) -> None:
+        halves = []
+        for parity in (0, 1):
+            some = [page for page in pages[parity::2] if len(page)]
+            x, y = (np.concatenate([a[page] - a[page].mean(0) for page in some] or [a[:0]]) for a in (k, v))
+            halves.append((x.T @ x, x.T @ y))
+        for (keys, values), other in zip(halves, halves[::-1], strict=True):
+            told = self.solved(*other)
+            self.agreement += (told * values).sum(), (told * (keys @ told)).sum()
+        self.keys, self.values = (old + a + b for old, a, b in zip((self.keys, self.values), *halves, strict=True))
+        self.matrix = self.solved(0, 0) * np.clip(self.agreement[0] / max(self.agreement[1], 1e-30), 0, 1)
+
+    def solved(self, keys: np.ndarray | int, values: np.ndarray | int) -> np.ndarray:
+        keys = self.keys + keys
+        return np.linalg.solve(keys + max(RIDGE * np.diag(keys).mean(), 1e-20) * np.eye(len(keys)), self.values + values)
+
+
 class Reference:
     """State: keys and values of every token, and which of them are sinks, in which page, or in the window."""
 
@@ -80,6 +105,9 @@ class Reference:
         padded = np.zeros_like(k)
         padded[:middle] = k[len(self.sinks) : start]
         self.pages = [p + len(self.sinks) for p in pack(padded, np.arange(len(k)) < middle, policy.page_size)]
+        self.fit = Fit(k.shape[1], v.shape[1])
+        if policy.value_fit:
+            self.fit.add(self.k, self.v, self.pages)
         # Those that the others of its batch had filled by then are empty, and the next one will not be full.
         self.pages += [np.zeros(0, int)] * (clock // policy.page_size)
         self.steps = clock
@@ -99,6 +127,11 @@ class Reference:
         k, s = self.k[tokens[1:] if len(tokens) > 1 else tokens], q / q.shape[-1] ** 0.5
         first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * s**2 @ k.var(0)
         return np.maximum([first + second, first + np.minimum(second, TAIL_CLAMP)], s @ self.k[tokens[0]])
+
+    def moved(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns by how much a node's mean key moves under softmax, to first order and boundedly, [G, H]."""
+        s, variance = q / q.shape[-1] ** 0.5, self.k[tokens[1:] if len(tokens) > 1 else tokens].var(0)
+        return s * variance * np.sqrt(np.minimum(1, TAIL_CLAMP / np.maximum(0.5 * s**2 @ variance, 1e-30)))[:, None]
 
     def best(self, scores: np.ndarray, count: int) -> np.ndarray:
         """Returns the candidates of largest softmax, summed over the group, among those not empty."""
@@ -131,20 +164,26 @@ class Reference:
         best = self.best(estimates, self.policy.num_fetched(len(self.pages)))
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
+        # Softmax moves the mean key of a node along the query, and with it the mean value.
+        rest = [(s, tokens, self.v[tokens].mean(0) + self.moved(q, tokens) @ self.fit.matrix) for s, tokens in rest]
         # Of the tokens fetched the best are attended exactly, the others of a page by their own weight and mean value.
         resident = np.asarray([*self.sinks, *self.window], int)
         fetched = np.concatenate([np.zeros(0, int), *(nodes[i] for i in best)])
         s = q @ self.k.T / q.shape[-1] ** 0.5
-        everything = np.concatenate([s[:, resident], s[:, fetched], *(s[:, None] for s, _ in rest)], axis=1)
+        everything = np.concatenate([s[:, resident], s[:, fetched], *(s[:, None] for s, *_ in rest)], axis=1)
         share = np.exp(s[:, fetched] - everything.max(-1, keepdims=True))
         share /= np.exp(everything - everything.max(-1, keepdims=True)).sum(-1, keepdims=True)
         kept = fetched[np.argsort(-share.sum(0), kind="stable")[: self.policy.budget - len(resident)]]
         others = [np.setdiff1d(nodes[i], kept) for i in best] if self.policy.tail else []
-        rest += [(np.logaddexp.reduce(s[:, tokens], axis=1), tokens) for tokens in others if len(tokens)]
+        for tokens in filter(len, others):
+            total = np.logaddexp.reduce(s[:, tokens], axis=1)
+            key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[tokens].mean(0)
+            rest.append((total, tokens, self.v[tokens].mean(0) + key @ self.fit.matrix))
         exact = np.concatenate([resident, kept])
-        logits = np.concatenate([s[:, exact], *(s[:, None] for s, _ in rest)], axis=1)
-        values = np.concatenate([self.v[exact], *(self.v[tokens].mean(0)[None] for _, tokens in rest)])
+        logits = np.concatenate([s[:, exact], *(s[:, None] for s, *_ in rest)], axis=1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
+        out = weights[:, : len(exact)] @ self.v[exact]
+        out += sum(w[:, None] * value for w, (*_, value) in zip(weights[:, len(exact) :].T, rest, strict=True))
         self.steps += 1
         if self.steps % self.policy.page_size == 0:
             end = len(self.k) - self.policy.window_of.fill  # of the window's oldest page
@@ -157,4 +196,6 @@ class Reference:
             keys[: len(tokens)] = self.k[tokens]
             packed = pack(keys, np.arange(len(keys)) < len(tokens), self.policy.page_size)
             self.pages[-count:] = [tokens[page] for page in packed]
-        return weights @ values / weights.sum(-1, keepdims=True)
+            if self.policy.value_fit:
+                self.fit.add(self.k, self.v, self.pages[-count:])
+        return out / weights.sum(-1, keepdims=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.plan import Plan, make_plan
 from icejax.walk import Place, walk
+from tests import tolerances
 
 
 def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
@@ -27,13 +29,14 @@ def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
 
 def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> np.ndarray:
     """Returns the logits f32[T, V] at every position of `prompt`, by the programs of `prefill`."""
+    model = model.for_capacity(len(prompt))
     plan = plan_for(model, policy, [prompt], 1)
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
     new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return inference._prefill_layer(layer, x, new, None, policy=plan.policies[at.number], spec=plan.spec)
+        return inference._prefill_layer(layer, x, new, None, policy=plan.policies[at.number], spec=plan.spec_of(at.number))
 
     *_, (x, _) = walk(model, inference._embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]
@@ -52,6 +55,7 @@ def greedy(
     model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the tokens i32[B, n], the logits f32[n, B, V] each was chosen from, and the pages attended i32[n, B]."""
+    model = model.for_capacity(max(map(len, prompts)) + new_tokens)
     plan = plan_for(model, policy, prompts, new_tokens)
     state, step, pool = prefill(model, prompts, plan)
     decoding, steps = Decoding(model, plan), [step]
@@ -60,3 +64,26 @@ def greedy(
         steps.append(step)
     chosen, pages, *_ = np.stack([np.asarray(s.tokens_and_pages) for s in steps], axis=1)
     return chosen.T, np.stack([np.asarray(s.logits) for s in steps]), pages
+
+
+def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expected: np.ndarray, *, prompt: int, decoded: int):
+    """Asserts that the logits of a prompt, of tokens decoded behind it, of a text behind these and of more are `expected`."""
+    extended = len(tokens) - prompt - 2 * decoded
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerances.LOGITS)
+    close(all_logits(model, tokens[:prompt], policy), expected[:prompt])
+    plan = plan_for(model, policy, [tokens[:prompt]], 1000)
+    decoding = Decoding(model, plan)
+    state, step, pool = inference.prefill(model, [tokens[:prompt]], plan)
+    at = prompt
+    for more in (extended, 0):
+        close(step.logits[0], expected[at - 1])
+        for token in tokens[at : at + decoded]:
+            state = dataclasses.replace(state, last_tokens=jnp.asarray([token], jnp.int32))
+            state, step, pool = decoding.step(state, pool)
+            close(step.logits[0], expected[at])
+            at += 1
+        if more:
+            assert plan.room_for_answer(more, pages=int(state.cache.lengths.pages)) >= decoded
+            state, step, pool = inference.extend(model, tokens[at : at + more], plan, state, pool)
+            decoding.clock, at = 0, at + more
+    assert at == len(tokens)

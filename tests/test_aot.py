@@ -110,9 +110,10 @@ def test_pages_of_a_tpu_come_together(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("target", ["h100", "v5e"])
-def test_a_step_copies_no_experts(target, batch):
-    plain, *coded = said(target, "tests.aot_experts", target, str(batch))
-    assert len(coded) == 6
+@pytest.mark.parametrize("family, kinds", [("qwen3_moe", 6), ("gpt_oss", 1), ("gemma4_text", 0)])
+def test_a_step_copies_no_experts(family, kinds, target, batch):
+    plain, *coded = said(target, "tests.aot_experts", target, str(batch), family)
+    assert len(coded) == kinds
     for found in (plain, *coded):
         matrix, experts = found["matrix_elements"], found["experts"]
         assert found["largest"] < experts * matrix / 10
@@ -127,3 +128,9 @@ def test_a_step_copies_no_experts(target, batch):
 def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
     rows = said(target, "tests.aot_quantized", target)
     assert len(rows) == 2 * 5 and not [row for row in rows if row["copies"]]
+
+
+@pytest.mark.slow
+def test_no_copy_of_what_makes_heads_of_latents_or_of_digests_stands_in_the_step():
+    rows = said("h100", "tests.aot_latent", "h100")
+    assert len(rows) == 4 and not [row for row in rows if row["copies"]]

@@ -45,10 +45,10 @@ def test_a_filled_clustered_cache_is_whole(model):
     assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.seen) == held).all()
     beside = policy.window_of.sinks + policy.window_of.fill
     for layer, kept in enumerate(state.cache.layers):
-        counts = np.asarray(kept.index[0].count)
+        counts = np.asarray(kept.index.levels[0].count)
         assert (counts.sum(-1) + beside == held).all()
         pages = [found[1, i, layer, 0, 0, :n] for i, n in enumerate(counts[1, 0])]
-        assert_digests(kept.index, 1, 0, pages)
+        assert_digests(kept.index.levels, 1, 0, pages)
     first, again = (found[0, i, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
     assert 0 < np.abs(first - again).max() < 1.0  # a copy with noise
 

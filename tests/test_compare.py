@@ -129,6 +129,12 @@ def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, 
     assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_options_of_a_policy_stand_behind_its_name():
+    (found,), left_out = cells.contenders(["clustered:candidates=1:tail=false"], ["64"], 600)
+    assert (found.name, found.policy) == ("clustered:candidates=1:tail=false", Clustered(64, candidates=1, tail=False))
+    assert not left_out
+
+
 def test_answers_and_costs_of_texts_are_summed():
     base = dict(zip(rows.KEY, ("m", "p", "64", 600, "single", "dense"), strict=True)) | dict.fromkeys(rows.MEANS, 1.0)
     lines = [base | dict(tokens=64, asked=4, right=3, error=0.2), base | dict(tokens=64, asked=1, right=1, error=0.4)]
@@ -140,6 +146,8 @@ def test_answers_and_costs_of_texts_are_summed():
     "arguments, message",
     [
         (("--policies", "nothing"), "unknown cache 'nothing'"),
+        (("--policies", "quest:sink=1"), "cache 'quest' has no option 'sink'"),
+        (("--policies", "clustered:tail"), "cache option tail must be bool, got ''"),
         (("--budgets", "few"), "--budgets must be numbers of tokens or shares such as 10%, got 'few'"),
         (("--lengths", "100"), "--lengths must be at least 512, got 100"),
         (("--lengths", "x"), "--lengths must be whole numbers, comma-separated, got 'x'"),

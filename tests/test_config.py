@@ -10,19 +10,9 @@ import pytest
 from icejax.cache import Full
 from icejax.checkpoint import read_config
 from icejax.errors import InputError
-from icejax.models import family
 from tests import families
+from tests.raw_configs import BASE, GEMMA4, MIXTRAL, QWEN2_MOE, read
 from tests.run import all_logits
-
-BASE = dict(
-    model_type="llama", vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6, hidden_act="silu",
-)  # fmt: skip
-
-
-def read(**changes):
-    raw = {name: value for name, value in (BASE | changes).items() if value is not ...}
-    return family(raw).read_config(raw)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +75,7 @@ def test_defaults_of_old_configs():
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attn_logit_softcapping": 30.0}, "field 'attn_logit_softcapping' .* is not known"),
         ({"qk_norm": True}, "field 'qk_norm'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
@@ -110,121 +100,14 @@ def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
         read(**changes)
 
 
-NAN, INFINITY = float("nan"), float("inf")
-YARN = {"rope_type": "yarn", "factor": 4.0}
-MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-QWEN2_MOE = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=24)
-GLM = dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-MINIMAX = dict(model_type="minimax_m2", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
-MIXTRAL = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
-MINISTRAL3 = dict(model_type="ministral3", rope_parameters=YARN)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported: expected one of llama"),
-        ({"model_type": {}}, "model_type {} is not supported"),
-        ({"num_hidden_layers": 20000}, "'num_hidden_layers' must be at most 1024, got 20000"),
-        ({"num_hidden_layers": True}, "'num_hidden_layers' must be a whole number, got True"),
-        ({"num_hidden_layers": 3.0}, "'num_hidden_layers' must be a whole number, got 3.0"),
-        ({"num_key_value_heads": 0}, "'num_key_value_heads' must be at least 1, got 0"),
-        ({"num_key_value_heads": 8}, "'num_key_value_heads' must be at most 4, got 8"),
-        ({"num_attention_heads": -1}, "'num_attention_heads' must be at least 1, got -1"),
-        ({"vocab_size": 10**12}, "'vocab_size' must be at most 16777216, got 1000000000000"),
-        ({"hidden_size": 2**31}, "'hidden_size' must be at most 1048576, got 2147483648"),
-        ({"hidden_size": 3}, "heads must have an even size of at least 4 to be rotated, got 0"),
-        ({"head_dim": 17}, "heads must have an even size of at least 4 to be rotated, got 17"),
-        ({"head_dim": 0}, "'head_dim' must be at least 1, got 0"),
-        ({"intermediate_size": None}, "config.json has no 'intermediate_size', which a llama model needs"),
-        ({"intermediate_size": -96}, "'intermediate_size' must be at least 1, got -96"),
-        ({"max_position_embeddings": 0}, "'max_position_embeddings' must be at least 1, got 0"),
-        ({"rms_norm_eps": NAN}, "'rms_norm_eps' must be a number above 0 and at most 1, got nan"),
-        ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a number above 0 and at most 1, got 0"),
-        ({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number above 0 and at most 1, got '1e-6'"),
-        ({"rope_theta": -1e4}, "'rope_theta' must be a number from 2 to 1e+20, got -10000.0"),
-        ({"rope_theta": 0}, "'rope_theta' must be a number from 2 to 1e+20, got 0"),
-        ({"rope_theta": INFINITY}, "'rope_theta' must be a number from 2 to 1e+20, got inf"),
-        ({"rope_theta": 10**400}, "'rope_theta' must be a number from 2 to 1e+20, got 1000"),
-        ({"rope_parameters": {"rope_theta": 1}}, "rope_parameters: 'rope_theta' must be a number from 2 to 1e+20, got 1"),
-        ({"rope_scaling": []}, "'rope_scaling' must be an object, got []"),
-        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling: 'rope_type' must be a text, got ['yarn']"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a number from 1 to 1e+06, got 0"),
-        ({"rope_scaling": {"type": "linear", "factor": True}}, "'factor' must be a number from 1 to 1e+06, got True"),
-        ({"rope_scaling": {"type": "linear", "factor": 1e6}, "max_position_embeddings": 2**30}, "a context of 1073741824 x 1e+06 tokens"),
-        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "'low_freq_factor' must be below 'high_freq_factor', got {"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": NAN}}, "'low_freq_factor' must be a number from 1e-06 to 1e+06, got nan"),
-        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}}, "'original_max_position_embeddings' must be at least 1"),
-        ({"rope_scaling": YARN | {"beta_fast": 0}}, "'beta_fast' must be a number from 1e-06 to 1e+06, got 0"),
-        ({"rope_scaling": YARN | {"beta_slow": -1}}, "'beta_slow' must be a number from 1e-06 to 1e+06, got -1"),
-        ({"rope_scaling": YARN | {"attention_factor": INFINITY}}, "'attention_factor' must be a number from 1e-06 to 1e+06"),
-        ({"rope_scaling": YARN | {"mscale": NAN}}, "'mscale' must be a number from 0 to 1e+06, got nan"),
-        ({"rope_scaling": YARN | {"truncate": 1}}, "'truncate' must be true or false, got 1"),
-        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1024}}, "the factor must be a number from 1 to 1e+06, got 0.5"),
-        (MINISTRAL3 | {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}}, "'llama_4_scaling_beta' must be a number from 0 to 1e+06, got -1"),
-        (MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "fields ['llama_4_scaling_beta'] of rope type 'default' are"),
-        (MINISTRAL3 | {"rope_parameters": ...}, "config.json has no 'rope_parameters', which a ministral3 model needs"),
-        ({"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "fields ['llama_4_scaling_beta'] of rope type 'yarn' are not known"),
-        ({"layer_types": [["full_attention"], {}, 3]}, "layer_types must name full_attention or sliding_attention for 3 layers, got [["),
-        ({"model_type": "mistral", "sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
-        ({"model_type": "qwen2", "use_sliding_window": 1}, "'use_sliding_window' must be true or false, got 1"),
-        ({"model_type": "qwen2", "max_window_layers": -1}, "'max_window_layers' must be at least 0, got -1"),
-        (MOE | {"num_experts": ...}, "config.json has no 'num_experts', which a qwen3_moe model needs"),
-        (MOE | {"num_experts": 0}, "'num_experts' must be at least 1, got 0"),
-        (MOE | {"num_experts": ..., "num_local_experts": 1025}, "'num_local_experts' must be at most 1024, got 1025"),
-        (MOE | {"num_experts_per_tok": 9}, "'num_experts_per_tok' must be at most 8, got 9"),
-        (MOE | {"moe_intermediate_size": 0}, "'moe_intermediate_size' must be at least 1, got 0"),
-        (MOE | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
-        (MOE | {"mlp_only_layers": 3}, "'mlp_only_layers' must be a list, got 3"),
-        (MOE | {"mlp_only_layers": [3]}, "'mlp_only_layers' must be at most 2, got 3"),
-        (MOE | {"mlp_only_layers": ["a"]}, "'mlp_only_layers' must be a whole number, got 'a'"),
-        (MOE | {"decoder_sparse_step": 0}, "'decoder_sparse_step' must be at least 1, got 0"),
-        (MOE | {"max_window_layers": "a"}, "'max_window_layers' must be a whole number, got 'a'"),
-        (QWEN2_MOE | {"shared_expert_intermediate_size": ...}, "config.json has no 'shared_expert_intermediate_size', which a qwen2_moe"),
-        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be at least 1, got 0"),
-        (QWEN2_MOE | {"qkv_bias": "no"}, "'qkv_bias' must be true or false, got 'no'"),
-        (GLM | {"n_routed_experts": ...}, "config.json has no 'n_routed_experts', which a glm4_moe model needs"),
-        (GLM | {"n_group": 0}, "'n_group' must be at least 1, got 0"),
-        (GLM | {"n_group": 3}, "8 experts do not divide among 3 groups of two or more"),
-        (GLM | {"n_group": 8}, "8 experts do not divide among 8 groups of two or more"),
-        (GLM | {"n_group": 2, "topk_group": 3}, "'topk_group' must be at most 2, got 3"),
-        (GLM | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "'num_experts_per_tok' must be at most 2, got 3"),
-        (GLM | {"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false, got 1"),
-        (GLM | {"routed_scaling_factor": 0}, "'routed_scaling_factor' must be a number above 0 and at most 1e+06, got 0"),
-        (GLM | {"n_shared_experts": 0}, "'n_shared_experts' must be at least 1, got 0"),
-        (GLM | {"first_k_dense_replace": 4}, "'first_k_dense_replace' must be at most 3, got 4"),
-        (GLM | {"num_nextn_predict_layers": -1}, "'num_nextn_predict_layers' must be at least 0, got -1"),
-        (GLM | {"use_qk_norm": 1}, "'use_qk_norm' must be true or false, got 1"),
-        (GLM | {"partial_rotary_factor": 0}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 0"),
-        (GLM | {"partial_rotary_factor": 0.2}, "heads must have an even size of at least 4 to be rotated, got 3"),
-        (GLM | {"rope_parameters": {"partial_rotary_factor": 2}}, "'partial_rotary_factor' must be a number above 0 and at most 1, got 2"),
-        (MINIMAX | {"rotary_dim": 2}, "'rotary_dim' must be at least 4, got 2"),
-        (MINIMAX | {"rotary_dim": 17}, "'rotary_dim' must be at most 16, got 17"),
-        (MINIMAX | {"rotary_dim": 7}, "heads must have an even size of at least 4 to be rotated, got 7"),
-        (MINIMAX | {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported (only 'sigmoid')"),
-        (MINIMAX | {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported (only 0)"),
-        (MINIMAX | {"attn_type_list": [1, 0, 1]}, "attn_type_list=[1, 0, 1] is not supported (only 1, full attention)"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported (only 1.0)"),
-        (MIXTRAL | {"num_local_experts": ...}, "config.json has no 'num_local_experts', which a mixtral model needs"),
-        (MIXTRAL | {"num_local_experts": 0}, "'num_local_experts' must be at least 1, got 0"),
-        (MIXTRAL | {"num_experts_per_tok": 5}, "'num_experts_per_tok' must be at most 4, got 5"),
-        (MIXTRAL | {"sliding_window": 0}, "'sliding_window' must be at least 1, got 0"),
-        (MOE | {"n_group": 4}, "field 'n_group' (4) is not known here"),
-        ({"num_experts": 8}, "field 'num_experts' (8) is not known here"),
-        ({"eos_token_id": "2"}, "'eos_token_id' must be a whole number, got '2'"),
-        ({"eos_token_id": [2, 1.5]}, "'eos_token_id' must be a whole number, got 1.5"),
-        ({"eos_token_id": -1}, "'eos_token_id' must be at least 0, got -1"),
-        ({"eos_token_id": [0] * 1025}, "'eos_token_id' must be a token id or at most 1024 of them, got 1025"),
-        ({"torch_dtype": 16}, "'torch_dtype' must be a text, got 16"),
-        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false, got 'no'"),
-        ({"x" * 10**6: 1}, "is not known here"),
-    ],
-)  # fmt: skip
-def test_every_value_has_a_range(changes, message):
-    with pytest.raises(InputError, match=re.escape(message)) as error:
-        read(**changes)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+def test_gemma_4_says_its_head_sizes_in_two_ways():
+    both = GEMMA4 | dict(attention_k_eq_v=True)
+    config = read(**both, num_global_key_value_heads=1)
+    assert config == read(**both, per_layer_config={"2": {"head_dim": 32, "num_key_value_heads": 1}})
+    assert [(x.window, x.kv_heads, x.head_dim, x.rope.size, x.keys_alone) for x in config.layers[1:]] == [
+        (8, 2, 16, 16, False), (None, 1, 32, 32, True)
+    ]  # fmt: skip
+    assert read(**GEMMA4 | dict(global_head_dim=...)).head_dim == 512
 
 
 def test_generation_config_is_read_as_carefully(tmp_path):
@@ -237,11 +120,16 @@ def test_generation_config_is_read_as_carefully(tmp_path):
             read_config(tmp_path)
 
 
-# Fields whose change alone cannot change logits, or has a test of its own.
-INERT = {"model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers"}
+# Fields whose change alone cannot change logits, or has a test of its own: the last are in the parity of Gemma and GLM.
+INERT = {
+    "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers", "latent",
+    "norm", "rope_interleave", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope",
+    "sliding_head_dim", "sliding_key_value_heads", "v_norm", "final_logit_softcapping",
+}  # fmt: skip
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
+    "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places",
+    "sinks", "keys_alone", "layer_scalar",
 }  # fmt: skip
 
 
@@ -257,6 +145,7 @@ def test_every_number_of_the_config_is_read(tmp_path):
         "rms_norm_eps": 1e-2,
         "rotary_dim": 8,
         "qk_norm": "all",
+        "norm_places": "both",
         "rope_theta": 2e4,
         "rope_scaling": None,
         "layer_types": ("sliding_attention",) * 3,

@@ -16,7 +16,7 @@ def test_a_short_text_fetches_the_few_pages_it_has(bundled, resident):
         "x = 1\n" * 25,
         cache=Clustered(budget=64, resident=resident),
         max_new_tokens=8,
-        watch=lambda state: states.append([np.asarray(layer.index[0].count) for layer in state.cache.layers]),
+        watch=lambda state: states.append([np.asarray(layer.index.levels[0].count) for layer in state.cache.layers]),
     )
     assert found.new_tokens == 8 and found.prompt_tokens == 150
     exist = sum(int((count > 0).sum()) for count in states[0])

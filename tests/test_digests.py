@@ -1,65 +1,13 @@
-"""Digests, scores, the digest tree and the tail, against float64 references."""
+"""Digests and scores against float64 references."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops import tree
-from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
-from icejax.ops.digests import TAIL_CLAMP, Digests, digest, merge, score
-from tests import tolerances
+from icejax.ops.attention import Scoring
+from icejax.ops.digests import TAIL_CLAMP, digest, score
 from tests.dense import capped
-from tests.reference import outlier_first
+from tests.paged import check, float64, nodes_of, pages_of, read
 from tests.run import jitted
-
-
-def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1, wide: int | None = None):
-    """Returns keys [1, heads, pages, 16, size], values (`wide` or as wide) and a mask with partial and empty pages."""
-    centres = rng.standard_normal((1, heads, pages, 1, size))
-    keys = (centres + spread * rng.standard_normal((1, heads, pages, 16, size))).astype(np.float32)
-    values = rng.standard_normal((*keys.shape[:-1], wide or size)).astype(np.float32)
-    counts = rng.integers(0, 17, (1, heads, pages))
-    return keys, values, np.arange(16) < counts[..., None]
-
-
-def float64(keys, values, mask):
-    """Returns count, outlier, the others' mean and variance, and the mean value of one page's [p, H] or node's [P, p, H] tokens."""
-    kept, meant = keys[mask].astype(np.float64), values[mask].astype(np.float64)
-    if not len(kept):
-        return 0, *np.zeros((3, keys.shape[-1])), np.zeros(values.shape[-1])
-    pages = np.split(np.arange(len(kept)), np.cumsum(mask.reshape(-1, mask.shape[-1]).sum(-1))[:-1])
-    pages = [outlier_first(kept, list(page[:, None])) for page in pages]
-    tokens = outlier_first(kept, pages) if keys.ndim > 2 else pages[0]
-    others = kept[tokens[1:] if len(tokens) > 1 else tokens]
-    return len(kept), kept[tokens[0]], others.mean(0), others.var(0), meant.mean(0)
-
-
-def tree_of(keys, values, mask):
-    """Returns the digest tree of pages."""
-    return tree.build(digest(keys, values, mask))
-
-
-def nodes_of(pages: Digests) -> Digests:
-    """Returns the digests of three nodes of 16 pages."""
-    return merge(jax.tree.map(lambda x: x.reshape(1, 1, 3, 16, *x.shape[3:]), pages))
-
-
-def put_in(levels, keys, values, mask, at):
-    """Returns the tree with other pages from page `at` on, as a flush puts them in."""
-    return tree.replace(levels, tree.lineage(levels, digest(keys, values, mask), at), at)
-
-
-def read(found: Digests) -> list[np.ndarray]:
-    """Returns count, outlier, mean, variance and value of all pages."""
-    vectors = (found.outlier, found.mean, found.variance, found.value)
-    return [np.asarray(x) for x in (found.count, *(x.read() for x in vectors))]
-
-
-def check(found: list[np.ndarray], at: tuple[int, ...], expected) -> None:
-    assert found[0][at] == expected[0]
-    for x, reference in zip(found[1:], expected[1:], strict=True):
-        np.testing.assert_allclose(x[at], reference, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -82,36 +30,13 @@ def test_merging_is_exact():
         check(found, (0, 0, node), float64(keys[part], values[part], mask[part]))
 
 
-@pytest.fixture
-def small_top(monkeypatch):
-    monkeypatch.setattr(tree, "TOP", 512)
-
-
-def test_every_level_stays_exact_when_pages_are_put_in(small_top):
-    keys, values, mask = pages_of(np.random.default_rng(4), 600)
-    mask[:, :, 570:] = False
-    levels = jitted(tree_of, keys, values, mask)
-    assert [x.count.shape[-1] for x in levels] == [608, 38]
-    for at, count in ((570, 1), (571, 1), (599, 1), (3, 1), (583, 17), (31, 2), (96, 16), (15, 34), (592, 8)):
-        new = pages_of(np.random.default_rng(at), count)
-        for old, x in zip((keys, values, mask), new, strict=True):
-            old[:, :, at : at + count] = x
-        levels = jitted(put_in, levels, *new, jnp.int32(at))
-    found = list(map(read, levels))
-    for at in range(600):
-        check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
-    for node in range(38):
-        part = np.s_[0, 0, 16 * node : 16 * node + 16]
-        check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
     scoring = Scoring(64**-0.5, softcap)
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
+    chosen_by, found, _ = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -128,114 +53,6 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
             assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(capped(kept @ scaled, softcap)).sum()), abs=0.5)
 
 
-def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
-    """The others of its page point the other way, so that their mean hides it, and it shares a node with 15 pages."""
-    rng = np.random.default_rng(14)
-    keys, values = (rng.standard_normal((1, 1, 600, 16, 64)).astype(np.float32) for _ in range(2))
-    direction = rng.standard_normal(64)
-    direction /= np.linalg.norm(direction)
-    keys[0, 0, 77, 5] = 16 * direction
-    keys[0, 0, 77] -= (16 * direction / 16).astype(np.float32)
-    q = jnp.asarray((7 * direction).astype(np.float32))[None, None, None]
-    levels = jitted(tree_of, keys, values, np.ones(keys.shape[:4], bool))
-    assert len(levels) == 2
-    found = jitted(tree.walk, q, levels, scoring=Scoring(64**-0.5), opened=1, selected=1, tail=True)
-    assert int(found.page_ids[0, 0, 0]) == 77
-
-
-def reference_walk(q, keys, values, mask, selected: int):
-    """Returns chosen pages, and the tail's output and log-sum-exp per head, from a flat scan in float64."""
-    size = q.shape[-1]
-    digests = [float64(k, v, m) for k, v, m in zip(keys, values, mask, strict=True)]
-    count, outlier, mean, variance, value = (np.asarray(x) for x in zip(*digests, strict=True))
-    scaled = q.astype(np.float64) / size**0.5
-    with np.errstate(divide="ignore"):
-        first, second = np.log(count) + scaled @ mean.T, 0.5 * scaled**2 @ variance.T
-    alone = np.where(count > 0, scaled @ outlier.T, -np.inf)
-    estimates, scores = (np.maximum(first + x, alone) for x in (second, np.minimum(second, TAIL_CLAMP)))
-    share = np.exp(estimates - estimates.max(-1, keepdims=True))
-    share = np.where(count > 0, (share / share.sum(-1, keepdims=True)).sum(0), -1)
-    chosen = np.argsort(-share, kind="stable")[:selected]
-    scores[:, chosen] = -np.inf
-    weights = np.exp(scores)
-    return chosen, weights @ value / weights.sum(-1, keepdims=True), np.log(weights.sum(-1))
-
-
-@pytest.mark.parametrize("wide", [12, 16, 20])
-def test_a_flat_walk_equals_float64(wide):
-    rng = np.random.default_rng(6)
-    keys, values, mask = pages_of(rng, 50, wide=wide)
-    q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
-    levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, scoring=Scoring(16**-0.5), opened=16, selected=6, tail=True)
-    chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
-    kept = np.asarray(found.counts)[0, 0] > 0
-    assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
-    np.testing.assert_allclose(found.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
-    np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
-    without = jax.eval_shape(
-        lambda q: tree.walk(q, levels, scoring=Scoring(16**-0.5), opened=16, selected=6, tail=False), jnp.asarray(q)
-    )
-    assert without.tail_out.shape == found.tail_out.shape
-
-
-def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
-    rng = np.random.default_rng(7)
-    keys, values, mask = pages_of(rng, 900, heads=2)
-    q = jnp.asarray(rng.standard_normal((1, 2, 3, 16)).astype(np.float32) * 2)
-    levels = jitted(tree_of, keys, values, mask)
-    assert len(levels) == 2
-    options = dict(selected=12, tail=True)
-    flat = jitted(tree.walk, q, levels[:1], scoring=Scoring(16**-0.5), opened=1, **options)
-    whole = jitted(tree.walk, q, levels, scoring=Scoring(16**-0.5), opened=57, **options)
-    np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
-    np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
-    np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
-
-
-def test_every_token_counts_once_however_few_nodes_are_open(small_top):
-    """A zero query scores every node by its count alone."""
-    keys, values, mask = pages_of(np.random.default_rng(7), 900)
-    levels = jitted(tree_of, keys, values, mask)
-    for opened in (1, 8, 57):
-        found = jitted(
-            tree.walk, jnp.zeros((1, 1, 1, 16)), levels, scoring=Scoring(16**-0.5), opened=opened, selected=5, tail=True
-        )
-        seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
-        assert seen == pytest.approx(mask.sum(), rel=1e-5)
-
-
-def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
-    """Where all keys of a page are one key and all values one value, nothing is approximated."""
-    rng = np.random.default_rng(8)
-    keys, values = (np.repeat(rng.standard_normal((1, 1, 40, 1, 16)), 16, axis=3).astype(np.float32) for _ in range(2))
-    mask = np.ones((1, 1, 40, 16), bool)
-    q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
-    levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, scoring=Scoring(16**-0.5), opened=16, selected=3, tail=True)
-    chosen = np.asarray(found.page_ids)[0, 0]
-    flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
-    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scoring=Scoring(16**-0.5))
-    out, _ = jitted(merge_by_lse, *exact, found.tail_out[0], found.tail_lse[0])
-    scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
-    weights = np.exp(scores)
-    expected = weights @ values.reshape(-1, 16) / weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(out[0], expected, rtol=0, atol=tolerances.EXACT)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
-    rng = np.random.default_rng(9)
-    keys, values, mask = pages_of(rng, 600)
-    mask[:, :, 100:500] = False
-    q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
-    levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
-    found = jitted(tree.walk, q, levels, scoring=Scoring(16**-0.5), opened=16, selected=4, tail=True)
-    assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
-    assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
-
-
 @pytest.mark.parametrize("dtype, step", [("int8", 1 / 127), ("float8_e4m3fn", 1 / 8)])
 def test_narrow_digests_are_within_a_step_and_merge(dtype, step):
     """A value is off by half a step: of its vector's largest (int8), of itself (fp8, three bits of mantissa)."""
@@ -250,46 +67,3 @@ def test_narrow_digests_are_within_a_step_and_merge(dtype, step):
             x, y = (np.asarray(getattr(digests, name).read()) for digests in (exact, found))
             assert (np.abs(x - y) <= steps * step * np.abs(x).max(-1, keepdims=True)).all()
             assert np.asarray(getattr(found, name).data).dtype == dtype
-
-
-@pytest.mark.parametrize(("group", "softcap"), [("sum", None), ("max", 2.0), ("interleave", None)])
-def test_group_rules_choose_as_written(group, softcap):
-    keys, values, mask = pages_of(np.random.default_rng(11), 60)
-    q = np.random.default_rng(12).standard_normal((1, 1, 3, 16)).astype(np.float32) * 3
-    digests = jitted(digest, keys, values, mask)
-    found = jitted(
-        tree.walk,
-        jnp.asarray(q),
-        jitted(tree.build, digests),
-        scoring=Scoring(16**-0.5, softcap),
-        opened=1,
-        selected=7,
-        tail=False,
-        rule="mean",
-        group=group,
-    )
-    scores = np.asarray(jitted(score, q, digests, rule="mean", scoring=Scoring(16**-0.5, softcap))[0])[0, 0].astype(np.float64)
-    for page in np.flatnonzero(mask[0, 0].any(-1)):
-        kept = keys[0, 0, page][mask[0, 0, page]]
-        expected = capped(q[0, 0] / 4 @ kept.mean(0), softcap) + np.log(len(kept))
-        np.testing.assert_allclose(scores[:, page], expected, atol=1e-4)
-    if group == "interleave":
-        orders, expected = np.argsort(-scores, axis=-1), []
-        for page in orders.T.ravel():  # every head's first, then every head's second, ...
-            expected += [page] if page not in expected else []
-    else:
-        share = np.exp(scores - scores.max(-1, keepdims=True))
-        share /= share.sum(-1, keepdims=True)
-        expected = np.argsort(-(share.sum(0) if group == "sum" else share.max(0)))
-    np.testing.assert_array_equal(found.page_ids[0, 0], expected[:7])
-
-
-def test_an_empty_tree_has_no_tail(small_top):
-    ones = np.ones((1, 1, 600, 16, 8), np.float32)
-    levels = jitted(tree_of, ones, ones, np.zeros((1, 1, 600, 16), bool))
-    found = jitted(
-        tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, scoring=Scoring(8**-0.5), opened=16, selected=4, tail=True
-    )
-    assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
-    assert (np.asarray(found.tail_out) == 0).all()
-    assert np.asarray(found.page_ids).max() < 600

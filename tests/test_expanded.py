@@ -1,110 +1,126 @@
-"""A model of multi-head latent attention (arXiv 2405.04434): a text attends with heads of its own, a cache keeps one latent."""
+"""Multi-head latent attention: a text attends with heads of its own, a cache keeps one latent, and both say the same."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from icejax import inference
-from icejax.cache import Clustered, Full, Quest, SnapKV
+from icejax.cache import Clustered, Full
+from icejax.checkpoint import load
 from icejax.decoding import Decoding
-from icejax.models.decoder import DecoderLayer, Entered
-from icejax.ops.attention import EINSUM
-from icejax.ops.rope import cos_sin, rotate
-from icejax.walk import exact, walk
+from icejax.models import family
 from tests import families, tolerances
-from tests.run import jitted, plan_for
+from tests.policies import by_row
+from tests.run import plan_for
+from tests.test_published_configs import PUBLISHED
 
-LATENT, TURNED, PLAIN = 16, 8, 12  # channels of the latent; of a head with RoPE, and without
 PROMPT, DECODED, EXTENDED = 133, 20, 40
 TOTAL = PROMPT + 2 * DECODED + EXTENDED
-
-
-class LatentLayer(DecoderLayer):
-    """Keeps of a token its latent, which is its value too, and a key with RoPE for all heads."""
-
-    def __init__(self, layer: DecoderLayer, config, rng: np.random.Generator) -> None:
-        for name, part in vars(layer).items():
-            if not name.startswith("_pytree"):
-                setattr(self, name, part)
-        self.config = dataclasses.replace(
-            layer.config, scale=(PLAIN + TURNED) ** -0.5, rope=dataclasses.replace(layer.config.rope, size=TURNED)
-        )
-        heads = config.num_attention_heads
-
-        def matrix(*shape: int) -> nnx.Param:
-            return nnx.Param(jnp.asarray(rng.standard_normal(shape) * shape[0] ** -0.5, jnp.float32))
-
-        self.queries = matrix(config.hidden_size, heads, PLAIN + TURNED)
-        self.latent = matrix(config.hidden_size, 1, LATENT + TURNED)
-        self.keys, self.values = matrix(LATENT, heads, PLAIN), matrix(LATENT, heads, config.head_dim)
-
-    def enter(self, x, positions, seen) -> Entered:
-        x = self.input_layernorm(x)
-        q, kept = (EINSUM("btd,dnh->btnh", x, matrix[...]) for matrix in (self.queries, self.latent))
-        cos, sin = cos_sin(positions, seen, rope=self.config.rope)
-        turned, key = (rotate(x[..., -TURNED:], cos, sin) for x in (q, kept))
-        latent, q = kept[..., :LATENT], q[..., :PLAIN]
-        k, v = (EINSUM("btkc,cnh->btnh", latent, matrix[...]) for matrix in (self.keys, self.values))
-        keys = jnp.concatenate([k, jnp.broadcast_to(key, turned.shape)], axis=-1)
-        absorbed = jnp.concatenate([EINSUM("btnh,cnh->btnc", q, self.keys[...]), turned], axis=-1)
-        expanded = jnp.concatenate([q, turned], axis=-1), keys, v
-        return Entered(absorbed, jnp.concatenate([latent, key], axis=-1), latent, expanded)
-
-    def leave(self, x, attended, *, expanded=False):
-        heads = attended if expanded else EINSUM("btnc,cnh->btnh", attended, self.values[...])
-        return super().leave(x, heads)
+HEAD = 32 + 8  # channels of what is kept of a token
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    found = families.load(families.build(families.row("llama-gqa")), tmp_path_factory.mktemp("model"))
-    rng = np.random.default_rng(0)
-    found.model.layers = nnx.List([LatentLayer(layer, found.config, rng) for layer in found.model.layers])
-    return found
+def both(tmp_path_factory):
+    """A model and its logits [T, V] of a text, by transformers, which expands all heads."""
+    theirs = families.build(families.row("deepseek_v3-yarn"))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([families.tokens(TOTAL)])).logits[0].numpy()
+    return families.load(theirs, tmp_path_factory.mktemp("model")), expected
 
 
-def expanded_logits(model, tokens) -> np.ndarray:
-    """Returns the logits [T, V] of a text that attends with heads of its own, and keeps nothing."""
-
-    def run(layer, x, _):
-        return *exact(layer, x, jnp.asarray([len(tokens)])), None
-
-    def logits(tokens):
-        *_, (x, _) = walk(model, model.model.embed_tokens(tokens), run)
-        return model.logits(x)[0]
-
-    return np.asarray(jitted(logits, jnp.asarray([tokens])))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Full(),
-        Clustered(budget=TOTAL, compact_every=32),
-        Quest(budget=2 * TOTAL),
-        SnapKV(budget=TOTAL),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
-def test_decoding_the_latent_equals_attending_with_expanded_heads(model, policy):
-    tokens = families.tokens(TOTAL)
-    expected = expanded_logits(model, tokens)
+def logits(model, policy):
+    """Yields positions and logits [V] of a text that is decoded, taken at once and decoded again."""
+    tokens, at = families.tokens(TOTAL), PROMPT
     plan = plan_for(model, policy, [tokens[:PROMPT]], 1000)
-    sizes = dict(num_kv_heads=1, head_dim=LATENT + TURNED, value_dim=LATENT, latent=True)
-    plan = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, **sizes))
     decoding = Decoding(model, plan)
     state, step, pool = inference.prefill(model, [tokens[:PROMPT]], plan)
-    at = PROMPT
     for more in (EXTENDED, 0):
         for token in tokens[at : at + DECODED]:
-            np.testing.assert_allclose(step.logits[0], expected[at - 1], rtol=0, atol=tolerances.LOGITS)
+            yield at - 1, step.logits[0]
             state = dataclasses.replace(state, last_tokens=jnp.asarray([token], jnp.int32))
             state, step, pool = decoding.step(state, pool)
             at += 1
         if more:
             state, step, pool = inference.extend(model, tokens[at : at + more], plan, state, pool)
             decoding.clock, at = 0, at + more
-    np.testing.assert_allclose(step.logits[0], expected[-1], rtol=0, atol=tolerances.LOGITS)
+    yield at - 1, step.logits[0]
+
+
+def check(both, policy) -> None:
+    model, expected = both
+    for at, found in logits(model, policy):
+        np.testing.assert_allclose(found, expected[at], rtol=0, atol=tolerances.LOGITS, err_msg=f"position {at}")
+
+
+def test_decoding_the_latent_equals_attending_with_expanded_heads(both):
+    check(both, Clustered(budget=TOTAL, compact_every=32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", by_row())
+def test_every_cache_keeps_latents(both, row):
+    """With room for all tokens its logits are those of expanded heads; with less they are finite."""
+    if row.exact is not None:
+        check(both, row.exact(TOTAL))
+    assert all(np.isfinite(found).all() for _, found in logits(both[0], row.small))
+
+
+def test_pages_hold_the_key_alone(both):
+    """What is kept has the bytes of one latent head, in the pool, of sinks and window, and where all tokens stay on the device."""
+    model = both[0]
+    plan = plan_for(model, Clustered(dense_layers=0), [families.tokens(PROMPT)], 1000)
+    state, _, pool = inference.prefill(model, [families.tokens(PROMPT)], plan)
+    assert plan.pool_shape(1)[3:] == (1, 1, 16, HEAD) and pool.shape[3:] == (1, 1, 16, HEAD)
+    assert plan.fetched_bytes == 16 * HEAD * 4
+    assert all(len(layer.window.sinks) == 1 for layer in state.cache.layers)
+    full = jax.tree.leaves(jax.eval_shape(lambda: Full().init(plan.spec)))
+    assert [x.shape for x in full] == [(1, plan.spec.capacity, HEAD)]
+
+
+@pytest.mark.parametrize("page_dtype, size", [(None, 16 * 576 * 2), ("int8", 18 * 576)])
+def test_a_page_of_a_published_model_is_that_of_one_key(page_dtype, size):
+    raw = PUBLISHED["DeepSeek-V2-Lite"][0]
+    graph, parameters, tree = load.abstract(family(raw).read_config(raw), "bfloat16")
+    model = nnx.merge(graph, jax.tree.unflatten(tree, list(parameters.values())))
+    plan = plan_for(model, Clustered(page_dtype=page_dtype), [[0] * 1000], 10)
+    assert plan.fetched_bytes == size
+
+
+def test_heads_are_turned_to_the_positions_they_would_have_been_made_at(both):
+    layer = both[0].model.layers[1]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 64)), jnp.float32)
+    positions, by = np.arange(5)[None] + [[3], [90]], np.asarray([[7] * 5, [-60] * 5])
+    seen = jnp.asarray([500, 500])
+
+    def heads(at):
+        return layer.enter(x, jnp.asarray(at, jnp.int32), seen)
+
+    for found, expected in zip(heads(positions)[:2], heads(positions + by)[:2], strict=True):
+        np.testing.assert_allclose(layer.turn(found, jnp.asarray(by)), expected, rtol=0, atol=tolerances.EXACT)
+
+
+def test_every_number_of_the_latent_is_read(both):
+    """Each field changes what a layer makes of tokens, or the parameters that a checkpoint must have."""
+    config = both[0].config
+
+    def shapes(latent):
+        changed = dataclasses.replace(config, latent=latent)
+        return {key: leaf.shape for key, leaf in load.abstract(changed, "float32")[1].items()}
+
+    of_shape = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, v_head_dim=8)
+    assert of_shape.keys() == {field.name for field in dataclasses.fields(config.latent)}
+    for field, value in of_shape.items():
+        assert shapes(dataclasses.replace(config.latent, **{field: value})) != shapes(config.latent), field
+    plain = dataclasses.replace(config, rope_interleave=False)
+    x, at = jnp.ones((1, 1, 64)).at[0, 0, ::3].set(2.0), jnp.asarray([[9]])
+    made = []
+    for changed in (config, plain):
+        graph, _, tree = load.abstract(changed, "float32")
+        layer = nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(both[0]))).model.layers[1]
+        made.append(layer.enter(x, at, at[0] + 1).k)
+    assert np.abs(made[0] - made[1]).max() > 1e-3

@@ -1,6 +1,7 @@
 """Experts: the same are chosen as in transformers, and every form of their product is a plain loop's."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from icejax.checkpoint import load
-from icejax.config import Experts
+from icejax.config import ExpertForm, Experts
 from icejax.models.experts import Router
 from icejax.ops import experts
 from icejax.ops.quantized import Grouped
@@ -17,8 +18,12 @@ from tests import families, tolerances
 
 COUNT, CHOSEN, HIDDEN, INNER = 8, 3, 24, 20
 MIXTURES = [
-    row for row in families.FAMILIES if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
+    row  # Gemma 4's stand beside an MLP, and its router reads what no other does: parity alone tells
+    for row in families.FAMILIES
+    if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
+    and "enable_moe_block" not in dict(row.changes)
 ]
+LIMITED = ExpertForm(limit=0.8, alpha=1.3, biased=True)
 
 
 def stack(rng) -> experts.Stack:
@@ -26,13 +31,16 @@ def stack(rng) -> experts.Stack:
     return experts.Stack(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
 
 
-def plain(x, weights: experts.Stack, ids) -> np.ndarray:
+def plain(x, weights: experts.Stack, ids, form: ExpertForm = experts.PLAIN) -> np.ndarray:
     """A float64 loop over tokens and their experts."""
     out = np.zeros((*ids.shape, HIDDEN))
     for t, k in np.ndindex(ids.shape):
-        gate, up, down = (matrices[ids[t, k]].astype(np.float64) for matrices in weights)
-        inner = gate @ x[t]
-        out[t, k] = down @ (inner / (1 + np.exp(-inner)) * (up @ x[t]))
+        gate, up, down = (matrices[ids[t, k]].astype(np.float64) for matrices in weights[:3])
+        biases = [0 if bias is None else bias[ids[t, k]] for bias in weights[3:]]
+        gate, up = gate @ x[t] + biases[0], up @ x[t] + biases[1]
+        if form.limit is not None:
+            gate, up = np.minimum(gate, form.limit), np.clip(up, -form.limit, form.limit) + 1
+        out[t, k] = down @ (gate / (1 + np.exp(-form.alpha * gate)) * up) + biases[2]
     return out
 
 
@@ -49,7 +57,7 @@ def test_every_form_is_a_plain_loop(form, tokens, skew):
     rng = np.random.default_rng(tokens)
     weights, ids = stack(rng), drawn(rng, tokens, skew)
     x = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
-    found = jax.jit(form)(x, experts.Stack(*map(jnp.asarray, weights)), ids)
+    found = jax.jit(form)(x, jax.tree.map(jnp.asarray, weights), ids)
     np.testing.assert_allclose(found, plain(x, weights, ids), rtol=0, atol=tolerances.EXACT)
 
 
@@ -70,12 +78,22 @@ def test_every_form_takes_codes(form, tokens, kind):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+def test_every_form_takes_biases_and_limits(form):
+    rng = np.random.default_rng(2)
+    biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (INNER, INNER, HIDDEN))
+    weights, ids = experts.Stack(*stack(rng)[:3], *biases), drawn(rng, 20, 1.0)
+    x = rng.standard_normal((20, HIDDEN)).astype(np.float32)
+    found = jax.jit(functools.partial(form, form=LIMITED))(x, jax.tree.map(jnp.asarray, weights), ids)
+    np.testing.assert_allclose(found, plain(x, weights, ids, LIMITED), rtol=0, atol=tolerances.EXACT)
+
+
 @pytest.mark.parametrize("tokens", [experts.FEW, experts.FEW + 1])
 def test_weights_are_those_of_the_experts(tokens):
     rng = np.random.default_rng(7)
     weights, ids = stack(rng), drawn(rng, tokens, 0.0)
     x, shares = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (HIDDEN, CHOSEN))
-    found = jax.jit(experts.mixed)(x, experts.Stack(*map(jnp.asarray, weights)), ids, shares)
+    found = jax.jit(experts.mixed)(x, jax.tree.map(jnp.asarray, weights), ids, shares)
     expected = (plain(x, weights, ids) * shares[..., None]).sum(1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 
@@ -87,7 +105,7 @@ def test_what_a_token_holds_stays_with_it():
     x = rng.standard_normal((40, HIDDEN)).astype(np.float32)
     expected = plain(x, weights, ids)
     x[11] = np.nan
-    found = np.asarray(jax.jit(experts.in_blocks)(x, experts.Stack(*map(jnp.asarray, weights)), ids))
+    found = np.asarray(jax.jit(experts.in_blocks)(x, jax.tree.map(jnp.asarray, weights), ids))
     others = np.arange(40) != 11
     assert np.isnan(found[11]).all()
     np.testing.assert_allclose(found[others], expected[others], rtol=0, atol=tolerances.EXACT)
@@ -98,8 +116,7 @@ def by_id(taken: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return [np.take_along_axis(x, np.argsort(taken[0], axis=1), axis=1) for x in taken]
 
 
-@pytest.mark.parametrize("row", MIXTURES, ids=str)
-@pytest.mark.parametrize("scale", families.SCALES)
+@pytest.mark.parametrize("row, scale", families.by_scale(MIXTURES))
 def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)
@@ -108,7 +125,9 @@ def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     assert sparse
     for i in sparse:
         mlp, said = theirs.model.layers[i].mlp, []
-        hook = mlp.gate.register_forward_hook(lambda module, given, out, said=said: said.append(out))
+        hook = (mlp.gate if hasattr(mlp, "gate") else mlp.router).register_forward_hook(
+            lambda module, given, out, said=said: said.append(out)
+        )
         with torch.no_grad():
             mlp(torch.tensor(x)[None])
         hook.remove()
@@ -134,14 +153,15 @@ def test_every_number_of_the_experts_is_read(tmp_path):
     def shapes(config):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
-    numbers = dict(score="softmax", groups=2, chosen_groups=4, normed=False, factor=1.0)
-    assert {*numbers, "corrected"} == {field.name for field in dataclasses.fields(experts.routing)}
+    numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
+    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(experts.routing)}
     for field, value in numbers.items():
         other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
         assert np.abs(said(other) - said(experts)).max() > 1e-3, field
     of_shape = dict(count=16, size=24, shared=8, shared_gated=True)
-    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False)
-    assert {*of_shape, "chosen"} == {field.name for field in dataclasses.fields(experts)}
+    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False, biased=True)
+    of_shape["form"] = LIMITED
+    assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(experts)}
     assert said(dataclasses.replace(experts, chosen=2)).shape != said(experts).shape
     for field, value in of_shape.items():
         changed = dataclasses.replace(model.config, experts=dataclasses.replace(experts, **{field: value}))

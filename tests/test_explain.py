@@ -33,13 +33,13 @@ def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
     keys = stored(pool, state.cache.table)[0, :, :, :, 0]  # P L K p H
     wanted = set(range(policy.window_of.sinks, len(prompt) - policy.window_of.fill))
     for layer, positions in found.items():
-        counts = np.asarray(state.cache.layers[layer].index[0].count)[0]
+        counts = np.asarray(state.cache.layers[layer].index.levels[0].count)[0]
         for head in range(len(positions)):
             held = np.arange(policy.page_size)[None, :] < counts[head, : positions.shape[1], None]
             assert sorted(positions[head][held]) == sorted(wanted)
             # Keys of a position are the same in every page order: the sum of the page's keys is that of its digest.
             page = int(np.flatnonzero(held.all(1))[0])
-            digests = state.cache.layers[layer].index[0]
+            digests = state.cache.layers[layer].index.levels[0]
             outlier, mean = (np.asarray(x.read())[0, head, page] for x in (digests.outlier, digests.mean))
             total = keys[page, plan.pooled.index(layer), head].sum(0)
             np.testing.assert_allclose(total, outlier + (policy.page_size - 1) * mean, atol=1e-3)

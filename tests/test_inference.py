@@ -71,12 +71,12 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     model.config = replace(model.config, max_position_embeddings=2**17)
     plan = make_plan(model, Clustered(), batch_size=1, prompt_tokens=65536, new_tokens=64)
     state = jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies))
-    assert [len(layer.index) for layer in state] == [2] * len(state)
+    assert [len(layer.index.levels) for layer in state] == [2] * len(state)
     cache = KVCache(state, jax.eval_shape(lambda: Lengths.none(1)))
     _, flush, flushed, _ = Decoding(model, plan)._programs
     memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
     size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
-    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index[0].mean.data.size
+    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
 
 
 def test_the_same_input_gives_the_same_bits(tmp_path):

@@ -87,7 +87,7 @@ def test_words_hold_the_lowest_number_first(bits):
 def test_blocks_of_gpt_oss_are_those_of_transformers():
     """All codes, and all exponents of which none makes too much for fp32."""
     raw = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}}
-    key, router, shape = "model.layers.3.mlp.experts.down_proj", "model.layers.3.mlp.router.weight", (2, 127, 64)
+    key, router, shape = "model.layers.3.mlp.experts.down_proj", "model.layers.3.mlp.router.weight", (2, 64, 127)
     sources = formats.sources(raw, {key: shape, router: (2, 64)})
     assert sources[router].layout is None
     bits = torch.tensor(np.random.default_rng(0).integers(0, 256, (2, 127, 2, 16)), dtype=torch.uint8)

@@ -1,14 +1,15 @@
 """The oracles against plain numpy: which tokens are chosen, and what comes of it."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import TopK, TopKPages, TopP
-from icejax.cache.policies.full import Full
+from icejax.cache import TopK, TopKPages, TopP, layer_policies
+from icejax.cache.policies.full import Full, Ring
 from tests import reference_oracles as reference
 from tests.layer import Layer, draw
 from tests.reference_peers import softmax
@@ -76,8 +77,11 @@ def test_the_least_of_the_chosen_tokens_is_needed_for_the_mass():
 
 
 def test_an_oracle_has_dense_layers_like_the_others():
-    assert [type(each) for each in TopK(dense_layers=2).for_layers([0, 1, 3], of=4)] == [Full, Full, TopK]
-    assert [type(each) for each in TopP().for_layers(range(16), of=16)] == [Full] * 2 + [TopP] * 14
+    def kinds(policy, windows):
+        return [type(each) for each in layer_policies(policy, SimpleNamespace(windows=windows), capacity=100)]
+
+    assert kinds(TopK(dense_layers=2), (None, None, 8, None)) == [Full, Full, Ring, TopK]
+    assert kinds(TopP(), (None,) * 16) == [Full] * 2 + [TopP] * 14
 
 
 @pytest.mark.parametrize(

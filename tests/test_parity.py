@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import icejax.checkpoint
 from icejax.cache import Clustered, Full
 from icejax.generation import ASSETS
 from icejax.ops import attention
@@ -14,6 +15,7 @@ from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted
 
 LENGTHS = (7, 150)
+BFLOAT16 = ("gemma3_text-plain", "gemma4_text-experts", "gpt_oss-plain", "glm4-plain", "olmo3-plain", "phi3-long")
 
 
 def reference(model, prompt) -> np.ndarray:
@@ -21,8 +23,7 @@ def reference(model, prompt) -> np.ndarray:
         return model(torch.tensor([prompt])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("scale", families.SCALES)
-@pytest.mark.parametrize("row", families.FAMILIES, ids=str)
+@pytest.mark.parametrize("row, scale", families.by_scale())
 def test_logits_equal_transformers(row, scale, tmp_path):
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)
@@ -35,6 +36,18 @@ def test_logits_equal_transformers(row, scale, tmp_path):
             atol=tolerances.LOGITS,
             err_msg=f"{length} tokens",
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bf16_is_as_far_from_fp32_as_transformers(name, tmp_path):
+    """Twice as far at most: near experts may be taken or not."""
+    theirs, prompt = families.build(families.row(name)), families.tokens(60)
+    exact, folder = reference(theirs, prompt), families.save(theirs, tmp_path)
+    with torch.no_grad():
+        allowed = 2 * np.abs(theirs.bfloat16()(torch.tensor([prompt])).logits[0].float().numpy() - exact).mean()
+    found = all_logits(icejax.checkpoint.load_model(folder, dtype="bfloat16"), prompt, Full())
+    assert np.abs(found - exact).mean() < allowed
 
 
 @pytest.mark.parametrize("row", families.by_family())
@@ -88,7 +101,7 @@ def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
         np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain", "deepseek_v3-yarn"])
 def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     """The layer's own code, traced anew with other sizes of its blocks."""
     ours = families.load(families.build(families.row(name)), tmp_path)
@@ -101,6 +114,7 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     whole = jitted(output, layer, x)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
+    monkeypatch.setattr("icejax.models.latent.HEADS_AT_ONCE", 3)  # of four, so two
     chunked = jitted(output, layer, x)
     np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)
 

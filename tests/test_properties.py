@@ -1,5 +1,7 @@
 """What holds of the clustered cache whatever happens to it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ def grown(policy: Clustered, prompt_lengths: list[int], steps: int, seed: int):
 def held(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the keys of every page and those of sinks and window, read as a decode step reads them."""
     state, pages = layer.state, stored(layer.pool, layer.table)[row, :, 0, head, 0]
-    counts = np.asarray(state.index[0].count)[row, head]
+    counts = np.asarray(state.index.levels[0].count)[row, head]
     pages = [page[:count] for page, count in zip(pages, counts, strict=False)]
     masks = layer.policy.window_of.masks(state.window, layer.lengths, seen=layer.lengths.seen)
     near = (state.window.sinks[0], state.window.newest[0])
@@ -58,10 +60,10 @@ def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "TOP", 1)
         layer, _ = grown(DEEP, lengths, steps, seed)
-    assert len(layer.state.index) == 3
+    assert len(layer.state.index.levels) == 3
     for row in range(2):
         for head in range(KV_HEADS):
-            assert_digests(layer.state.index, row, head, held(layer, row, head)[0])
+            assert_digests(layer.state.index.levels, row, head, held(layer, row, head)[0])
 
 
 @FEW
@@ -69,11 +71,11 @@ def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
 def test_the_order_of_pages_changes_nothing(seed):
     prompt, new = draw((200, 250), 1, seed=seed)
     layer, shuffled = (Layer(POLICY, (200, 250), *prompt) for _ in range(2))
-    order = np.random.default_rng(seed).permutation(shuffled.state.index[0].count.shape[2])
+    order = np.random.default_rng(seed).permutation(shuffled.state.index.levels[0].count.shape[2])
     pages = np.moveaxis(stored(layer.pool, layer.table)[:, order], 0, 2)
     shuffled.pool = host.write_pages(shuffled.pool, jnp.asarray(pages), layer.table, 0)
-    levels = (jax.tree.map(lambda x: x[:, :, order], shuffled.state.index[0]), *shuffled.state.index[1:])
-    shuffled.state = type(shuffled.state)(**{**vars(shuffled.state), "index": levels})
+    levels = (jax.tree.map(lambda x: x[:, :, order], shuffled.state.index.levels[0]), *shuffled.state.index.levels[1:])
+    shuffled.state = replace(shuffled.state, index=replace(shuffled.state.index, levels=levels))
     expected, found = (each.step(*(x[0] for x in new)) for each in (layer, shuffled))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 

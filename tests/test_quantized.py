@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from icejax import memory
 from icejax.cache import Full
@@ -15,7 +17,7 @@ from icejax.checkpoint import load_model
 from icejax.diagnose import not_finite
 from icejax.ops.quantized import MOST_ROWS, Grouped, product
 from tests import families, quantised, tolerances
-from tests.run import greedy, jitted
+from tests.run import all_logits, greedy, jitted
 
 KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
@@ -110,9 +112,58 @@ def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="icejax"):
         again = load_model(tmp_path, dtype="float32", codes=True).model.layers[0].mlp.experts.down_proj.weight[...]
     count = many // 3 - 1
-    why = f"{count} are dequantised as they are read (of experts in several forms)"
+    why = f"{count} are dequantised as they are read (of experts in several forms, or taken head by head)"
     assert caplog.messages == [f"of {many + 3} matrices quantised by awq {many + 3 - count} stay codes, {why}"]
     np.testing.assert_allclose(again[3], weights[f"{one}.weight"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
+    """It is taken head by head; the other projections stay codes."""
+    quantised.save(families.build(families.row("deepseek_v3-yarn")), tmp_path, quantised.FORMATS["fp8-blocks"])
+    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    attention = coded.model.layers[0].self_attn
+    assert isinstance(attention.q_b_proj.weight.get_value(), Grouped) and isinstance(
+        attention.kv_b_proj.weight[...], jnp.ndarray
+    )
+    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.slow
+def test_codes_in_one_tensor_are_taken_apart(tmp_path):
+    """Phi-3's projections row behind row."""
+    quantised.save(families.build(families.row("phi3-long")), tmp_path, quantised.FORMATS["awq"])
+    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    assert isinstance(coded.model.layers[0].self_attn.k_proj.weight.get_value(), Grouped)
+    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_blocks_of_gpt_oss_stay_codes(tmp_path):
+    """And a model of them is that of the weights they mean, in transformers' own words."""
+    theirs, stored, rng = families.build(families.row("gpt_oss-plain")), {}, np.random.default_rng(0)
+    for key, tensor in theirs.state_dict().items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[key] = tensor.numpy()
+            continue
+        count, columns, rows = tensor.shape
+        stored[f"{key}_blocks"] = rng.integers(0, 256, (count, rows, columns // 32, 16)).astype(np.uint8)
+        stored[f"{key}_scales"] = rng.integers(121, 125, (count, rows, columns // 32)).astype(np.uint8)
+        parts = (torch.tensor(stored[f"{key}_{name}"]) for name in ("blocks", "scales"))
+        tensor.copy_(convert_moe_packed_tensors(*parts, dtype=torch.float32))
+    families.save(theirs, tmp_path)
+    save_file(stored, tmp_path / "model.safetensors")
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    families.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
+    prompt = families.tokens(40)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0].numpy()
+    for codes in (False, True):
+        model = load_model(tmp_path, dtype="float32", codes=codes)
+        experts = model.model.layers[0].mlp.experts
+        assert all(isinstance(x.weight.get_value(), Grouped) == codes for x in (experts.up_proj, experts.down_proj))
+        np.testing.assert_allclose(all_logits(model, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
 
 
 def test_a_scale_of_nan_is_named(folder):

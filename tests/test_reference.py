@@ -30,10 +30,12 @@ def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
 
 def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0):
     monkeypatch.setattr(tree, "TOP", 16)
-    prompt, new = draw(lengths, steps, sharp=1.5)
+    # Values that in part are what keys tell, so that there is something to be fitted.
+    mix = np.random.default_rng(1).standard_normal((harness.SIZE, harness.SIZE)).astype(np.float32) / harness.SIZE**0.5
+    prompt, new = ((q, k, v + k @ mix) for q, k, v in draw(lengths, steps, sharp=1.5))
     ours = Layer(policy, lengths, *prompt)
     ours.join(clock)
-    assert len(ours.state.index) == levels
+    assert len(ours.state.index.levels) == levels
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]
     theirs = {(r, kv): Reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r], clock=clock) for r, kv in pairs}
     group = harness.HEADS // harness.KV_HEADS

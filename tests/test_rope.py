@@ -37,7 +37,8 @@ def float64(x, positions, config):
     """The same as complex numbers: RoPE's pairs are a head's first half and its second."""
     half = config.layers[0].rope.size // 2
     angles = positions[..., None, None] * inverse_frequencies(config.layers[0].rope).astype(np.float64)
-    factor = config.rope_scaling.attention_factor if config.rope_scaling is not None else 1.0
+    scaling = config.layers[0].rope.scaling
+    factor = scaling.attention_factor if scaling is not None else 1.0
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * factor * np.exp(1j * angles)
     return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
@@ -80,6 +81,6 @@ def test_dynamic_frequencies_turn_nothing():
     with pytest.raises(InputError) as error:
         turn(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), rope=DYNAMIC.layers[0].rope)
     assert str(error.value) == (
-        "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope type "
-        "'dynamic', where they change with the length: use a cache that leaves keys at their positions"
+        "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where "
+        "they change with the length: use a cache that leaves keys at their positions"
     )

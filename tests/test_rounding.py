@@ -105,11 +105,15 @@ def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     narrow = families.build(families.row("llama-gqa"), num_hidden_layers=1)
     quantised.save(narrow, tmp_path / "awq", quantised.FORMATS["awq"])
     families.save(narrow, tmp_path / "narrow")
-    for each in ("awq", "narrow"):
+    families.save(families.build(families.row("mistral4-plain"), num_hidden_layers=2, vocab_size=256), tmp_path / "whole")
+    for each in ("awq", "narrow", "whole"):
         for file in generation.ASSETS.glob("token*"):
             shutil.copy(file, tmp_path / each)
     told = f"{tmp_path / 'awq'} is quantised by awq already: leave quantize out, or take what it was made from"
     assert refused(capsys, tmp_path / "awq", "int8") == told
+    whole = "(model.layers.1.mlp.experts.down_proj; model.layers.1.mlp.experts.gate_up_proj)"
+    told = f"experts in one tensor cannot be rounded: leave quantize out {whole}"
+    assert refused(capsys, tmp_path / "whole", "int8") == told
     start = "groups of 128 columns do not divide all matrices: model.layers.0.mlp.down_proj.weight has 96 columns; "
     told = refused(capsys, tmp_path / "narrow", "int4")
     assert told.startswith(start) and told.endswith(": use int8 or fp8")

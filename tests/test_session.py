@@ -154,10 +154,10 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
     run = session._run
     pages = stored(run.pool, run.state.cache.table)[0]
     for layer, state in enumerate(run.state.cache.layers):
-        counts = np.asarray(state.index[0].count)[0]
+        counts = np.asarray(state.index.levels[0].count)[0]
         assert counts.sum() > 2 * 1800  # two heads
         for head, held in enumerate(counts):
-            assert_digests(state.index, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(held)])
+            assert_digests(state.index.levels, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(held)])
 
 
 @pytest.mark.slow

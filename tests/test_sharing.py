@@ -76,11 +76,12 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
     positions = np.asarray(follower)[:, :, :, 1, :, 0].astype(int)
     np.testing.assert_array_equal(positions, np.asarray(leader)[:, :, :, 1, :, 0])
     assert (positions != np.asarray(alone)[:, :, :, 1, :, 0]).any()
-    keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(state.index[0].count)[0, 0]
+    digests = state.index.levels[0]
+    keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(digests.count)[0, 0]
     for page, count in enumerate(counts[: len(keys)]):
         np.testing.assert_array_equal(keys[page, :count], np.asarray(noise)[0, positions[page, 0, 0, :count], 0])
         if count:
-            outlier, others = (np.asarray(x.data)[0, 0, page] for x in (state.index[0].outlier, state.index[0].mean))
+            outlier, others = (np.asarray(x.data)[0, 0, page] for x in (digests.outlier, digests.mean))
             mean = (outlier + (count - 1) * others) / count
             np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
 

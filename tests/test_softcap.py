@@ -1,21 +1,17 @@
 """Scores with a soft cap, as Gemma 2 has them: a model whose layers are given one has the logits of transformers' own form."""
 
 import dataclasses
-import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.qwen3 import modeling_qwen3
 
-from icejax import inference
 from icejax.config import ModelConfig
-from icejax.decoding import Decoding
 from tests import families, tolerances
 from tests.policies import EXACT
-from tests.run import all_logits, plan_for
+from tests.run import follows
 
 CAPS = (2.0, 1.0, None)  # of a sliding, a full and a sliding layer
 PROMPT, DECODED, EXTENDED = 133, 20, 40
@@ -52,22 +48,4 @@ def test_prefill_decode_and_extend_equal_transformers(models, row):
     tokens = families.tokens(PROMPT + 2 * DECODED + EXTENDED)
     expected, without = theirs(tokens), theirs(tokens, (None,) * 3)
     assert np.abs(expected - without).max() > 1000 * tolerances.LOGITS
-    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerances.LOGITS)
-    policy = row.exact(len(tokens))
-    close(all_logits(ours, tokens[:PROMPT], policy), expected[:PROMPT])
-    plan = plan_for(ours, policy, [tokens[:PROMPT]], 1000)
-    decoding = Decoding(ours, plan)
-    state, step, pool = inference.prefill(ours, [tokens[:PROMPT]], plan)
-    at = PROMPT
-    for more in (EXTENDED, 0):
-        close(step.logits[0], expected[at - 1])
-        for token in tokens[at : at + DECODED]:
-            state = dataclasses.replace(state, last_tokens=jnp.asarray([token], jnp.int32))
-            state, step, pool = decoding.step(state, pool)
-            close(step.logits[0], expected[at])
-            at += 1
-        if more:
-            assert plan.room_for_answer(more, pages=int(state.cache.lengths.pages)) >= DECODED
-            state, step, pool = inference.extend(ours, tokens[at : at + more], plan, state, pool)
-            decoding.clock, at = 0, at + more
-    assert at == len(tokens)
+    follows(ours, row.exact(len(tokens)), tokens, expected, prompt=PROMPT, decoded=DECODED)

@@ -96,7 +96,9 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", help=f"comma-separated (default: all: {', '.join(names())})")
+    parser.add_argument(
+        "--policies", help=f"comma-separated, with options as in clustered:candidates=1 (default: all: {', '.join(names())})"
+    )
     parser.add_argument("--budgets", default="64,256,10%", help="tokens or shares, comma-separated (default: 64,256,10%%)")
     parser.add_argument("--lengths", default="4096,16384,32768", help="tokens (default: %(default)s)")
     parser.add_argument("--tasks", default="single,multikey-16,hops", help="default: %(default)s")

@@ -72,20 +72,30 @@ def _asked(name: str) -> int:
 
 
 def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tuple[list[Contender], list[str]]:
-    """Returns every policy with every budget, and a line for each that cannot have it."""
+    """Returns every policy with every budget, and a line for each that cannot have it.
+
+    Args:
+        names: names of policies, options behind colons: clustered:candidates=1.
+    """
     able, left_out = [], []
     for name in names:
-        policy = make_policy(name, {})
+        policy = _policy(name)
         if policy.budget is None:
             able.append(Contender(name, "all", policy))
             continue
         for asked in budgets:
             tokens = _tokens(asked, length)
             try:
-                able.append(Contender(name, asked, make_policy(name, {"budget": tokens})))
+                able.append(Contender(name, asked, _policy(name, budget=tokens)))
             except InputError as error:
                 left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
     return able, left_out
+
+
+def _policy(name: str, **more: int) -> CachePolicy:
+    name, *texts = name.split(":")
+    options = dict(text.partition("=")[::2] for text in texts)
+    return make_policy(name, options | more)
 
 
 def _tokens(budget: str, length: int) -> int:

@@ -70,11 +70,11 @@ class Text:
         return Text(self.model, [*self.tokens, *tokens], layers, x, chosen, self.seconds + time.perf_counter() - started)
 
     def under(self, plan: Plan) -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
-        """Yields what every layer keeps of the text under a plan, as `inference.from_layers` takes it."""
+        """Yields what every layer keeps of the text under a plan, as `inference.prefill` takes it."""
         new, shared = jnp.asarray([len(self.tokens)], jnp.int32), None
         pairs = zip(self.model.model.layers, self.layers, plan.policies, strict=True)
-        for layer, (heads, attended), policy in pairs:
-            outcome = _kept(layer, heads, attended, new, shared, policy=policy, spec=plan.spec)
+        for i, (layer, (heads, attended), policy) in enumerate(pairs):
+            outcome = _kept(layer, heads, attended, new, shared, policy=policy, spec=plan.spec_of(i))
             shared = outcome.shared or shared
             yield self.last, (outcome.state, outcome.pages)
 
@@ -96,7 +96,7 @@ def _behind(layer: DecoderLayer, x: jax.Array, heads, attended: Attended, seen: 
         return jax.lax.dynamic_update_slice(old, y.astype(old.dtype), (0, seen[0], *(0,) * (old.ndim - 2)))
 
     heads = tuple(put(old, y) for old, y in zip(heads, (own.q, own.k, own.v), strict=True))
-    return layer.leave(x, mine.out), (heads, Attended(*(put(old, y) for old, y in zip(attended, mine, strict=True))))
+    return layer.leave(x, mine), (heads, Attended(*(put(old, y) for old, y in zip(attended, mine, strict=True))))
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))

@@ -14,7 +14,7 @@ from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import Extents, extents_for
 from icejax.decoding import Decoding
-from icejax.inference import from_layers, prefill
+from icejax.inference import prefill
 from icejax.plan import make_plan
 from icejax.rows import fork
 
@@ -38,7 +38,7 @@ class Reader:
         self.turn_seconds: list[float] = []
 
     def read(self, prompt: Sequence[int], layers: Iterable | None = None) -> None:
-        """Prefills a new text; with `layers`, as `from_layers` takes them, one that has attended already."""
+        """Prefills a new text; with `layers`, as `prefill` takes them, one that has attended already."""
         into = None
         if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
             count = 2 * extents_for(self._plan.pool.pages) + 1
@@ -46,10 +46,7 @@ class Reader:
                 self._pool = host.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
             self._extents = Extents(count)
             into = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
-        if layers is None:
-            self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into)
-        else:
-            self._state, _, self._pool = from_layers(self._model, layers, [prompt], self._plan, into=into)
+        self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into, layers=layers)
         self._decoding.clock = 0
 
     def forget(self) -> None:

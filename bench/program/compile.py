@@ -31,6 +31,7 @@ from icejax.checkpoint.rounding import Method
 from icejax.decoding import DecodeState
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
+from icejax.models.latent import BY_HEAD
 from icejax.ops.quantized import Grouped
 from icejax.plan import Plan, make_plan
 from icejax.rows import nobody
@@ -84,7 +85,8 @@ def abstract_model(name: str, *, dtype: str, layers: int | None = None, rounding
     graph, leaves, tree = abstract(family(raw).read_config(raw), dtype)
     if rounding is not None:
         found = formats.sources(raw, {key: leaf.shape for key, leaf in leaves.items()}, rounding=rounding)
-        leaves |= {key: _codes(leaves[key].shape, rounding) for key, source in found.items() if source.layout is not None}
+        coded = [key for key, source in found.items() if source.layout is not None and not key.endswith(BY_HEAD)]
+        leaves |= {key: _codes(leaves[key].shape, rounding) for key in coded}
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves.values()))
 
 

@@ -208,6 +208,6 @@ def _looked_at(policy: Retrieval, layer: PagedState) -> int:
     """Returns the bytes of an index that a step must read: of a tree the highest digests and the nodes that are opened."""
     if not isinstance(policy, Clustered):
         return nbytes(layer.index)
-    *lower, highest = layer.index
+    *lower, highest = layer.index.levels
     opened = max(policy.opened, 2 * -(-layer.ids.shape[-1] // FAN_OUT)) * FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

@@ -101,10 +101,15 @@ def shown_name(policy: CachePolicy) -> str:
 def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
     """Returns the policy of every layer: a ring for sliding layers, else what `policy` has for the layer.
 
-    A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention.
+    A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention, unless their heads
+    are others.
     """
-    full = [i for i, window in enumerate(config.windows) if window is None or window >= capacity]
-    own = dict(zip(full, policy.for_layers(full, of=len(config.windows)), strict=True))
+    layers = len(config.windows)
+    dense = (2 if layers >= 16 else 0) if policy.dense_layers is None else policy.dense_layers
+    alike = config.sliding_head_dim is None and config.sliding_key_value_heads is None
+    full = [i for i, window in enumerate(config.windows) if window is None or (alike and window >= capacity)]
+    behind = [i for i in full if i >= dense]
+    own = dict.fromkeys(full, Full()) | dict(zip(behind, policy.for_layers(behind, of=layers), strict=True))
     policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
     if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from icejax.ops.attention import Attended
+from icejax.ops.value_fit import FromKeys
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +23,7 @@ class Found:
         counts: tokens of each; 0 where there is no page.
         bias: added to the scores that each query head, or all, give its keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
+        from_keys: values from keys, for tokens found that are not attended exactly; None: they count as their mean.
         choice: what followers need to find the same.
     """
 
@@ -29,6 +31,7 @@ class Found:
     counts: jax.Array  # i32[B, K, M]
     bias: jax.Array | None = None  # f32[B, K, G or 1, M]
     rest: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
+    from_keys: FromKeys | None = None
     choice: Any = None
 
 

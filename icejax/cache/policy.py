@@ -191,10 +191,11 @@ class CachePolicy(abc.ABC):
     """
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
+    dense_layers: int | None = 0  # first layers that keep the full cache; None: 2 of 16 and more, as in IceCache, else 0
     turns: bool = False  # whether `View.turn` is called, which not every RoPE allows
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        """Returns the policy of every layer with full attention: `full` are their numbers, of so many layers."""
+        """Returns a policy for each of the layers `full`: those of `of` with full attention, behind the dense ones."""
         del of
         return [self] * len(full)
 

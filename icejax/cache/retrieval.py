@@ -89,9 +89,13 @@ class Retrieval(CachePolicy):
     def index(self) -> PageIndex:
         """What is kept of pages to find them by."""
 
-    @abc.abstractmethod
     def num_fetched(self, pages: int) -> int:
-        """Returns how many of `pages` pages, or of their slots, a step finds per KV head, or per query head if each has own."""
+        """Returns how many of `pages` pages, or of their slots, a step finds per KV head, or per query head if each has own.
+
+        Here as many as the budget has room for beside sinks and window.
+        """
+        most = self.budget - self.window_of.sinks - self.window_of.slots
+        return min(pages * self.page_size, most) // self._unit
 
     @abc.abstractmethod
     def find(self, heads: Heads, index: Any, view: View) -> Found:

@@ -27,12 +27,17 @@ SIZES = (0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633)
 
 @functools.lru_cache(maxsize=4)
 def turn(size: int, seed: int) -> np.ndarray:
-    """Returns the matrix f32[size, size] that turns vectors: random signs, then Hadamard's matrix; `size` is a power of two."""
+    """Returns the matrix f32[size, channels(size)] that turns vectors: random signs, then rows of Hadamard's matrix."""
     hadamard = np.ones((1, 1))
-    while len(hadamard) < size:
+    while len(hadamard) < channels(size):
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], size)
-    return (signs[:, None] * hadamard / size**0.5).astype(np.float32)
+    return (signs[:, None] * hadamard[:size] / channels(size) ** 0.5).astype(np.float32)
+
+
+def channels(size: int) -> int:
+    """Returns how many channels turned vectors have: the power of two, 8 or more, that holds `size`."""
+    return max(BLOCK, 1 << (size - 1).bit_length())
 
 
 @jax.tree_util.register_dataclass
@@ -41,12 +46,12 @@ class Signs:
     """What is kept of the slots of every page.
 
     Attributes:
-        codes: two channels in a byte, the sign as the highest of four bits; and for each eight channels how long they are by
-            how far their sizes tell.
+        codes: two of C turned channels in a byte, the sign as the highest of four bits; and for each eight channels how long
+            they are by how far their sizes tell.
         count: tokens of every page, in its first slots.
     """
 
-    codes: tuple[jax.Array, jax.Array]  # u8[B, K, P, p, H / 2], bf16[B, K, P, p, H / 8]
+    codes: tuple[jax.Array, jax.Array]  # u8[B, K, P, p, C / 2], bf16[B, K, P, p, C / 8]
     count: jax.Array  # i32[B, K, P]
 
 
@@ -63,7 +68,7 @@ class SignsIndex(CodesPerToken):
     seed: int
 
     def empty(self, spec: CacheSpec, pages: int) -> Signs:
-        shape, size = (spec.batch_size, spec.num_kv_heads, pages), spec.head_dim
+        shape, size = (spec.batch_size, spec.num_kv_heads, pages), channels(spec.head_dim)
         codes = jnp.zeros((*shape, self.page_size, size // 2), jnp.uint8)
         return Signs((codes, jnp.zeros((*shape, self.page_size, size // BLOCK), jnp.bfloat16)), jnp.zeros(shape, jnp.int32))
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from icejax.ops.topk import ranks
+
 
 def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
     """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot` of each row."""
@@ -67,5 +69,4 @@ def take(x: Float[Array, "B K T H"], positions: Int[Array, "#B S"], mask: Bool[A
 
 def order(positions: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Int[Array, "B S"]:
     """Returns how many slots in `mask` have an earlier position; what stands outside comes last."""
-    last = jnp.iinfo(jnp.int32).max
-    return jnp.argsort(jnp.argsort(jnp.where(mask, positions, last), axis=1), axis=1).astype(jnp.int32)
+    return ranks(jnp.where(mask, -positions.astype(jnp.float32), -jnp.inf))  # whole numbers up to 2^24 are exact

@@ -40,7 +40,7 @@ class Float4(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4(Layout):
-    """gpt-oss's form of a stack [E, O, I] of matrices: blocks of 32 numbers, and the exponents of their scales."""
+    """gpt-oss's form of a stack [E, I, O] of turned matrices, as codes [E, O, I]: blocks of 32, exponents of their scales."""
 
     block: tuple[int, int] = (1, 32)
     axes: ClassVar[int] = 3
@@ -49,14 +49,15 @@ class Mxfp4(Layout):
         return f"{key}_"
 
     def parts(self, shape: Shape) -> dict[str, Part]:
-        grid = (*shape[:2], self.grid(shape[1:])[1])
+        grid = (shape[0], *self.grid(shape[:0:-1]))
         return {"blocks": Part(("U8",), ((*grid, 16),)), "scales": Part(("U8",), (grid,))}
 
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
-        rows = (shape[0] * shape[1], shape[2])
-        codes = _codes(parts["blocks"].reshape(rows[0], -1))[:, : rows[1]]
-        scale = self.scale(parts["scales"].view(EXPONENTS), rows)
-        return Codes(codes.reshape(shape), scale.reshape(*shape[:2], -1), None)
+        count, columns, rows = shape
+        flat = (count * rows, columns)
+        codes = _codes(parts["blocks"].reshape(flat[0], -1))[:, :columns]
+        scale = self.scale(parts["scales"].view(EXPONENTS), flat)
+        return Codes(codes.reshape(count, rows, columns), scale.reshape(count, rows, -1), None)
 
 
 def _codes(packed: np.ndarray) -> np.ndarray:

@@ -19,7 +19,8 @@ from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
 
 SOURCE = "config.json: quantization_config"
-EMBEDDING, HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".gate.weight"  # no method here changes them
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # no method here changes them
 # Fields that say how codes were found, or how others compute with them.
 IRRELEVANT = frozenset(
     """activation_scheme act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
@@ -116,7 +117,7 @@ def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, rounding
     group = rounding.group if rounding is not None else None
     for key, shape in shapes.items():
         layout = layouts(key.removesuffix(".weight"))
-        whole = key.endswith((EMBEDDING, HEAD, ROUTER)) or not (key.endswith(".weight") or len(shape) == 3)
+        whole = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
         if layout is not None and (whole or len(shape) != layout.axes):
             layout = None
         parts = {key: Part(FLOATS, (shape,))}

@@ -22,6 +22,7 @@ from icejax.config import ModelConfig
 from icejax.errors import InputError
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
+from icejax.models.latent import BY_HEAD
 from icejax.ops.quantized import Grouped
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
@@ -80,16 +81,14 @@ def load_model(
     graph, parameters, tree = abstract(config, dtype)
     found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
     keep = memory.platform() != "cpu" if codes is None else codes
-    kept = {key for stack in found.stacks.values() if keep and found.alike(stack) for key in stack.keys}
-    _tell(found, kept, why="of experts in several forms" if keep else "products with codes are slower on a CPU")
-
-    def read(key: str) -> np.ndarray | Codes:
-        tensor = found.read(key)
-        return tensor.weights() if isinstance(tensor, Codes) and key not in kept else tensor
+    coded = (stack for name, stack in found.stacks.items() if keep and not name.endswith(BY_HEAD) and found.alike(stack))
+    kept = {key for stack in coded for key in stack.keys}
+    why = "of experts in several forms, or taken head by head" if keep else "products with codes are slower on a CPU"
+    _tell(found, kept, why=why)
 
     leaves = []
     for done, (key, stack) in enumerate(found.stacks.items(), start=1):
-        tensor = stack.join(map(read, stack.keys))
+        tensor = stack.join(map(found.read, stack.keys), codes=stack.keys[0] in kept)
         leaves.append(_grouped(tensor) if isinstance(tensor, Codes) else _to_device(tensor, parameters[key].dtype))
         del tensor  # or it would be there beside the next one
         if progress is not None:

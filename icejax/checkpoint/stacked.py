@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from icejax.checkpoint.layouts import Codes
-
-STACKED = re.compile(r"(.*\.experts)\.(\w+\.weight)")
+from icejax.models import Family
 
 
 @dataclass(frozen=True)
@@ -21,16 +19,23 @@ class Stack:
     Attributes:
         keys: its tensors; of a matrix of all experts one an expert, in order.
         shape: of each of them.
-        stacked: whether they are stacked; else there is one, the parameter itself.
+        stacked: whether they are stacked; else there is one.
+        part: what the parameter is of each of them, by axis; (): all of it.
+        turned: whether they are [E, I, O], and the parameter, as codes are, [E, O, I].
     """
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     stacked: bool
+    part: tuple[slice, ...] = ()
+    turned: bool = False
 
-    def join(self, tensors: Iterable[np.ndarray | Codes]) -> np.ndarray | Codes:
-        """Returns the parameter of its tensors, arrays or codes of one form, of which one at a time exists beside it."""
-        tensors = iter(tensors)
+    def join(self, tensors: Iterable[np.ndarray | Codes], *, codes: bool) -> np.ndarray | Codes:
+        """Returns the parameter of its tensors, of which one at a time exists beside it.
+
+        `codes` says that codes, which then are of one form, stay such.
+        """
+        tensors = (self._own(tensor, codes) for tensor in tensors)
         first = next(tensors)
         if not self.stacked:
             return first
@@ -38,7 +43,13 @@ class Stack:
         for i, tensor in enumerate(itertools.chain([first], tensors)):
             for all_of_them, own in zip(whole, _arrays(tensor), strict=True):
                 all_of_them[i] = own
-        return first._replace(**dict(zip(Codes._fields, whole, strict=False))) if isinstance(first, Codes) else whole[0]
+        return _like(first, whole)
+
+    def _own(self, tensor: np.ndarray | Codes, codes: bool) -> np.ndarray | Codes:
+        if self.turned and not isinstance(tensor, Codes):
+            tensor = tensor.swapaxes(1, 2)
+        tensor = _like(tensor, [np.ascontiguousarray(x[self.part]) for x in _arrays(tensor)])
+        return tensor.weights() if isinstance(tensor, Codes) and not codes else tensor
 
 
 def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
@@ -47,20 +58,38 @@ def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
     return [tensor.codes, tensor.scale] + ([] if tensor.zero is None else [tensor.zero])
 
 
-def stacks(shapes: dict[str, tuple[int, ...]], renamed: Iterable[tuple[str, str]]) -> dict[str, Stack]:
-    """Returns where each parameter stands.
+def _like(tensor: np.ndarray | Codes, arrays: list[np.ndarray]) -> np.ndarray | Codes:
+    return tensor._replace(**dict(zip(Codes._fields, arrays, strict=False))) if isinstance(tensor, Codes) else arrays[0]
 
-    Args:
-        shapes: of the parameters, by their keys.
-        renamed: parts of keys that are others in the folder, ours and theirs.
-    """
+
+def stacks(shapes: dict[str, tuple[int, ...]], family: Family) -> dict[str, Stack]:
+    """Returns where each parameter, of these shapes by key, stands in a folder of a family."""
+    whole = any(key.startswith("experts.") for key in family.fused)
+    together: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for key, names in family.fused.items():
+        module, stored = key.split(".")
+        together |= {f"{module}.{name}": (stored, names) for name in names}
+
+    def theirs(key: str) -> str:
+        for own, their in family.renamed:
+            key = key.replace(own, their)
+        return key
 
     def stack(key: str, shape: tuple[int, ...]) -> Stack:
-        for ours, theirs in renamed:
-            key = key.replace(ours, theirs)
-        stacked = STACKED.fullmatch(key)
-        if stacked is None:
-            return Stack((key,), tuple(shape), False)
-        return Stack(tuple(f"{stacked[1]}.{i}.{stacked[2]}" for i in range(shape[0])), tuple(shape[1:]), True)
+        module, name, kind = ("", *key.split("."))[-3:]
+        path, axis, part = key.removesuffix(f"{name}.{kind}"), int(module == "experts"), ()
+        stored, names = together.get(f"{module}.{name}", (name, (name,)))
+        if len(names) > 1:
+            rows, at = [shapes[f"{path}{each}.{kind}"][axis] for each in names], names.index(name)
+            own = slice(at, None, len(names)) if family.turned else slice(sum(rows[:at]), sum(rows[: at + 1]))
+            part, shape = (slice(None),) * axis + (own,), (*shape[:axis], sum(rows), *shape[axis + 1 :])
+        if axis and not whole:
+            keys = tuple(theirs(f"{path}{i}.{stored}.{kind}") for i in range(shape[0]))
+            return Stack(keys, tuple(shape[1:]), True)
+        if not axis:
+            return Stack((theirs(f"{path}{stored}.{kind}"),), tuple(shape), False, part)
+        turned = family.turned and kind == "weight"
+        suffix = "" if kind == "weight" else f"_{kind}"
+        return Stack((theirs(f"{path}{stored}{suffix}"),), (shape[0], *shape[:0:-1]) if turned else shape, False, part, turned)
 
-    return {key: stack(key, shape) for key, shape in shapes.items()}
+    return {key: stack(key, tuple(shape)) for key, shape in shapes.items()}

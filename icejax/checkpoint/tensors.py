@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from icejax.config import ModelConfig
 from icejax.errors import InputError, listed
 from icejax.models import family
 
+LOG = logging.getLogger(__name__)
 NAMES = {name: short for short, name in huggingface.DTYPES.items()}
 
 
@@ -85,20 +87,24 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 
     Raises:
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; or matrices
-            that are to be rounded are codes already, or of columns that make no whole groups.
+            that are to be rounded are codes already, of all experts, or of columns that make no whole groups.
     """
     raw = huggingface.read_json(folder / "config.json")
-    ignored, made_of, method = family(raw).ignored_keys(raw), stacks(shapes, family(raw).renamed), formats.method(raw)
+    of, method = family(raw), formats.method(raw)
+    ignored, made_of = of.ignored_keys(raw), stacks(shapes, of)
+    each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
     if quantize is not None:
         ranges.one_of("quantize", quantize, tuple(METHODS))
         if method is not None:
             raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
-    each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
+        if whole := [key for key, shape in each.items() if len(shape) == 3]:
+            raise InputError(f"experts in one tensor cannot be rounded: leave quantize out ({listed(whole)})")
     sources = formats.sources(raw, each, rounding=METHODS.get(quantize))
     expected = {key: part for each in sources.values() for key, part in each.parts.items()}
-    faults, stored = [], {}
+    faults, stored, passed = [], {}, []
     for key, tensor in _stored(folder):
         if ignored.fullmatch(key):
+            passed.append(key)
             continue
         if key in stored:
             faults.append(f"{key} is stored twice")
@@ -118,6 +124,8 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     if faults:
         told = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
+    if passed:
+        LOG.info("%d tensors are of no parameter and are passed over: %s", len(passed), listed(passed))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
     return Tensors(quantised, made_of, sources, stored)
 

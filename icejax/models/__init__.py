@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import glm, llama, minimax, mistral, mixtral, qwen
+from icejax.models import deepseek, gemma, gemma4, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
 ROTARY_TABLES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+GATE_UP = ("gate_proj", "up_proj")
+EXPERTS, DENSE = {"experts.gate_up_proj": GATE_UP}, {"mlp.gate_up_proj": GATE_UP}
+QKV = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,16 @@ class Family:
         read_config: raw config.json -> ModelConfig.
         ignored_keys: raw config.json -> checkpoint keys that hold no parameter.
         renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
+        fused: projections that a checkpoint holds in one tensor, row behind row, by module and name of that. Where there are
+            some of experts, it holds each matrix of all experts in one tensor.
+        turned: whether there the axes of those of experts are swapped, and rows of fused ones stand by turns.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
     ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: ROTARY_TABLES
     renamed: tuple[tuple[str, str], ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    turned: bool = False
 
 
 FAMILIES = {
@@ -36,12 +45,26 @@ FAMILIES = {
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
     "ministral3": Family(mistral.read_ministral3_config),
+    "mistral4": Family(mistral.read_mistral4_config, renamed=deepseek.RENAMED, fused=EXPERTS),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
-    "glm4_moe": Family(glm.read_config, glm.ignored_keys, glm.RENAMED),
+    "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
+    "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
+    "gemma4": Family(gemma4.read_with_images, lambda raw: gemma4.IMAGES, gemma4.WITH_IMAGES, fused=EXPERTS),
+    "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED, fused=EXPERTS),
+    "glm4": Family(glm4.read_config, fused=DENSE),
+    "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED, fused=EXPERTS, turned=True),
+    "olmo2": Family(olmo.read_olmo2_config, renamed=olmo.RENAMED),
+    "olmo3": Family(olmo.read_olmo3_config, renamed=olmo.RENAMED),
+    "phi3": Family(phi.read_config, fused=QKV | DENSE),
+    "deepseek_v2": Family(deepseek.read_v2_config, renamed=deepseek.RENAMED),
+    "deepseek_v3": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "kimi_k2": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe": Family(glm.read_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe_lite": Family(glm.read_lite_config, deepseek.ignored_keys, deepseek.RENAMED),
     "minimax_m2": Family(minimax.read_config, renamed=minimax.RENAMED),
 }
 

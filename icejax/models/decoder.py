@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -12,85 +13,82 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
-from icejax.models.experts import ExpertStack, Router
-from icejax.ops.attention import EINSUM, Scoring
-from icejax.ops.quantized import product
-from icejax.ops.rope import cos_sin, grow, rotate, turn
+from icejax.models.experts import ExpertsBeside, ExpertStack, Router
+from icejax.models.latent import Expanded, LatentAttention
+from icejax.models.linear import Linear, norm_of, normalised
+from icejax.ops.attention import EINSUM, Attended, Scoring
+from icejax.ops.gated import ACTIVATIONS
+from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
 
 
-class Linear(nnx.Module):
-    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.Grouped`) in its place."""
-
-    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
-        if bias:
-            self.bias = nnx.Param(jnp.zeros((features_out,), dtype))
-        self.has_bias = bias
-
-    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        y = product(x, self.weight.get_value()).astype(x.dtype)
-        return y + self.bias[...][None, None, :] if self.has_bias else y
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32."""
-
-    def __init__(self, features: int, *, eps: float, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.zeros((features,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return normal.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
 
 
 class Attention(nnx.Module):
     """Projections, head norms and RoPE; what is attended to is not its concern."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
-        self.config, self.rope = config, layer.rope
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = Linear(config.hidden_size, heads * size, bias=config.qkv_bias, dtype=dtype)
-        self.k_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
-        self.v_proj = Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias, dtype=dtype)
+        self.config, self.layer, self.rope = config, layer, layer.rope
+        heads, kv_heads, size = config.num_attention_heads, layer.kv_heads, layer.head_dim
+        project = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, dtype=dtype)
+        self.q_proj, self.k_proj = project(heads * size), project(kv_heads * size)
+        if not layer.keys_alone:
+            self.v_proj = project(kv_heads * size)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
             normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
-            self.q_norm, self.k_norm = (RMSNorm(n, eps=config.rms_norm_eps, dtype=dtype) for n in normed)
+            self.q_norm, self.k_norm = (norm_of(config, n, dtype=dtype) for n in normed)
+        if layer.sinks:
+            self.sinks = nnx.Param(jnp.zeros((heads,), dtype))
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
-        size = self.config.head_dim
+        size = self.layer.head_dim
         with jax.named_scope("qkv"):
-            q, k, v = (f(x) for f in (self.q_proj, self.k_proj, self.v_proj))
+            q, k = self.q_proj(x), self.k_proj(x)
+            v = k if self.layer.keys_alone else self.v_proj(x)
             if self.config.qk_norm == "all":
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
             if self.config.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
+            if self.config.v_norm:
+                v = normalised(v, self.config.rms_norm_eps).astype(v.dtype)
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
+            if self.config.rope_interleave:
+                q, k = (halves(y, self.rope.size) for y in (q, k))
             return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
-    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Returns the attention block's output from its heads."""
+    def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
+        """Returns what queries attended to where a sink took part: one more score of each head, without a value."""
+        share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
+        return attended.out.astype(jnp.float32) * share[..., None]
+
+    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+        """Returns heads after RoPE as if their tokens stood `by` positions later."""
+        return turn(heads, by, rope=self.rope)
+
+    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
+        """Returns the attention block's output from its heads, which have one form."""
+        del expanded
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
 
 
 class MLP(nnx.Module):
-    """The gated MLP (SwiGLU, arXiv 2002.05202)."""
+    """The gated MLP (arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, inner: int, *, dtype: str) -> None:
         hidden, bias = config.hidden_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
-        self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.act = config.hidden_act
+        self.gate_proj, self.up_proj = (Linear(hidden, inner, bias=bias, dtype=dtype) for _ in range(2))
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.act](self.gate_proj(x)) * self.up_proj(x))
 
 
 class SparseMLP(nnx.Module):
@@ -119,15 +117,15 @@ class Entered(NamedTuple):
 
     Attributes:
         q, k, v: what a cache keeps, and decodes with.
-        expanded: q, k and v that a text attends with from its beginning, where these are others: multi-head latent attention
-            (arXiv 2405.04434) keeps one latent of all heads and expands it for many queries; None: the same. What a program
-            does not use of both is not computed.
+        expanded: the heads that a text attends with from its beginning, where these are others: multi-head latent attention
+            keeps one latent of all heads and expands it for many queries; None: the same. What a program does not use of
+            both is not computed.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
     v: jax.Array  # dtype[B, T, K, Hv]
-    expanded: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    expanded: Expanded | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -139,13 +137,20 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config = layer
-        self.self_attn = Attention(config, layer, dtype=dtype)
-        if layer.experts is None:
+        self.self_attn = (Attention if config.latent is None else LatentAttention)(config, layer, dtype=dtype)
+        if layer.experts is not None and layer.experts.beside:
+            self.beside = ExpertsBeside(config, layer.experts, dtype=dtype)
+        if layer.experts is None or layer.experts.beside:
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype)
         else:
             self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        norm = functools.partial(norm_of, config, config.hidden_size, dtype=dtype)
+        before, after = config.norm_places != "after", config.norm_places != "before"
+        self.input_layernorm, self.post_attention_layernorm = (norm() if before else _as_it_is for _ in range(2))
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm() if after else _as_it_is for _ in range(2))
+        self.scaled = config.layer_scalar
+        if self.scaled:
+            self.layer_scalar = nnx.Param(jnp.zeros((1,), dtype))
 
     @property
     def scoring(self) -> Scoring:
@@ -161,51 +166,55 @@ class DecoderLayer(nnx.Module):
 
     def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return turn(heads, by, rope=self.config.rope)
+        return self.self_attn.turn(heads, by)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns what the attention block makes of its heads."""
         return self.self_attn.output(heads)
 
-    def leave(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], *, expanded: bool = False
-    ) -> Float[Array, "B T D"]:
+    def leave(self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the layer's output from its input and from what the queries of `enter` attended to.
 
         `expanded` says that its expanded queries did.
         """
-        del expanded  # one form here
-        x = x + self.self_attn.output(attended.astype(x.dtype))
+        heads = self.self_attn.beside_sinks(attended) if self.config.sinks else attended.out
+        x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)
         with jax.named_scope("mlp"):
             if chunk == tokens:
-                return x + self._mlp(x)
+                return self._mlp(x)
             chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
-            return x + lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
+            return lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
 
     def _mlp(self, x: jax.Array) -> jax.Array:
-        return self.mlp(self.post_attention_layernorm(x))
+        out = self.mlp(self.post_attention_layernorm(x))
+        if self.config.experts is not None and self.config.experts.beside:
+            out = self.beside(x, out)
+        out = x + self.post_mlp_layernorm(out)
+        return out * self.layer_scalar[...][None, None] if self.scaled else out
 
 
 class Embedding(nnx.Module):
-    """The token embedding."""
+    """The token embedding, times `scale` in its dtype."""
 
-    def __init__(self, vocab_size: int, features: int, *, dtype: str) -> None:
+    def __init__(self, vocab_size: int, features: int, *, scale: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
+        self.scale = scale
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return jnp.take(self.weight[...], tokens, axis=0)
+        x = jnp.take(self.weight[...], tokens, axis=0)
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
 
 
 class Decoder(nnx.Module):
     """Embedding, layers and final norm."""
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.embed_scale, dtype=dtype)
         layers = (config.layers[i] for i in range(config.num_hidden_layers))
         self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype) for layer in layers])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = norm_of(config, config.hidden_size, dtype=dtype)
 
 
 class CausalLM(nnx.Module):
@@ -220,7 +229,15 @@ class CausalLM(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
+    def for_capacity(self, tokens: int) -> CausalLM:
+        """Returns the model for texts of at most so many tokens, of the same arrays: LongRoPE's frequencies depend on it."""
+        config = self.config.for_capacity(tokens)
+        if config == self.config:
+            return self
+        return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: CausalLM(config, dtype=self.dtype))), nnx.state(self))
+
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""
         head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return EINSUM("btd,vd->btv", self.model.norm(x), head[...])
+        logits, cap = EINSUM("btd,vd->btv", self.model.norm(x), head[...]), self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

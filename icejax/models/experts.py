@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from icejax.config import Experts, Routing
+from icejax.config import Experts, ModelConfig, Routing
+from icejax.models.linear import norm_of, normalised
 from icejax.ops.attention import EINSUM
 from icejax.ops.experts import Stack, mixed
 from icejax.ops.topk import best
@@ -19,6 +22,10 @@ class Router(nnx.Module):
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.chosen, self.routing = experts.chosen, experts.routing
         self.weight = nnx.Param(jnp.zeros((experts.count, features), dtype))
+        if experts.routing.biased:
+            self.bias = nnx.Param(jnp.zeros((experts.count,), dtype))
+        if experts.routing.scaled:
+            self.per_expert_scale = nnx.Param(jnp.zeros((experts.count,), dtype))
         if experts.routing.corrected:  # fp32 in every model: near scores differ by less than a narrow dtype holds
             self.e_score_correction_bias = nnx.Param(jnp.zeros((experts.count,), "float32"))
 
@@ -26,38 +33,62 @@ class Router(nnx.Module):
         """Returns the experts of every token, best first, and their fp32 weights."""
         with jax.named_scope("route"):
             logits, routing = EINSUM("td,ed->te", x, self.weight[...]), self.routing
+            if routing.biased:
+                logits = logits + self.bias[...].astype(jnp.float32)[None, :]
             scores = jax.nn.softmax(logits, axis=-1) if routing.score == "softmax" else jax.nn.sigmoid(logits)
             worth = scores + self.e_score_correction_bias[...][None, :] if routing.corrected else scores
             ids = best(_in_groups(worth, routing) if routing.groups > 1 else worth, self.chosen)[0]
             weights = jnp.take_along_axis(scores, ids, axis=-1)
             if routing.normed:
                 weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
+            if routing.scaled:
+                weights = weights * self.per_expert_scale[...].astype(jnp.float32)[ids]
             return ids, weights * routing.factor
 
 
 def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
     """Returns `worth` [T, E] with all but the experts of the best groups at -inf."""
     groups = worth.reshape(len(worth), routing.groups, -1)
-    first, second = (jnp.take_along_axis(groups, best(groups, 2)[0], axis=-1)[..., i] for i in (0, 1))
-    allowed = best(first + second, routing.chosen_groups)[1]
+    top = jnp.take_along_axis(groups, best(groups, routing.group_best)[0], axis=-1)
+    allowed = best(top.sum(-1), routing.chosen_groups)[1]
     return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(worth.shape)
 
 
 class Matrices(nnx.Module):
-    """The same matrix of every expert, each as Hugging Face stores it, or codes (`ops.quantized.Grouped`) in their place."""
+    """The same matrix of every expert, or codes (`ops.quantized.Grouped`) in their place, and its bias."""
 
-    def __init__(self, *shape: int, dtype: str) -> None:
+    def __init__(self, *shape: int, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[:2], dtype)) if bias else None
 
 
 class ExpertStack(nnx.Module):
-    """All experts of a layer; a checkpoint holds each matrix of each apart."""
+    """All experts of a layer; a checkpoint holds each matrix of each apart, or all experts' in one tensor."""
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
-        self.gate_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
-        self.up_proj = Matrices(experts.count, experts.size, features, dtype=dtype)
-        self.down_proj = Matrices(experts.count, features, experts.size, dtype=dtype)
+        self.form = experts.form
+        matrices = functools.partial(Matrices, experts.count, bias=self.form.biased, dtype=dtype)
+        self.gate_proj, self.up_proj = (matrices(experts.size, features) for _ in range(2))
+        self.down_proj = matrices(features, experts.size)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        stack = Stack(*(part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj)))
-        return mixed(x, stack, ids, weights)
+        parts = self.gate_proj, self.up_proj, self.down_proj
+        biases = (part.bias[...] for part in parts if self.form.biased)
+        return mixed(x, Stack(*(part.weight.get_value() for part in parts), *biases), ids, weights, form=self.form)
+
+
+class ExpertsBeside(nnx.Module):
+    """Experts that add to what a layer's one MLP makes, with norms before and after them, and one after that (Gemma 4)."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
+        features, self.eps = config.hidden_size, config.rms_norm_eps
+        self.router, self.scale = Router(features, experts, dtype=dtype), nnx.Param(jnp.zeros((features,), dtype))
+        self.experts = ExpertStack(features, experts, dtype=dtype)
+        self.mlp_norm, self.pre_norm, self.post_norm = (norm_of(config, features, dtype=dtype) for _ in range(3))
+
+    def __call__(self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns what comes of a layer's tokens before any norm, and of what its MLP has `made` of them."""
+        tokens = x.reshape(-1, x.shape[-1])
+        asked = normalised(tokens, self.eps).astype(x.dtype) * (self.scale[...] * x.shape[-1] ** -0.5)[None]
+        found = self.experts(self.pre_norm(tokens), *self.router(asked))
+        return self.mlp_norm(made) + self.post_norm(found.reshape(x.shape))

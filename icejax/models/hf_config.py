@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 from typing import Any
 
-from icejax.config import Experts, Routing
+from icejax.config import Experts, Rope, Routing
 from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
-from icejax.models.scaling import rope
+from icejax.models.scaling import by_type, rope
 
 MOST_EXPERTS = 1024
-SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, normed=True, factor=1.0)
-SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, normed=True, factor=1.0)
+SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
+SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
 # Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
     """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
-    chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label initializer_range
+    cache_implementation chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label
+    initializer_range
     is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
     output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config resid_pdrop
     return_dict router_aux_loss_coef router_jitter_noise sliding_window
@@ -91,17 +92,38 @@ def common(
         raise InputError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
     if size % 2 or rotated % 2 or rotated < 4:
         raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {rotated}")
+    for factors in () if scaling is None or scaling.rope_type != "longrope" else (scaling.factors, scaling.short_factors):
+        if len(factors) != rotated // 2:
+            raise InputError(f"config.json: {rotated // 2} frequencies need as many factors, got {len(factors)}")
     return fields, values
 
 
-def experts(fields: Fields, *, count: str, size: str, routing: Routing, shared: int = 0, shared_gated: bool = False) -> Experts:
-    """Returns the experts of a config whose fields `count` and `size` say how many and how large they are."""
+def common_by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[Fields, dict[str, Any]]:
+    """Returns what `common` does, with a RoPE for each type of layers, whose theta is `full` or `sliding` unless said."""
+    raw, near = by_type(raw, full=full, sliding=sliding)
+    fields, values = common(raw)
+    _, theta, scaling = rope(Fields(near), max_position_embeddings=values["max_position_embeddings"])
+    return fields, values | dict(sliding_rope=Rope(size=values["rotary_dim"], theta=theta, scaling=scaling))
+
+
+def experts(
+    fields: Fields,
+    *,
+    count: str,
+    size: str,
+    chosen: str = "num_experts_per_tok",
+    routing: Routing,
+    shared: int = 0,
+    shared_gated: bool = False,
+) -> Experts:
+    """Returns the experts of a config whose fields `count`, `size` and `chosen` say how many and how large they are."""
     many = fields.whole(count, most=MOST_EXPERTS)
-    if many % routing.groups or (routing.groups > 1 and many < 2 * routing.groups):
-        raise InputError(f"config.json: {many} experts do not divide among {routing.groups} groups of two or more")
+    groups, least = routing.groups, routing.group_best
+    if many % groups or (groups > 1 and many < least * groups):
+        raise InputError(f"config.json: {many} experts do not divide among {groups} groups of {least} or more")
     return Experts(
         count=many,
-        chosen=fields.whole("num_experts_per_tok", most=many // routing.groups * routing.chosen_groups),
+        chosen=fields.whole(chosen, most=many // groups * routing.chosen_groups),
         size=fields.whole(size, most=2**22),
         routing=routing,
         shared=shared,
@@ -109,7 +131,7 @@ def experts(fields: Fields, *, count: str, size: str, routing: Routing, shared: 
     )
 
 
-def layer_types(fields: Fields, count: int, *, window: int | None, sliding: range) -> dict[str, Any]:
+def layer_types(fields: Fields, count: int, *, window: int | None, sliding: Container[int]) -> dict[str, Any]:
     """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window."""
     listed = fields.take("layer_types", list, default=None)
     if listed is None:

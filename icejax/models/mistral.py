@@ -1,12 +1,13 @@
-"""Mistral 7B v0.1 to v0.3, Codestral-22B, Mistral-Nemo, Ministral and Ministral 3."""
+"""Mistral 7B v0.1 to v0.3, Codestral-22B, Mistral-Nemo, Ministral and Ministral 3, and the mixtures of Mistral 4."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from icejax.config import ModelConfig
+from icejax.models.deepseek import UNUSED, latent, mixture
 from icejax.models.fields import Fields
-from icejax.models.hf_config import common, finish, layer_types
+from icejax.models.hf_config import SOFTMAX, common, finish, layer_types
 
 # The scaling of queries, and a number that stands beside the rope fields and is not used.
 YARN_FIELDS = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
@@ -23,6 +24,15 @@ def read_ministral3_config(raw: dict[str, Any]) -> ModelConfig:
     fields, values = common({"head_dim": 128, "rms_norm_eps": 1e-5, **raw}, yarn_fields=YARN_FIELDS)
     fields.take("rope_parameters", dict)  # without it transformers takes those of one checkpoint
     return _read(fields, values)
+
+
+def read_mistral4_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `mistral4` checkpoint: latent attention, queries that grow, experts by softmax."""
+    fields, values = latent({"first_k_dense_replace": 0, **raw}, of_whole=True, yarn_fields=YARN_FIELDS)
+    fields.take("rope_parameters", dict)
+    values |= mixture(fields, values["num_hidden_layers"], routing=SOFTMAX)
+    finish(fields, irrelevant=UNUSED)
+    return ModelConfig(**values)
 
 
 def _read(fields: Fields, values: dict[str, Any]) -> ModelConfig:

@@ -19,10 +19,31 @@ ROPE_FIELDS = {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
     },
+    "proportional": {"factor", "partial_rotary_factor"},
+    "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
 }  # fmt: skip
 THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
 PART = dict(least=0, most=1, above=True)
 SCALE = dict(least=1e-6, most=1e6)
+
+
+def by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a raw config twice, as layers of full attention read its rope fields, and sliding ones.
+
+    transformers 5 has a `rope_parameters` of each. Before, all fields but the sliding layers' theta were of full attention.
+
+    Args:
+        full, sliding: theta of each where `rope_parameters` does not say.
+
+    Raises:
+        InputError: `rope_parameters` is not by layer type.
+    """
+    given, kinds = raw.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    if not isinstance(given, dict) or not all(k in kinds and isinstance(v, dict | None) for k, v in given.items()):
+        raise InputError(f"config.json: 'rope_parameters' must be an object of {' and '.join(kinds)}, got {quoted(given)}")
+    forms = ({"rope_theta": theta} | (given.get(kind) or {}) for kind, theta in zip(kinds, (full, sliding), strict=True))
+    whole, near = (raw | {"rope_theta": None, "rope_parameters": form} for form in forms)
+    return whole, near | {"rope_scaling": None}
 
 
 def rope(
@@ -46,10 +67,10 @@ def rope(
     theta = next((value for value in thetas if value is not None), 1e4)
     kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
-    if part is None:
+    if part is None and kind != "proportional":
         if form.take("partial_rotary_factor", object, default=1.0) != 1.0:
             raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
-    else:
+    elif part is not None:
         part = fields.number("partial_rotary_factor", **PART, default=part)
         part = form.number("partial_rotary_factor", **PART, default=part)
     if kind not in ROPE_FIELDS:
@@ -65,10 +86,12 @@ def rope(
     original = form.whole("original_max_position_embeddings", default=original)
     if kind == "default":
         return part or 1.0, theta, None
-    if kind == "dynamic":
+    if kind in ("linear", "dynamic"):
         original = max_position_embeddings  # transformers stretches from here whatever else is written
     factor = form.number("factor", least=1, most=1e6, default=None)
-    if factor is None and kind != "yarn":
+    if factor is None and kind == "proportional":
+        factor = 1.0
+    if factor is None and kind not in ("yarn", "longrope"):
         raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
     if factor is None:
         factor = ranges.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
@@ -80,25 +103,43 @@ def rope(
         if given["low_freq_factor"] >= given["high_freq_factor"]:
             raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
     if kind == "yarn":
+        attention, scores = _yarn_factors(form, factor)
         given = dict(
-            attention_factor=_yarn_attention(form, factor),
+            attention_factor=attention,
             beta_fast=form.number("beta_fast", **SCALE, default=32.0),
             beta_slow=form.number("beta_slow", **SCALE, default=1.0),
             truncate=form.take("truncate", bool, default=True),
             query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
+            score_factor=scores,
+        )
+    if kind == "proportional":
+        given = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
+    if kind == "longrope":
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        given = dict(
+            attention_factor=form.number("attention_factor", **SCALE, default=attention),
+            factors=_factors(form, "long_factor"),
+            short_factors=_factors(form, "short_factor"),
         )
     scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
     return part or 1.0, theta, scaling
 
 
-def _yarn_attention(form: Fields, factor: float) -> float:
-    """The paper's temperature, or the ratio of the two scales that DeepSeek's configs give."""
+def _factors(form: Fields, name: str) -> tuple[float, ...]:
+    return tuple(ranges.number(f"{form.source}: {name!r}", each, **SCALE) for each in form.take(name, list))
+
+
+def _yarn_factors(form: Fields, factor: float) -> tuple[float, float]:
+    """Returns what cos and sin are multiplied by, and the scores of latent attention.
+
+    The former is the paper's temperature, or the ratio of the two scales that DeepSeek's configs give; the latter is the square
+    of the second scale.
+    """
     weights = [form.number(key, least=0, most=1e6, default=0.0) for key in ("mscale", "mscale_all_dim")]
     given = form.number("attention_factor", **SCALE, default=None)
-    if given is not None:
-        return given
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    return scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
+    plain = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
+    return plain if given is None else given, scale(weights[1]) ** 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,32 +121,49 @@ def _outlying(
     return jnp.take_along_axis(keys, farthest[..., None], axis=-2)[..., 0, :], others.astype(jnp.float32)
 
 
-def score(
-    q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scoring: Scoring
-) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
-    """Returns the estimated log-sum-exp of every page for every query head, in fp32; -inf if empty.
+class Scores(NamedTuple):
+    """What a query's heads make of pages, f32[B, K, G, P] each.
+
+    Attributes:
+        choice: estimated log-sum-exp to choose pages by; -inf of an empty one.
+        weight: the same to weigh them by, a wide page's bounded.
+        lean: how much of s q variance softmax moves the mean key of a page; by the rule `mean` nothing.
+    """
+
+    choice: jax.Array
+    weight: jax.Array
+    lean: jax.Array | float
+
+
+def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scoring: Scoring) -> Scores:
+    """Returns the estimated log-sum-exps of every page for every query head, in fp32.
 
     With s for the scale: log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, as if all keys were like those that do not
     stand out, but not less than s q.outlier, which one key has alone. By the rule `mean` log(count) + s q.(mean of all).
     Of a soft cap the products are capped, and the term of the variance is multiplied by the square of the cap's slope there.
-    Twice: to choose pages by, as it is, because keys that stand out make their page wide; and to weigh pages by, the term
-    of the variance at most 3 nats.
+    That is what pages are chosen by, because keys that stand out make their page wide; to weigh pages by, the term of the
+    variance is at most 3 nats.
     """
     scaled = q.astype(jnp.float32) * scoring.scale
     count = digests.count[:, :, None, :].astype(jnp.float32)
     first, outlier = _products(scaled, digests.mean), _products(scaled, digests.outlier)
     if rule == "mean":
         first += (outlier - first) / jnp.maximum(count, 1.0)
-        return (scoring.capped(first) + jnp.log(count),) * 2
+        return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0)
     first, outlier = scoring.capped(first), scoring.capped(outlier)
-    second = 0.5 * scoring.slope(first) ** 2 * _products(jnp.square(scaled), digests.variance)
+    slope = scoring.slope(first)
+    second = 0.5 * slope**2 * _products(jnp.square(scaled), digests.variance)
     first += jnp.log(count)
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
-    return jnp.maximum(first + second, outlier), jnp.maximum(first + jnp.minimum(second, TAIL_CLAMP), outlier)
+    bounded = jnp.minimum(second, TAIL_CLAMP)
+    lean = slope * jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
+    return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean)
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    dots = products(q, vectors.data.astype(jnp.float32))
+    # Or XLA:GPU makes one product of several with the same q, and for it joins their vectors in fp32, if there is one KV head.
+    q, data = jax.lax.optimization_barrier((q, vectors.data))
+    dots = products(q, data.astype(jnp.float32))
     return dots if vectors.scale is None else dots * vectors.scale[:, :, None, :]
 
 
@@ -157,6 +174,11 @@ def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array,
     count = digests.count[:, :, None].astype(jnp.float32)
     each = weights / jnp.maximum(count, 1.0)
     return _sums(each * jnp.maximum(count - 1.0, 0.0), digests.mean) + _sums(each, digests.outlier)
+
+
+def spread(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array, "B K G H"]:
+    """Returns sums of the variances of pages."""
+    return _sums(weights, digests.variance)
 
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:

@@ -5,6 +5,8 @@ A gather of whole experts or `lax.ragged_dot` would, on one platform or another.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,50 +14,66 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from icejax.config import ExpertForm
+from icejax.ops.gated import gated
 from icejax.ops.quantized import Grouped, product
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
+PLAIN = ExpertForm()
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
 
 class Stack(NamedTuple):
-    """The weights of all experts, or their codes in the same place."""
+    """The weights of all experts, or their codes in the same place, and what is added to products; None: nothing."""
 
     gate: jax.Array | Grouped  # dtype[E, F, D]
     up: jax.Array | Grouped  # dtype[E, F, D]
     down: jax.Array | Grouped  # dtype[E, D, F]
+    gate_bias: jax.Array | None = None  # dtype[E, F]
+    up_bias: jax.Array | None = None  # dtype[E, F]
+    down_bias: jax.Array | None = None  # dtype[E, D]
 
 
-def mixed(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
+def mixed(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T D"]:
     """Returns the sum of what the experts `ids` make of each token, times their fp32 `weights`, in the dtype of `x`."""
     if len(x) > FEW:
-        parts = in_blocks(x, experts, ids)
+        parts = in_blocks(x, experts, ids, form=form)
     else:
-        parts = lax.platform_dependent(x, experts, ids, cuda=by_sum, rocm=by_sum, default=one_by_one)
+        few, one = (functools.partial(each, form=form) for each in (by_sum, one_by_one))
+        parts = lax.platform_dependent(x, experts, ids, cuda=few, rocm=few, default=one)
     return (parts.astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
 
 
-def by_sum(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
+def by_sum(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, in a kernel a matrix: a GPU reads in it what it multiplies."""
 
-    def made(rows: jax.Array, matrices: jax.Array | Grouped) -> jax.Array:
+    def made(rows: jax.Array, matrices: jax.Array | Grouped, bias: jax.Array | None) -> jax.Array:
         taken, rows = jax.tree.map(lambda x: x[ids], matrices), rows.astype(jnp.float32)
-        if not isinstance(taken, Grouped):
-            return (taken.astype(jnp.float32) * rows[:, :, None, :]).sum(-1)
-        groups = rows.reshape(*rows.shape[:2], taken.codes.shape[2], 1, -1)
-        return (taken.weights(jnp.float32) * groups).sum((2, 4))
+        if isinstance(taken, Grouped):
+            groups = rows.reshape(*rows.shape[:2], taken.codes.shape[2], 1, -1)
+            y = (taken.weights(jnp.float32) * groups).sum((2, 4))
+        else:
+            y = (taken.astype(jnp.float32) * rows[:, :, None, :]).sum(-1)
+        return y if bias is None else y + bias[ids].astype(jnp.float32)
 
-    inner = jax.nn.silu(made(x[:, None], experts.gate)) * made(x[:, None], experts.up)
-    return made(inner.astype(x.dtype), experts.down).astype(x.dtype)
+    return _through(experts, x[:, None], made, form)
 
 
-def one_by_one(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
+def one_by_one(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, a pair after the other."""
     pairs = jnp.repeat(x, ids.shape[1], axis=0)[:, None, :], ids.reshape(-1)
-    return lax.map(lambda pair: _expert(experts, pair[1], pair[0]), pairs).reshape(*ids.shape, -1)
+    return lax.map(lambda pair: _expert(experts, pair[1], pair[0], form), pairs).reshape(*ids.shape, -1)
 
 
-def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) -> Float[Array, "T k D"]:
+def in_blocks(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token: pairs are sorted by expert, and each has blocks of them to itself."""
     count, pairs = len(jax.tree.leaves(experts)[0]), ids.size
     block = min(max(1 << (pairs // count).bit_length(), LEAST_BLOCK), MOST_BLOCK)
@@ -68,7 +86,7 @@ def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) ->
     def fill(i: jax.Array, out: jax.Array) -> jax.Array:
         expert = (ends <= i).sum()
         at = first[expert] + (i - ends[expert] + blocks[expert]) * block
-        made = _expert(experts, expert, x[lax.dynamic_slice_in_dim(tokens, at, block)])
+        made = _expert(experts, expert, x[lax.dynamic_slice_in_dim(tokens, at, block)], form)
         # What an expert's last block has too many is the next one's, which overwrites it.
         return lax.dynamic_update_slice_in_dim(out, made, at, axis=0)
 
@@ -76,7 +94,17 @@ def in_blocks(x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"]) ->
     return out[jnp.argsort(order)].reshape(*ids.shape, -1)
 
 
-def _expert(experts: Stack, index: jax.Array, x: jax.Array) -> jax.Array:
+def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
     own = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, index, keepdims=False), experts)
-    inner = jax.nn.silu(product(x[None], own.gate)) * product(x[None], own.up)
-    return product(inner.astype(x.dtype), own.down)[0].astype(x.dtype)
+
+    def made(rows: jax.Array, matrix: jax.Array | Grouped, bias: jax.Array | None) -> jax.Array:
+        y = product(rows[None], matrix)[0]
+        return y if bias is None else y + bias.astype(jnp.float32)[None]
+
+    return _through(own, x, made, form)
+
+
+def _through(experts: Stack, x: jax.Array, made: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
+    """Returns what comes of `x`, where `made` multiplies by one of the matrices and adds its bias."""
+    gate, up = made(x, experts.gate, experts.gate_bias), made(x, experts.up, experts.up_bias)
+    return made(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias).astype(x.dtype)

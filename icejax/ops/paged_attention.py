@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, Attended, Scoring, masked_scores, merge_by_lse
 from icejax.ops.topk import largest
+from icejax.ops.value_fit import FromKeys
 
 
 def attend_whole(
@@ -46,6 +47,7 @@ def attend_paged(
     resident: tuple[Float[Array, "R S H"], Float[Array, "R S Hv"], Bool[Array, "R S"]],
     pages: tuple[Float[Array, "R M p H"], Float[Array, "R M p Hv"], Bool[Array, "R M p"]],
     rest: tuple[Float[Array, "R G Hv"], Float[Array, "R G"]],
+    from_keys: FromKeys | None = None,
     *,
     scoring: Scoring,
     room: Int[Array, " R"],
@@ -55,8 +57,8 @@ def attend_paged(
     """Returns the attention in fp32, and what the page tokens attended exactly weigh, summed over heads; 0 for the others.
 
     Exact are all resident tokens and the `room` page tokens of largest attention weight, summed over the query heads. Every
-    other token of a page counts with its exact weight and the mean value of its page's others; `rest` is the output and the
-    log-sum-exp of what is not here. Without `tail` both are left out.
+    other token of a page counts with its exact weight and the mean value of its page's others, and what its keys tell of its
+    values (`from_keys`); `rest` is the output and the log-sum-exp of what is not here. Without `tail` both are left out.
 
     Args:
         resident: keys, values and mask of what stays on the device; every row sees one of them.
@@ -70,7 +72,8 @@ def attend_paged(
     keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
-    paged = masked_scores(q, keys.reshape(rows, -1, size), flat[:, None], scoring=scoring)
+    keys = keys.reshape(rows, -1, size)
+    paged = masked_scores(q, keys, flat[:, None], scoring=scoring)
     highest = jnp.maximum(own.max(-1), paged.max(-1))
     own, paged = jnp.exp(own - highest[..., None]), jnp.exp(paged - highest[..., None])
     total = own.sum(-1) + paged.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
@@ -82,10 +85,14 @@ def attend_paged(
         others = slots & ~chosen.reshape(slots.shape)
         share = (paged - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
         share /= jnp.maximum(others.sum(-1, dtype=jnp.float32), 1.0)[:, None]
-        exact += jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
+        alike = jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
+        apart = paged - exact - alike
+        exact += alike
     weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
     out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, values_paged.shape[-1]))
+    if tail and from_keys is not None:
+        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))[..., : out.shape[-1]]
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
     exactly = Attended(out, jnp.log(weight) + highest)

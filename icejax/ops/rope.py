@@ -42,6 +42,15 @@ def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T R"], sin: Float[
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
+def halves(x: Float[Array, "*B T N H"], size: int) -> Float[Array, "*B T N H"]:
+    """Returns heads whose first `size` channels are pairs to be rotated as `rotate` takes them: the first of each, the second.
+
+    Done to queries and keys alike it leaves their products as they are.
+    """
+    pairs = x[..., :size].reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., size:]], axis=-1)
+
+
 def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
     """Returns queries times what they grow by with their positions, in their own dtype."""
     scaling = rope.scaling
@@ -71,8 +80,8 @@ def check_turn(rope: Rope) -> None:
     """Raises InputError if such heads cannot be turned to other positions."""
     if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
         raise InputError(
-            "keys are given new positions only where RoPE's frequencies are fixed (default, linear, llama3 or yarn), got rope "
-            "type 'dynamic', where they change with the length: use a cache that leaves keys at their positions"
+            "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where they change "
+            "with the length: use a cache that leaves keys at their positions"
         )
 
 
@@ -89,6 +98,11 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
             return _llama3(plain, scaling)
         case "yarn":
             return _yarn(plain, scaling, theta=theta, size=size)
+        case "proportional":
+            turned = np.arange(size // 2) < int(scaling.part * size // 2)
+            return np.where(turned, plain / np.float32(scaling.factor), np.float32(0))
+        case "longrope":
+            return plain / np.asarray(scaling.factors, np.float32)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no fixed frequencies")
 
 

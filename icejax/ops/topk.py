@@ -25,11 +25,19 @@ def best(
     return lax.platform_dependent(worth, *others, cpu=by_sorting, default=by_counting)
 
 
-def largest(worth: Float[Array, "R n"], room: Int[Array, " R"], *, most: int) -> Bool[Array, "R n"]:
+def largest(worth: Float[Array, "*R n"], room: Int[Array, "*R"], *, most: int) -> Bool[Array, "*R n"]:
     """Returns which values are the `room` largest of their row; `room` is at most `most`."""
-    return lax.platform_dependent(
-        worth, room, cpu=functools.partial(_largest_sorted, most=min(most, worth.shape[-1])), default=_largest_counted
-    )
+    by_sorting = functools.partial(_largest_sorted, most=min(most, worth.shape[-1]))
+    if worth.shape[-1] > MOST_COUNTED:
+        return by_sorting(worth, room)
+    return lax.platform_dependent(worth, room, cpu=by_sorting, default=_largest_counted)
+
+
+def ranks(worth: Float[Array, "*R n"]) -> Int[Array, "*R n"]:
+    """Returns how many values of its row come before each, the largest first."""
+    if worth.shape[-1] > MOST_COUNTED:
+        return _ranks_sorted(worth)
+    return lax.platform_dependent(worth, cpu=_ranks_sorted, default=_ranks)
 
 
 def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R {size}"]:
@@ -54,13 +62,22 @@ def _best_counted(worth: jax.Array, *others: jax.Array, wanted: int):
 
 
 def _largest_sorted(worth: jax.Array, room: jax.Array, *, most: int) -> jax.Array:
-    rows = jnp.arange(len(worth))[:, None]
-    fits = jnp.arange(most)[None, :] < room[:, None]
-    return jnp.zeros(worth.shape, bool).at[rows, lax.top_k(worth, most)[1]].set(fits)
+    flat = worth.reshape(-1, worth.shape[-1])
+    rows = jnp.arange(len(flat))[:, None]
+    fits = jnp.arange(most)[None, :] < room.reshape(-1, 1)
+    return jnp.zeros(flat.shape, bool).at[rows, lax.top_k(flat, most)[1]].set(fits).reshape(worth.shape)
 
 
 def _largest_counted(worth: jax.Array, room: jax.Array) -> jax.Array:
-    return _ranks(worth) < room[:, None]
+    return _ranks(worth) < room[..., None]
+
+
+def _ranks_sorted(worth: jax.Array) -> jax.Array:
+    flat = worth.reshape(-1, worth.shape[-1])
+    order = jnp.argsort(-flat, axis=-1, stable=True)
+    places = jnp.broadcast_to(jnp.arange(flat.shape[1], dtype=jnp.int32)[None], flat.shape)
+    ranks = jnp.zeros(flat.shape, jnp.int32).at[jnp.arange(len(flat))[:, None], order].set(places, unique_indices=True)
+    return ranks.reshape(worth.shape)
 
 
 def _ranks(worth: jax.Array) -> jax.Array:

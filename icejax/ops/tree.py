@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.ops.attention import Scoring
-from icejax.ops.digests import Digests, Score, merge, put, score, weighted
+from icejax.ops.digests import Digests, Score, Scores, merge, put, score, spread, weighted
 from icejax.ops.topk import best, chosen
+from icejax.ops.value_fit import FromKeys
 
 FAN_OUT = 16  # pages of a node, nodes of a node above
 Group = Literal["sum", "max", "interleave"]
@@ -99,6 +100,7 @@ def walk(
     group: Group = "sum",
     guess: Float[Array, "B K G H"] | None = None,
     path: tuple[jax.Array, ...] | None = None,
+    from_keys: FromKeys | None = None,
 ) -> Selection:
     """Returns the pages of highest score, and what the rest contributes.
 
@@ -114,23 +116,24 @@ def walk(
             or by `interleave`, each head's best first in turn (IceCache's).
         guess: queries to choose by in the place of `q`; the tail is always of `q`.
         path: that of another walk, over a tree of the same tokens, to be followed without any choice.
+        from_keys: values from keys; None: a node's value is the mean of its tokens'.
     """
     candidates, visited = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
-    rest: list[tuple[jax.Array, Digests]] = []
+    rest: list[tuple[Scores, Digests]] = []
     for below in (*levels[-2::-1], None):
-        estimates, scores = score(q, candidates, rule, scoring=scoring)
+        scores = score(q, candidates, rule, scoring=scoring)
         if path is None:
-            estimates = estimates if guess is None else score(guess, candidates, rule, scoring=scoring)[0]
+            estimates = scores.choice if guess is None else score(guess, candidates, rule, scoring=scoring).choice
             wanted = min(selected if below is None else opened, estimates.shape[-1])
             worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
             indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
         else:
             indices = path[len(visited)]
-            taken = chosen(indices, scores.shape[-1])
+            taken = chosen(indices, scores.weight.shape[-1])
             counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
         visited.append(indices)
-        rest.append((jnp.where(taken[:, :, None], -jnp.inf, scores), candidates))
+        rest.append((scores._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, scores.weight)), candidates))
         if below is None:
             break
         filled = counts > 0
@@ -146,18 +149,29 @@ def walk(
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
         return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(visited))
-    return Selection(page_ids, counts, *tail_of(rest), tuple(visited))
+    return Selection(page_ids, counts, *tail_of(q, rest, from_keys, scoring=scoring), tuple(visited))
 
 
 def tail_of(
-    rest: list[tuple[Float[Array, "B K G _"], Digests]],
+    q: Float[Array, "B K G H"],
+    rest: list[tuple[Scores, Digests]],
+    from_keys: FromKeys | None = None,
+    *,
+    scoring: Scoring,
 ) -> tuple[Float[Array, "B K G _"], Float[Array, "B K G"]]:
-    """Returns output and log-sum-exp of nodes by their estimated log-sum-exps and mean values."""
-    highest = jnp.stack([scores.max(-1) for scores, _ in rest]).max(0)
+    """Returns output and log-sum-exp of nodes by what they weigh and their mean values.
+
+    Softmax prefers keys that lie along the query: their mean moves by s q variance, to first order, and with values
+    `from_keys` the mean value by what that brings.
+    """
+    highest = jnp.stack([scores.weight.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
-    weights = [jnp.exp(scores - base[..., None]) for scores, _ in rest]
+    weights = [jnp.exp(scores.weight - base[..., None]) for scores, _ in rest]
     total = sum(w.sum(-1) for w in weights)
     out = sum(weighted(w, digests) for w, (_, digests) in zip(weights, rest, strict=True))
+    if from_keys is not None:
+        moved = sum(spread(w * scores.lean, digests) for w, (scores, digests) in zip(weights, rest, strict=True))
+        out += from_keys(moved * scoring.scale * q.astype(jnp.float32))
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 

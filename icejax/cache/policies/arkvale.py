@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.cache.found import Found
-from icejax.cache.policies.full import behind_dense, check_dense
+from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.quest import Bounds, BoundsIndex, bound
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.window import Window
 from icejax.ops.topk import best
@@ -72,9 +71,6 @@ class ArkVale(Retrieval):
         one_of("heads", self.heads, typing.get_args(Together))
         check_dense(self.dense_layers)
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     @property
     def window_of(self) -> Window:
         return Window(self.sinks * self.page_size, self.window * self.page_size, self.page_size)
@@ -82,9 +78,6 @@ class ArkVale(Retrieval):
     @property
     def index(self) -> CuboidIndex:
         return CuboidIndex()
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages, self.budget // self.page_size - self.sinks - self.window)
 
     def find(self, heads: Heads, index: Bounds, view: View) -> Found:
         together = (1, 2) if self.heads == "layer" else 2

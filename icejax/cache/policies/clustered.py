@@ -7,21 +7,19 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.digest_tree import Digested, DigestTree
 from icejax.cache.found import Found
-from icejax.cache.index import PageIndex
-from icejax.cache.policies.full import behind_dense
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.retrieval import Near, Pages, Retrieval
 from icejax.cache.slots import joined
-from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
 from icejax.ops import tree
 from icejax.ops.attention import Attended
-from icejax.ops.digests import NARROW, Digests, Score, digest, empty, put
+from icejax.ops.digests import NARROW, Score
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged
 from icejax.ranges import one_of, whole
@@ -39,44 +37,11 @@ def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class DigestTree(PageIndex):
-    """Digests of pages and of runs of pages; `dtype` None: the model's."""
-
-    dtype: str | None
-
-    def empty(self, spec: CacheSpec, pages: int) -> tuple[Digests, ...]:
-        shape, value_size = (spec.batch_size, spec.num_kv_heads, pages), None if spec.latent else spec.value_dim
-        return tree.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
-
-    def counts(self, index: tuple[Digests, ...]) -> Int[Array, "B K P"]:
-        return index[0].count
-
-    def describe(
-        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
-    ) -> Digests:
-        return digest(k, v, mask, self.dtype)
-
-    def moved(
-        self, index: tuple[Digests, ...], ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
-    ) -> tuple[Digests, ...]:
-        return tree.build(super().moved(index[0], ids, there, first, behind=behind))
-
-    def of_prompt(self, index: tuple[Digests, ...], described: Digests) -> tuple[Digests, ...]:
-        return tree.build(put(index[0], described, jnp.int32(0)))
-
-    def prepared(self, index: tuple[Digests, ...], described: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
-        return tree.lineage(index, described, first)
-
-    def put(self, index: tuple[Digests, ...], prepared: tuple[Digests, ...], first: Int[Array, ""]) -> tuple[Digests, ...]:
-        return tree.replace(index, prepared, first)
-
-
-@dataclass(frozen=True)
 class Clustered(Retrieval):
     """IceCache's budgeted cache, with a second-order page score that knows a page's outlier, a digest tree and a tail.
 
     A step attends exactly to the sinks, to the best tokens of the pages of highest score, and to the window; never to more
-    than `budget` tokens per KV head and layer. All others contribute by their means.
+    than `budget` tokens per KV head and layer. All others contribute by means, and by what keys tell of values.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
@@ -88,6 +53,9 @@ class Clustered(Retrieval):
         rerank: whether of all tokens of the pages fetched the best are attended exactly, so that there can be more pages than
             the budget holds; IceCache attends to whole pages.
         tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
+        value_fit: whether that mean value is moved by what keys tell of values, one matrix per KV head that is fitted to the
+            text; not where it would take more than a quarter of the bytes of digests, nor by the
+            score `mean`. Of latent layers the matrix is known: values are channels of the keys.
         score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
@@ -115,6 +83,7 @@ class Clustered(Retrieval):
     candidates: int | None = None
     rerank: bool = True
     tail: bool = True
+    value_fit: bool = True
     score: Score = "second-order"
     group: tree.Group = "sum"
     digest_dtype: str | None = None
@@ -171,12 +140,8 @@ class Clustered(Retrieval):
         return self.reuse > 1
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        policies = behind_dense(self, full, dense=self.dense_layers, of=of)
-        own = [i for i, policy in enumerate(policies) if policy is self]
         follower = Follower(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        for rank, i in enumerate(own):
-            policies[i] = follower if rank % self.reuse else self
-        return policies
+        return [follower if rank % self.reuse else self for rank in range(len(full))]
 
     @property
     def _most_paged(self) -> int:
@@ -185,7 +150,7 @@ class Clustered(Retrieval):
 
     def num_fetched(self, pages: int) -> int:
         if not self.rerank:
-            return min(pages, (self.budget - self.window_of.sinks - self.window_of.slots) // self.page_size)
+            return super().num_fetched(pages)
         return min(pages, pages_for(-(-self._most_paged // self.page_size) + 1, self.page_size, self.candidates))
 
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
@@ -193,15 +158,16 @@ class Clustered(Retrieval):
 
     @property
     def index(self) -> DigestTree:
-        return DigestTree(self.digest_dtype)
+        return DigestTree(self.digest_dtype, self.value_fit and self.tail and self.score == "second-order")
 
-    def find(self, heads: Heads, index: tuple[Digests, ...], view: View) -> Found:
+    def find(self, heads: Heads, index: Digested, view: View) -> Found:
         queries = heads.by_group()
         guess = view.guess() if self.prefetch and view.guess is not None else None
-        fetched = self.num_fetched(index[0].count.shape[-1])
+        from_keys = self.index.from_keys(index)
+        fetched = self.num_fetched(index.levels[0].count.shape[-1])
         walked = tree.walk(
             queries,
-            index,
+            index.levels,
             scoring=heads.scoring,
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
             opened=max(self.opened, 2 * -(-fetched // tree.FAN_OUT)),
@@ -211,9 +177,10 @@ class Clustered(Retrieval):
             group=self.group,
             guess=None if guess is None else guess.reshape(queries.shape),
             path=view.shared.choice if self.follows else None,
+            from_keys=from_keys,
         )
         rest = Attended(walked.tail_out[..., : heads.v.shape[-1]], walked.tail_lse)  # of a latent layer whole keys
-        return Found(walked.page_ids, walked.counts, rest=rest, choice=walked.path)
+        return Found(walked.page_ids, walked.counts, rest=rest, from_keys=from_keys, choice=walked.path)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
@@ -223,6 +190,7 @@ class Clustered(Retrieval):
             tuple(map(joined, near)),
             tuple(map(joined, pages)),
             tuple(map(joined, found.rest)),
+            jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
             room=joined(self.budget - near[2].sum(-1)),
             most=self._most_paged,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 from icejax.cache.codes import Codes, CodesIndex, approximate
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.index import slots_there
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.window import Window
 from icejax.ops.topk import best
@@ -54,9 +53,6 @@ class ClusterKV(Retrieval):
     by_slot = True
     per_query_head = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     @property
     def window_of(self) -> Window:
         return Window(self.sinks, PAGE, PAGE)  # a text leaves nothing in it
@@ -64,9 +60,6 @@ class ClusterKV(Retrieval):
     @property
     def index(self) -> CodesIndex:
         return CodesIndex(PAGE, 1, self.clusters, self.iterations, cosine=True)
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages * PAGE, self.budget - self.sinks - PAGE)
 
     def find(self, heads: Heads, index: Codes, view: View) -> Found:
         # A token is worth what its cluster is: the best are whole clusters, and of the last one the earliest tokens.

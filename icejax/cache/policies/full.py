@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.slots import apart, append, by_head, joined, per_head
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
 from icejax.ranges import whole
-
-
-def behind_dense(policy: CachePolicy, full: Sequence[int], *, dense: int | None, of: int) -> list[CachePolicy]:
-    """Returns the policy of every layer in `full` where the first `dense` layers keep all tokens on the device.
-
-    None: 2 of 16 layers and more, as in IceCache and Quest, else 0.
-    """
-    dense = (2 if of >= 16 else 0) if dense is None else dense
-    return [Full() if layer < dense else policy for layer in full]
 
 
 def check_dense(dense: int | None) -> None:
@@ -34,25 +25,35 @@ def check_dense(dense: int | None) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenState:
-    """Keys (after RoPE) and values of every slot, also of a latent layer; slots without a token are zero.
+    """Keys (after RoPE) and values of every slot; slots without a token are zero.
 
+    Of a latent layer there are keys alone, which stand for the values too: what is attended to of them is cut to these.
     Rows and KV heads in one axis: XLA:CPU would copy all slots in every step if they were joined for the attention.
     """
 
     k: jax.Array  # dtype[B K, S, H]
-    v: jax.Array  # dtype[B K, S, Hv]
+    v: jax.Array | None  # dtype[B K, S, Hv]
+
+    @property
+    def values(self) -> Float[Array, "R S _"]:
+        """The values, or what begins with them."""
+        return self.k if self.v is None else self.v
+
+    def each(self, made: Callable[[jax.Array, jax.Array], jax.Array], heads: Heads) -> TokenState:
+        """Returns what is made of the slots' keys and those of `heads`, and so of values that have slots."""
+        return TokenState(made(self.k, heads.k), None if self.v is None else made(self.v, heads.v))
 
 
 def _empty(spec: CacheSpec, slots: int) -> TokenState:
-    shape = (spec.batch_size * spec.num_kv_heads, slots)
-    return TokenState(*(jnp.zeros((*shape, size), spec.dtype) for size in (spec.head_dim, spec.value_dim)))
+    k, *v = (jnp.zeros((spec.batch_size * spec.num_kv_heads, slots, size), spec.dtype) for size in spec.planes)
+    return TokenState(k, v[0] if v else None)
 
 
 def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.Array, window: int | None) -> Attended:
     """Returns the attention of new tokens to the slots, which hold the tokens at `position` [B, S], and to themselves."""
     there = (position >= 0) & (position < lengths.seen[:, None])
     heads_of = heads.k.shape[2]
-    keys, values = (apart(x, heads_of) for x in (state.k, state.v))
+    keys, values = (apart(x, heads_of) for x in (state.k, state.values))
     mask = per_head(there, heads_of)
     distance = None
     if window is not None:
@@ -61,7 +62,8 @@ def _extend(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.
     with jax.named_scope("attend"):
         # The new tokens always see one key, so they come first.
         own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window, scoring=heads.scoring)
-        return Attended(*merge_by_lse(*own, *attend_all(heads.q, keys, values, mask, near=distance, scoring=heads.scoring)))
+        before, lse = attend_all(heads.q, keys, values, mask, near=distance, scoring=heads.scoring)
+        return Attended(*merge_by_lse(*own, before[..., : heads.v.shape[-1]], lse))
 
 
 def appended(
@@ -69,7 +71,7 @@ def appended(
 ) -> tuple[TokenState, Bool[Array, "R S"]]:
     """Returns the slots with a token at `slot`, and which of them hold one: those up to `last`."""
     with jax.named_scope("append"):
-        state = TokenState(append(state.k, heads.k[:, 0], slot), append(state.v, heads.v[:, 0], slot))
+        state = state.each(lambda old, x: append(old, x[:, 0], slot), heads)
     return state, joined(per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2]))
 
 
@@ -77,8 +79,8 @@ def _decode(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array
     """Appends at `slot` [B] and attends to the slots up to `last` [B]."""
     state, mask = appended(state, heads, slot=slot, last=last)
     with jax.named_scope("attend"):
-        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.v, mask, scoring=heads.scoring)
-        shape = heads.q.shape[:3]
+        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.values, mask, scoring=heads.scoring)
+        shape, out = heads.q.shape[:3], out[..., : heads.v.shape[-1]]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
     tokens = mask.sum(-1).reshape(shape[0], -1).mean(1)
     return Outcome(state, attended, tokens=jnp.stack([tokens, tokens]))
@@ -99,7 +101,7 @@ def _replaced(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
         taken = jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)
         return jnp.where(joined(by_head(jnp.broadcast_to(there, taken.shape))), joined(by_head(taken)).astype(old.dtype), old)
 
-    return TokenState(put(state.k, heads.k), put(state.v, heads.v))
+    return state.each(put, heads)
 
 
 def _report(state: TokenState, lengths: Lengths) -> Report:
@@ -116,10 +118,11 @@ class Full(CachePolicy):
 
     def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
         valid = (jnp.arange(heads.k.shape[1])[None, :] < heads.new[:, None])[:, :, None, None]
-        k, v = (joined(by_head(jnp.where(valid, x, 0))) for x in (heads.k, heads.v))
-        start = (0, 0, 0)
-        state = TokenState(jax.lax.dynamic_update_slice(state.k, k, start), jax.lax.dynamic_update_slice(state.v, v, start))
-        return Outcome(state)
+
+        def put(old: jax.Array, x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(old, joined(by_head(jnp.where(valid, x, 0))), (0, 0, 0))
+
+        return Outcome(state.each(put, heads))
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         slots = jnp.arange(state.k.shape[1])[None, :]
@@ -147,8 +150,8 @@ class Ring(CachePolicy):
         position = _newest_of(heads.new, state.k.shape[1])
         index = jnp.maximum(position, 0)[:, :, None, None]
         there = position[:, :, None, None] >= 0
-        kept = (joined(by_head(jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0))) for x in (heads.k, heads.v))
-        return Outcome(TokenState(*kept))
+        kept = state.each(lambda _, x: joined(by_head(jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0))), heads)
+        return Outcome(kept)
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         slots, seen = state.k.shape[1], view.lengths.seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.index import slots_there
 from icejax.cache.partial import Partial, PartialIndex, directions_of
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, Outcome, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.retrieval import PAGE, PagedState, Retrieval
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
@@ -65,9 +64,6 @@ class InfiniGen(Retrieval):
     by_slot = True
     per_query_head = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     @property
     def window_of(self) -> Window:
         return Window(0, PAGE + 1, PAGE)
@@ -75,9 +71,6 @@ class InfiniGen(Retrieval):
     @property
     def index(self) -> PartialIndex:
         return PartialIndex(PAGE, self.ratio)
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages * PAGE, self.budget - self.window_of.slots)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         batch, tokens, kv_heads, size = heads.k.shape

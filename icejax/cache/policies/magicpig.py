@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import jax
@@ -12,8 +11,8 @@ from jaxtyping import Array, Float
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.hashes import Hashes, HashIndex
 from icejax.cache.index import slots_there
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Near, Pages, Retrieval
 from icejax.cache.window import Window
 from icejax.ops.attention import EINSUM, Attended
@@ -74,9 +73,6 @@ class MagicPIG(Retrieval):
     by_slot = True
     per_query_head = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     @property
     def window_of(self) -> Window:
         return Window(self.sinks, self.window, PAGE)
@@ -84,9 +80,6 @@ class MagicPIG(Retrieval):
     @property
     def index(self) -> HashIndex:
         return HashIndex(PAGE, self.bits, self.tables, self.seed)
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages * PAGE, self.budget - self.sinks - self.window)
 
     def find(self, heads: Heads, index: Hashes, view: View) -> Sampled:
         batch, kv_heads, pages = index.count.shape

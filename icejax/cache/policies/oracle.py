@@ -6,22 +6,19 @@ They tell what a method of their kind and budget can reach at best; nothing is s
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policies.full import Full, TokenState, appended, behind_dense
-from icejax.cache.policy import CachePolicy, Heads, Outcome, View
+from icejax.cache.policies.full import Full, TokenState, appended
+from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.slots import apart, joined
 from icejax.ops.attention import EINSUM, Attended, masked_scores
 
 
 class Oracle(Full):
     """What the oracles share: all but which tokens are attended to."""
-
-    dense_layers: int | None
 
     @abc.abstractmethod
     def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
@@ -32,9 +29,6 @@ class Oracle(Full):
             newest: slot of the newest token.
         """
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen, kv_heads = view.lengths.seen, heads.k.shape[2]
         state, mask = appended(state, heads, slot=seen, last=seen)
@@ -44,7 +38,7 @@ class Oracle(Full):
             chosen, scores = scores > -jnp.inf, joined(scores)
         with jax.named_scope("attend"):
             lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.v.dtype), state.v)
+            out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.k.dtype), state.values)[..., : heads.v.shape[-1]]
         shape = heads.q.shape[:3]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
         counts = chosen.sum(-1).mean((1, 2)), chosen.any(2).sum(-1).mean(1)
@@ -61,8 +55,3 @@ class Ranked(Oracle):
     def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
         chosen = apart(self.chosen(joined(scores), jnp.repeat(newest, scores.shape[1])), scores.shape[1])
         return jnp.where(chosen, scores, -jnp.inf)
-
-
-def ranks(worth: Float[Array, "*R n"]) -> Int[Array, "*R n"]:
-    """Returns how many values of a row come before each, the largest first; of equal ones the first comes first."""
-    return jnp.argsort(jnp.argsort(-worth, axis=-1, stable=True), axis=-1)

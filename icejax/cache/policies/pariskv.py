@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,16 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.found import Found
 from icejax.cache.index import slots_there
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.signs import BLOCK, Signs, SignsIndex, estimated, patterns
-from icejax.cache.slots import apart, joined
-from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Window
-from icejax.errors import InputError
 from icejax.ops.attention import EINSUM
-from icejax.ops.topk import best, largest
+from icejax.ops.topk import best, largest, ranks
 from icejax.ranges import whole
 
 # Below how many tokens, and then which share of them votes are given to and which become candidates, in twentieths.
@@ -48,7 +44,7 @@ class ParisKV(Retrieval):
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
-        InputError: an option is out of range, or keys have not as many channels as a power of two, 8 or more.
+        InputError: an option is out of range.
     """
 
     budget: int = 256
@@ -67,14 +63,6 @@ class ParisKV(Retrieval):
     page_size = PAGE
     by_slot = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
-    def pool(self, spec: CacheSpec) -> PoolSpec:
-        if spec.head_dim < BLOCK or spec.head_dim & (spec.head_dim - 1):
-            raise InputError(f"pariskv takes keys of a power of two of channels, {BLOCK} or more, got {spec.head_dim}")
-        return super().pool(spec)
-
     @property
     def window_of(self) -> Window:
         return Window(self.sinks, self.window, PAGE)
@@ -83,9 +71,6 @@ class ParisKV(Retrieval):
     def index(self) -> SignsIndex:
         return SignsIndex(PAGE, self.seed)
 
-    def num_fetched(self, pages: int) -> int:
-        return min(pages * PAGE, self.budget - self.sinks - self.window)
-
     def find(self, heads: Heads, index: Signs, view: View) -> Found:
         q = self.index.turned(heads.by_group().astype(jnp.float32).mean(2))
         there, wanted = slots_there(index.count, PAGE), self.num_fetched(index.count.shape[2])
@@ -93,8 +78,7 @@ class ParisKV(Retrieval):
         voting, share = _shares(tokens)
         votes = jnp.where(there, voted(q, patterns(index), there, tokens * voting), -1)
         room = jnp.maximum(-(-tokens * share // 20), wanted)
-        candidates = largest(joined(votes).astype(jnp.float32), room.reshape(-1), most=there.shape[-1])
-        candidates = there & apart(candidates, there.shape[1])
+        candidates = there & largest(votes.astype(jnp.float32), room, most=there.shape[-1])
         worth = jnp.where(candidates, estimated(q, index), -jnp.inf)
         ids, _, (counts,) = best(worth, wanted, candidates.astype(jnp.int32))
         return Found(ids, counts)
@@ -118,14 +102,13 @@ def voted(
     """
     signs = np.arange(2**BLOCK)[:, None] >> np.arange(BLOCK) & 1
     scores = EINSUM("bkci,ni->bkcn", q, np.float32(2 * signs - 1))
-    order = jnp.argsort(-scores, axis=-1, stable=True)
+    rank = ranks(scores)
 
     def counted(codes: Int[Array, " S"], there: Bool[Array, " S"]) -> Int[Array, " n"]:
         return jnp.zeros(2**BLOCK, jnp.int32).at[codes].add(there.astype(jnp.int32))
 
     codes = codes.swapaxes(2, 3)
     counts = jax.vmap(jax.vmap(jax.vmap(counted, (0, None))))(codes, there)
-    sizes = jnp.take_along_axis(counts, order, axis=-1)
-    before = jnp.take_along_axis(jnp.cumsum(sizes, axis=-1) - sizes, jnp.argsort(order, axis=-1), axis=-1)
+    before = jnp.where(rank[..., None, :] < rank[..., :, None], counts[..., None, :], 0).sum(-1)
     votes = sum((before < -(-voting * tier // 400)[..., None, None]).astype(jnp.int32) for tier in TIERS)
     return jnp.take_along_axis(votes, codes, axis=-1).sum(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 from icejax.cache.codes import Codes, CodesIndex, approximate
 from icejax.cache.found import Found
 from icejax.cache.index import slots_there
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Window
@@ -63,9 +62,6 @@ class PQCache(Retrieval):
     page_size = PAGE
     by_slot = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     def pool(self, spec: CacheSpec) -> PoolSpec:
         if spec.head_dim % self.parts:
             raise InputError(f"parts must divide the {spec.head_dim} channels of a key, got {self.parts}")
@@ -79,9 +75,6 @@ class PQCache(Retrieval):
     @property
     def index(self) -> CodesIndex:
         return CodesIndex(PAGE, self.parts, 2**self.bits, self.iterations)
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages * PAGE, self.budget - self.sinks - self.window_of.slots)
 
     def find(self, heads: Heads, index: Codes, view: View) -> Found:
         there = slots_there(index.count, PAGE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.found import Found, of_query_heads
 from icejax.cache.index import PageIndex
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
@@ -84,9 +83,6 @@ class Quest(Retrieval):
 
     per_query_head = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     @property
     def window_of(self) -> Window:
         return Window(0, self.page_size + 1, self.page_size)
@@ -94,9 +90,6 @@ class Quest(Retrieval):
     @property
     def index(self) -> BoundsIndex:
         return BoundsIndex()
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages, (self.budget - self.window_of.slots) // self.page_size)
 
     def find(self, heads: Heads, index: Bounds, view: View) -> Found:
         worth = bound(heads.by_group(), index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,12 +11,12 @@ from jaxtyping import Array, Bool, Float
 from icejax.cache.clusters import Clusters, ClustersIndex
 from icejax.cache.found import Found
 from icejax.cache.index import slots_there
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.window import Window
 from icejax.ops.attention import EINSUM, Attended, products
-from icejax.ops.topk import best
+from icejax.ops.topk import best, ranks
 from icejax.ranges import number, whole
 
 
@@ -61,9 +60,6 @@ class RetroInfer(Retrieval):
     page_size = PAGE
     by_slot = True
 
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
-
     @property
     def window_of(self) -> Window:
         return Window(self.sinks, self.window, PAGE)
@@ -71,9 +67,6 @@ class RetroInfer(Retrieval):
     @property
     def index(self) -> ClustersIndex:
         return ClustersIndex(PAGE, self.iterations)
-
-    def num_fetched(self, pages: int) -> int:
-        return min(pages * PAGE, self.budget - self.sinks - self.window)
 
     def find(self, heads: Heads, index: Clusters, view: View) -> Found:
         scores = heads.scoring(products(heads.by_group().astype(jnp.float32), index.key.astype(jnp.float32)))
@@ -98,10 +91,10 @@ class RetroInfer(Retrieval):
         """Returns the first clusters, as many as have no more than `wanted` tokens together, and those to be estimated."""
         # Without a cluster no weight means anything, and none is looked at.
         worth = jnp.where(index.size > 0, jax.nn.softmax(scores, axis=-1).sum(2), -jnp.inf)
-        order = jnp.argsort(-worth, axis=-1, stable=True)
-        rank = jnp.argsort(order, axis=-1)
-        exact = jnp.cumsum(jnp.take_along_axis(index.size, order, axis=2), axis=2) <= wanted
-        exact = jnp.take_along_axis(exact, rank, axis=2) & (index.size > 0)
-        filled, taken = (x.sum(-1, keepdims=True, dtype=jnp.int32) for x in (index.size > 0, exact))
+        # Each has a token at least, so that no more than `wanted` can be taken.
+        _, _, (sizes,) = best(worth, min(wanted, worth.shape[2]), index.size)
+        taken = ((jnp.cumsum(sizes, axis=2) <= wanted) & (sizes > 0)).sum(-1, keepdims=True, dtype=jnp.int32)
+        filled = (index.size > 0).sum(-1, keepdims=True, dtype=jnp.int32)
         estimated = jnp.ceil(filled.astype(jnp.float32) * self.estimated).astype(jnp.int32)
-        return exact, (rank >= taken) & (rank < taken + estimated) & (index.size > 0)
+        rank = jnp.where(index.size > 0, ranks(worth), worth.shape[2])
+        return rank < taken, (rank >= taken) & (rank < jnp.minimum(taken + estimated, worth.shape[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,8 +10,8 @@ from jaxtyping import Array, Float
 
 from icejax.cache.found import Found
 from icejax.cache.landmarks import LandmarkIndex, Landmarks, least_cosine
-from icejax.cache.policies.full import behind_dense, check_dense
-from icejax.cache.policy import CachePolicy, Heads, Outcome, View
+from icejax.cache.policies.full import check_dense
+from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.cache.window import Window
 from icejax.errors import InputError
@@ -66,9 +65,6 @@ class ShadowKV(Retrieval):
             raise InputError(f"budget must hold {held} of {self.page_size}: at least {least}, got {self.budget}")
 
     turns = True
-
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        return behind_dense(self, full, dense=self.dense_layers, of=of)
 
     @property
     def _outliers(self) -> int:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Ranked, ranks
+from icejax.cache.policies.oracle import Ranked
+from icejax.ops.topk import largest
 from icejax.ranges import one_of, whole
 
 Group = Literal["none", "sum"]
@@ -41,4 +43,4 @@ class TopK(Ranked):
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
         worth = scores if self.group == "none" else jax.nn.softmax(scores, axis=-1).sum(1, keepdims=True)
-        return ranks(worth) < self.budget
+        return largest(worth, jnp.full(worth.shape[:-1], self.budget), most=self.budget)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Ranked, ranks
+from icejax.cache.policies.oracle import Ranked
+from icejax.ops.topk import largest
 from icejax.ranges import power_of_two, whole
 
 
@@ -40,4 +41,5 @@ class TopKPages(Ranked):
         weights = jax.nn.softmax(scores, axis=-1).sum(1)
         mass = weights.reshape(len(weights), -1, self.page_size).sum(-1)
         mass = jnp.where(jnp.arange(mass.shape[1])[None] == newest[:, None] // self.page_size, jnp.inf, mass)
-        return jnp.repeat(ranks(mass) < self.budget // self.page_size, self.page_size, axis=1)[:, None]
+        pages = self.budget // self.page_size
+        return jnp.repeat(largest(mass, jnp.full(len(mass), pages), most=pages), self.page_size, axis=1)[:, None]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Ranked, ranks
+from icejax.cache.policies.oracle import Ranked
 from icejax.ranges import number
 
 
@@ -33,7 +33,7 @@ class TopP(Ranked):
         check_dense(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R G S"]:
-        rank, weights = ranks(scores), -jnp.sort(-jax.nn.softmax(scores, axis=-1), axis=-1)
+        weights, slots = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), scores.shape[-1])
         # A token is needed if those before it have not enough; so is the first, whatever the mass.
         needed = jnp.cumsum(weights, axis=-1) - weights < self.mass
-        return jnp.take_along_axis(needed, rank, axis=-1)
+        return jnp.put_along_axis(jnp.zeros(scores.shape, bool), slots, needed, axis=-1, inplace=False)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Oracle, ranks
+from icejax.cache.policies.oracle import Oracle
+from icejax.ops.topk import largest
 from icejax.ranges import number, whole
 
 
@@ -76,19 +77,21 @@ class VAttention(Oracle):
         place, end = jnp.arange(slots)[None, None, None], (newest + 1 - self.window)[:, None, None, None]
         between, count = (place >= self.sinks) & (place < end), jnp.maximum(end - self.sinks, 0)
         draws = self.draws(newest, heads * group, slots).reshape(batch, 2, *scores.shape[1:])
-        first, then = (ranks(jnp.where(between, draws[:, i], -1)) for i in range(2))
-        exact = ~between | (ranks(jnp.where(between, scores, -jnp.inf)) < self._top)
-
         most = self._left - self._top
         least = jnp.minimum(max(2, int(self.base * most)), count)
+
+        def first(worth: jax.Array, room: jax.Array, most: int) -> jax.Array:
+            return between & largest(jnp.where(between, worth, -jnp.inf), jnp.broadcast_to(room, scores.shape[:3]), most=most)
+
+        exact = ~between | first(scores, jnp.int32(self._top), self._top)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        mean, variance = _moments(weights, between & (first < least))
+        mean, variance = _moments(weights, first(draws[:, 0], least[..., 0], max(2, most)))
         total = jnp.where(exact, weights, 0).sum(-1, keepdims=True) + mean * count.astype(jnp.float32)
         allowed = self.epsilon * total / NormalDist().inv_cdf(1 - self.delta)  # standard deviation of the sum
         wanted = jnp.square(count.astype(jnp.float32) / allowed) * variance
         wanted = jnp.clip(jnp.minimum(wanted, most).astype(jnp.int32), least, jnp.minimum(most, count))
         share = wanted.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
-        return jnp.where(exact, scores, jnp.where(between & (then < wanted), scores - jnp.log(share), -jnp.inf))
+        return jnp.where(exact, scores, jnp.where(first(draws[:, 1], wanted[..., 0], most), scores - jnp.log(share), -jnp.inf))
 
     def draws(self, newest: Int[Array, " B"], heads: int, slots: int) -> Float[Array, "B {2*heads} {slots}"]:
         """Returns numbers from 0 to 1 for the first draw and for the second, of every query head and slot."""

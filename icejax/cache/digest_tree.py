@@ -1,0 +1,92 @@
+"""An index of pages by a tree of digests, with what keys tell of values beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.index import PageIndex
+from icejax.cache.spec import CacheSpec
+from icejax.ops import tree
+from icejax.ops.digests import Digests, digest, empty, put
+from icejax.ops.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Digested:
+    """What is kept of all pages.
+
+    Attributes:
+        levels: digests of the pages and of every level of nodes above them, highest last.
+        fit: of the values of the texts so far, decoded tokens once their pages were packed; None: values are means.
+    """
+
+    levels: tuple[Digests, ...]
+    fit: ValueFit | None
+
+
+@dataclass(frozen=True)
+class DigestTree(PageIndex):
+    """Digests of pages and of runs of pages.
+
+    Attributes:
+        dtype: of the digests; None: the model's.
+        value_fit: whether values are told from keys; fitted to them, where that takes no more than a quarter of the bytes of
+            digests, or keys hold them.
+    """
+
+    dtype: str | None
+    value_fit: bool
+
+    def empty(self, spec: CacheSpec, pages: int) -> Digested:
+        shape, value_size = (spec.batch_size, spec.num_kv_heads, pages), None if spec.latent else spec.value_dim
+        levels = tree.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
+        fit = None
+        if self.value_fit and not spec.latent:
+            fit = unfitted(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
+            small = 4 * _bytes(fit) <= _bytes(levels)
+            fit = fit if small else None
+        return Digested(levels, fit)
+
+    def from_keys(self, index: Digested) -> FromKeys | None:
+        """Returns values from keys, if there are any."""
+        if index.fit is not None:
+            return FromKeys(index.fit.matrix)
+        return FromKeys(None) if self.value_fit and index.levels[0].value is None else None
+
+    def counts(self, index: Digested) -> Int[Array, "B K P"]:
+        return index.levels[0].count
+
+    def describe(
+        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
+    ) -> tuple[Digests, Sums | None]:
+        return digest(k, v, mask, self.dtype), sums_of(k, v, mask) if self.value_fit and v is not None else None
+
+    def moved(
+        self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+    ) -> Digested:
+        return replace(index, levels=tree.build(super().moved(index.levels[0], ids, there, first, behind=behind)))
+
+    def of_prompt(self, index: Digested, described: tuple[Digests, Sums | None]) -> Digested:
+        return Digested(tree.build(put(index.levels[0], described[0], jnp.int32(0))), _fitted(index, described))
+
+    def with_pages(self, index: Digested, described: tuple[Digests, Sums | None], first: Int[Array, ""]) -> Digested:
+        return replace(super().with_pages(index, described, first), fit=_fitted(index, described))
+
+    def prepared(self, index: Digested, described: tuple[Digests, Sums | None], first: Int[Array, ""]) -> tuple[Digests, ...]:
+        return tree.lineage(index.levels, described[0], first)
+
+    def put(self, index: Digested, prepared: tuple[Digests, ...], first: Int[Array, ""]) -> Digested:
+        return replace(index, levels=tree.replace(index.levels, prepared, first))
+
+
+def _fitted(index: Digested, described: tuple[Digests, Sums | None]) -> ValueFit | None:
+    return None if index.fit is None else fitted(index.fit, described[1])
+
+
+def _bytes(arrays: object) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))

@@ -1,0 +1,112 @@
+"""DeepSeek-V2, V3 and R1, Kimi-K2; and what other families have of them: latent attention, and routers of experts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from icejax import ranges
+from icejax.config import Latent, ModelConfig, Routing
+from icejax.errors import InputError
+from icejax.models.fields import Fields
+from icejax.models.hf_config import IRRELEVANT, MOST_EXPERTS, NEUTRAL, SIGMOID, SOFTMAX, common, experts, finish, layer_types
+
+# Parts of parameters' names, ours and those of its checkpoints.
+RENAMED = (("shared_expert.", "shared_experts."),)
+# Fields of training, and of how others compute.
+UNUSED = IRRELEVANT | {"aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"}
+# What DeepSeek's own code once left open, with the only values that transformers knows.
+FIXED = NEUTRAL | {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+# Where a config does not say, as in transformers.
+V2 = dict(n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False)
+V3 = dict(max_position_embeddings=4096, n_group=8, topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3)
+
+
+def ignored_keys(raw: dict[str, Any]) -> re.Pattern[str]:
+    """Returns what its checkpoints hold behind the last layer: those that guess further tokens, which are not run."""
+    first, count = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
+    return re.compile(rf"model\.layers\.({'|'.join(str(first + i) for i in range(count))})\..+")
+
+
+def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `deepseek_v2` checkpoint: groups of experts are as good as their best one."""
+    if (raw.get("topk_method") or "greedy") == "greedy":
+        raw = raw | dict(n_group=1, topk_group=1)  # what is there is not used
+    fields, values = latent(V2 | raw)
+    method = fields.take("topk_method", str, default="greedy")
+    ranges.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
+    values["mlp_bias"] = fields.take("mlp_bias", bool, default=False)
+    values |= mixture(fields, values["num_hidden_layers"], routing=replace(SOFTMAX, group_best=1))
+    if values["experts"].routing.normed:
+        raise InputError("config.json: norm_topk_prob=True is not supported (only False: transformers does not read it)")
+    finish(fields, neutral=FIXED | {"scoring_func": ("softmax",)}, irrelevant=UNUSED)
+    return ModelConfig(**values)
+
+
+def read_v3_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `deepseek_v3` or `kimi_k2` checkpoint."""
+    fields, values = latent(V3 | raw)
+    values |= mixture(fields, values["num_hidden_layers"], routing=SIGMOID)
+    finish(fields, neutral=FIXED, irrelevant=UNUSED)
+    return ModelConfig(**values)
+
+
+def latent(
+    raw: dict[str, Any], *, of_whole: bool = False, yarn_fields: frozenset[str] = frozenset()
+) -> tuple[Fields, dict[str, Any]]:
+    """Returns what `common` does, of a model with latent attention.
+
+    Args:
+        of_whole: whether `partial_rotary_factor` is of whole heads, and not of the channels that are rotated.
+        yarn_fields: as there.
+
+    Raises:
+        InputError: a field is missing, of the wrong type or out of its range.
+    """
+    early = Fields(raw)
+    rotated, plain = (early.whole(name, most=2**12) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    size = plain + rotated if of_whole else rotated
+    part = rotated / size if of_whole else None
+    fields, values = common(raw | {"head_dim": size}, part=part, yarn_fields=yarn_fields)
+    if values["rotary_dim"] != rotated:
+        got = f"got {values['rotary_dim']} of {size} channels"
+        raise InputError(f"config.json: partial_rotary_factor must be that of qk_rope_head_dim = {rotated}, {got}")
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if kv_heads != heads:
+        raise InputError(
+            f"config.json: heads made of one latent have keys each: expected num_key_value_heads = {heads}, got {kv_heads}"
+        )
+    found = Latent(
+        kv_lora_rank=fields.whole("kv_lora_rank", most=2**16),
+        q_lora_rank=fields.whole("q_lora_rank", most=2**16, default=None),
+        qk_nope_head_dim=plain,
+        v_head_dim=fields.whole("v_head_dim", most=2**12),
+    )
+    interleaved = fields.take("rope_interleave", bool, default=True)
+    bias = fields.take("attention_bias", bool, default=False)
+    fields.taken |= early.taken
+    values |= dict(num_key_value_heads=1, head_dim=found.kv_lora_rank + rotated, latent=found, rope_interleave=interleaved)
+    values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=None)
+    return fields, values | layer_types(fields, values["num_hidden_layers"], window=None, sliding=range(0))
+
+
+def mixture(fields: Fields, layers: int, *, routing: Routing) -> dict[str, Any]:
+    """Returns the experts of a router like DeepSeek-V3's, and which of `layers` layers have none: the first.
+
+    `routing` says what the config leaves open.
+    """
+    groups = fields.whole("n_group", most=MOST_EXPERTS, default=1)
+    routing = replace(
+        routing,
+        groups=groups,
+        chosen_groups=fields.whole("topk_group", most=groups, default=1),
+        normed=fields.take("norm_topk_prob", bool, default=True),
+        factor=fields.number("routed_scaling_factor", least=0, most=1e6, above=True, default=1.0),
+    )
+    size = "moe_intermediate_size"
+    shared = fields.whole("n_shared_experts", most=MOST_EXPERTS, default=1) * fields.whole(size, most=2**22)
+    found = experts(fields, count="n_routed_experts", size=size, routing=routing, shared=shared)
+    dense = fields.whole("first_k_dense_replace", least=0, most=layers, default=1)
+    fields.whole("num_nextn_predict_layers", least=0, most=1024, default=0)
+    return dict(experts=found, dense_layers=tuple(range(dense)))

@@ -1,0 +1,125 @@
+"""The text models of Gemma 4 that have no embeddings for each layer (31B, 26B-A4B)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from icejax import ranges
+from icejax.config import ExpertForm, Experts, ModelConfig
+from icejax.errors import InputError, quoted
+from icejax.models import gemma
+from icejax.models.fields import Fields
+from icejax.models.hf_config import SOFTMAX, common_by_type, experts, finish, layer_types
+
+# Parts of parameters' names, ours and those of its checkpoints.
+RENAMED = (
+    *gemma.RENAMED,
+    ("beside.router.weight", "router.proj.weight"),
+    ("beside.router.", "router."),
+    ("beside.scale", "router.scale"),
+    ("beside.experts.", "experts."),
+    ("beside.mlp_norm", "post_feedforward_layernorm_1"),
+    ("beside.pre_norm", "pre_feedforward_layernorm_2"),
+    ("beside.post_norm", "post_feedforward_layernorm_2"),
+)
+WITH_IMAGES = (("model.", "model.language_model."), *RENAMED)
+IMAGES = re.compile(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+")
+OF_IMAGES = {
+    "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id", "image_token_id",
+    "video_token_id", "vision_config",
+}  # fmt: skip
+ROPE = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
+ONLY = gemma.ONLY | {
+    "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_bidirectional_attention": ("vision",),
+}  # fmt: skip
+UNUSED = {
+    "vocab_size_per_layer_input",
+    "use_double_wide_mlp",
+    "per_layer_config",
+    "global_head_dim",
+    "num_global_key_value_heads",
+}
+
+
+def read_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `gemma4_text` checkpoint: layers that slide have heads of another size than those that do not."""
+    raw = {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 256,
+        "max_position_embeddings": 131072,
+    } | raw
+    early = Fields(raw)
+    heads = early.whole("num_attention_heads", most=2**14)
+    near = dict(
+        head_dim=early.whole("head_dim", most=2**12), num_key_value_heads=early.whole("num_key_value_heads", most=heads)
+    )
+    layers = early.whole("num_hidden_layers", most=1024)
+    alone = early.take("attention_k_eq_v", bool, default=False)
+    types = layer_types(early, layers, window=early.whole("sliding_window", default=512), sliding=_sliding(layers))
+    if types["layer_types"][-1] != "full_attention":
+        raise InputError("config.json: layer_types must end with full_attention, got sliding_attention")
+    far = _full(early, types["layer_types"], near, alone)
+    forms = raw.get("rope_parameters") or ROPE
+    fields, values = common_by_type(raw | far | {"rope_parameters": forms}, full=1e6, sliding=1e4)
+    if heads % near["num_key_value_heads"]:
+        raise InputError(f"config.json: {heads} attention heads do not divide among {near['num_key_value_heads']} KV heads")
+    bias = fields.take("attention_bias", bool, default=False)
+    values |= types | dict(
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=False,
+        qk_norm="head",
+        v_norm=True,
+        keys_alone=alone,
+        norm="wide",
+        norm_places="both",
+        hidden_act="gelu_pytorch_tanh",
+        embed_scale=values["hidden_size"] ** 0.5,
+        query_pre_attn_scalar=1.0,
+        layer_scalar=True,
+        sliding_rope=replace(values["sliding_rope"], size=near["head_dim"]),
+        sliding_head_dim=near["head_dim"],
+        sliding_key_value_heads=near["num_key_value_heads"],
+        final_logit_softcapping=fields.number("final_logit_softcapping", least=0, most=1e6, above=True, default=None),
+        experts=_experts(fields) if fields.take("enable_moe_block", bool, default=False) else None,
+    )
+    fields.taken |= early.taken | UNUSED | {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    finish(fields, neutral=ONLY)
+    return ModelConfig(**values)
+
+
+def read_with_images(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of the text model of a `gemma4` checkpoint, whose towers of images and sound are left out."""
+    return read_config(gemma.text_of(raw, "gemma4_text", OF_IMAGES))
+
+
+def _sliding(layers: int) -> list[int]:
+    return [i for i in range(layers) if (i + 1) % 6 and i + 1 < layers]
+
+
+def _full(fields: Fields, types: tuple[str, ...], near: dict[str, int], alone: bool) -> dict[str, int]:
+    """Returns the head sizes of full-attention layers, from fields of their own or, as transformers 5 writes them, by layer."""
+    size, count = (fields.whole(name, most=2**14, default=None) for name in ("global_head_dim", "num_global_key_value_heads"))
+    found = near | dict(head_dim=size or 512) | (dict(num_key_value_heads=count) if alone and count else {})
+    by_layer = fields.take("per_layer_config", dict, default=None)
+    if by_layer is None:
+        return found
+    full = [str(i) for i, kind in enumerate(types) if kind == "full_attention"]
+    given = {str(layer): sizes for layer, sizes in by_layer.items()}
+    first = given.get(full[0]) if sorted(given) == sorted(full) else None
+    if not isinstance(first, dict) or set(first) - set(near) or any(sizes != first for sizes in given.values()):
+        raise InputError(
+            "config.json: 'per_layer_config' must give layers of full attention alike head_dim and num_key_value_heads, "
+            f"got {quoted(by_layer)}"
+        )
+    own = {name: ranges.whole(f"config.json, per_layer_config: {name!r}", x, least=1, most=2**14) for name, x in first.items()}
+    return near | own
+
+
+def _experts(fields: Fields) -> Experts:
+    names = dict(count="num_experts", size="moe_intermediate_size", chosen="top_k_experts")
+    found = experts(fields, **names, routing=replace(SOFTMAX, scaled=True))
+    return replace(found, form=ExpertForm(act="gelu_pytorch_tanh"), beside=True)

@@ -1,0 +1,109 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1): a cache keeps one latent of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from icejax.config import LayerConfig, ModelConfig
+from icejax.models.linear import Linear, RMSNorm
+from icejax.ops.attention import EINSUM
+from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
+
+EPS = 1e-6  # of the norms of latents, whatever the config says of the others
+BY_HEAD = ".kv_b_proj.weight"  # keys that end so: of matrices that products take head by head
+HEADS_AT_ONCE = 16  # heads whose keys and values exist at once; those of 128 would be 82 KB a token
+
+
+class Expanded(NamedTuple):
+    """The heads that a text attends with from its beginning, group by group.
+
+    Attributes:
+        groups: how many groups there are.
+        of: returns the queries, keys [B, T, n, H] and values [B, T, n, Hv] of a group, by its number i32[].
+    """
+
+    groups: int
+    of: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+class LatentAttention(nnx.Module):
+    """Projections and RoPE of heads that are made of a latent, in two forms that attend alike.
+
+    What is kept of a token is one key of all heads: its latent, which is its value too, and a part with RoPE behind it. Queries
+    absorb what would make keys of latents; `output` makes values of what was attended to. The expanded form has keys and values
+    of every head: fewer products where there are many queries.
+    """
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
+        self.config, self.rope, self.heads = config.latent, layer.rope, config.num_attention_heads
+        self.interleaved = config.rope_interleave
+        hidden, rank, q_rank = config.hidden_size, config.latent.kv_lora_rank, config.latent.q_lora_rank
+        queries = self.heads * (config.latent.qk_nope_head_dim + layer.rope.size)
+        if q_rank is None:
+            self.q_proj = Linear(hidden, queries, bias=False, dtype=dtype)
+        else:
+            self.q_a_proj = Linear(hidden, q_rank, bias=config.qkv_bias, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(q_rank, eps=EPS, dtype=dtype)
+            self.q_b_proj = Linear(q_rank, queries, bias=False, dtype=dtype)
+        self.kv_a_proj_with_mqa = Linear(hidden, rank + layer.rope.size, bias=config.qkv_bias, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(rank, eps=EPS, dtype=dtype)
+        made = self.heads * (config.latent.qk_nope_head_dim + config.latent.v_head_dim)
+        self.kv_b_proj = Linear(rank, made, bias=False, dtype=dtype)
+        self.o_proj = Linear(self.heads * config.latent.v_head_dim, hidden, bias=config.o_bias, dtype=dtype)
+
+    def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
+        """Returns what `Entered` holds of tokens at `positions`: absorbed queries, the key and value kept, expanded heads."""
+        rank, plain = self.config.kv_lora_rank, self.config.qk_nope_head_dim
+        with jax.named_scope("qkv"):
+            q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            q, kept = q.reshape(*x.shape[:2], self.heads, -1), self.kv_a_proj_with_mqa(x)[:, :, None]
+            latent = self.kv_a_layernorm(kept[..., :rank])
+        with jax.named_scope("rope"):
+            cos, sin = cos_sin(positions, seen, rope=self.rope)
+            turned = (q[..., plain:], kept[..., rank:])
+            if self.interleaved:
+                turned = (halves(y, self.rope.size) for y in turned)
+            rotated, key = (rotate(y, cos, sin) for y in turned)
+            q = grow(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope)
+        with jax.named_scope("qkv"):
+            absorbed = EINSUM("btnh,nhc->btnc", q[..., :plain], self._made[:, :plain]).astype(x.dtype)
+            absorbed = jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
+        return absorbed, jnp.concatenate([latent, key], axis=-1), latent, self._expanded(q, latent[:, :, 0], key)
+
+    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+        """Returns kept keys, or absorbed queries, as if their tokens stood `by` positions later."""
+        rank = self.config.kv_lora_rank
+        return jnp.concatenate([heads[..., :rank], turn(heads[..., rank:], by, rope=self.rope)], axis=-1)
+
+    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
+        """Returns the attention block's output from its heads: latents, or values of the `expanded` form."""
+        if not expanded:
+            # Of keys too, which are dropped: XLA:GPU would copy what makes values alone.
+            made = EINSUM("btnc,nhc->btnh", heads, self._made)
+            heads = made[..., self.config.qk_nope_head_dim :].astype(heads.dtype)
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+
+    @property
+    def _made(self) -> Float[Array, "N H C"]:
+        """What makes keys, and behind them values, of every head of a latent."""
+        return self.kv_b_proj.weight[...].reshape(self.heads, -1, self.config.kv_lora_rank)
+
+    def _expanded(self, q: Float[Array, "B T N H"], latent: Float[Array, "B T C"], key: Float[Array, "B T 1 R"]) -> Expanded:
+        count = max(n for n in range(1, min(self.heads, HEADS_AT_ONCE) + 1) if self.heads % n == 0)
+
+        def of(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            queries = lax.dynamic_slice_in_dim(q, group * count, count, axis=2)
+            made = lax.dynamic_slice_in_dim(self._made, group * count, count, axis=0)
+            made = EINSUM("btc,nhc->btnh", latent, made).astype(q.dtype)
+            k, v = jnp.split(made, [self.config.qk_nope_head_dim], axis=-1)
+            rotated = jnp.broadcast_to(key, (*k.shape[:3], key.shape[-1]))
+            return queries, jnp.concatenate([k, rotated], axis=-1), v
+
+        return Expanded(self.heads // count, of)

@@ -1,0 +1,53 @@
+"""Projections and norms, as Hugging Face stores them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from icejax.config import ModelConfig
+from icejax.ops.quantized import product
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.Grouped`) in its place."""
+
+    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((features_out,), dtype))
+        self.has_bias = bias
+
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        y = product(x, self.weight.get_value()).astype(x.dtype)
+        return y + self.bias[...][None, None, :] if self.has_bias else y
+
+
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """Returns fp32 vectors, of the last axis, over their root mean squares."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `norm` of a ModelConfig."""
+
+    def __init__(self, features: int, *, eps: float, dtype: str, kind: str = "rounded") -> None:
+        self.weight = nnx.Param(jnp.zeros((features,), dtype))
+        self.eps, self.kind = eps, kind
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normal = normalised(x, self.eps)
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.kind == "rounded":
+            return normal.astype(x.dtype) * weight
+        weight = weight.astype(jnp.float32)
+        return (normal * (1.0 + weight if self.kind == "offset" else weight)).astype(x.dtype)
+
+
+def norm_of(config: ModelConfig, features: int, *, dtype: str) -> RMSNorm:
+    """Returns a norm as a model has them."""
+    return RMSNorm(features, eps=config.rms_norm_eps, kind=config.norm, dtype=dtype)

@@ -1,0 +1,37 @@
+"""OLMo 2 and 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from icejax.config import ModelConfig
+from icejax.models.fields import Fields
+from icejax.models.hf_config import common, common_by_type, finish, layer_types
+
+# Parts of parameters' names, ours and those of its checkpoints.
+RENAMED = (
+    ("post_self_attn_layernorm", "post_attention_layernorm"),
+    ("post_mlp_layernorm", "post_feedforward_layernorm"),
+)
+DEFAULTS = dict(rms_norm_eps=1e-5)
+
+
+def read_olmo2_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of an `olmo2` checkpoint: norms behind the blocks alone, and over all heads of q and k at once."""
+    fields, values = common(DEFAULTS | raw)
+    return _read(fields, values, None)
+
+
+def read_olmo3_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of an `olmo3` checkpoint: three layers that slide to one that does not, which alone has a scaling."""
+    theta = raw.get("rope_theta") or 5e5
+    fields, values = common_by_type(DEFAULTS | raw, full=theta, sliding=theta)
+    return _read(fields, values, fields.whole("sliding_window", default=4096))
+
+
+def _read(fields: Fields, values: dict[str, Any], window: int | None) -> ModelConfig:
+    bias, layers = fields.take("attention_bias", bool, default=False), values["num_hidden_layers"]
+    values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm="all", norm="wide", norm_places="after")
+    values |= layer_types(fields, layers, window=window, sliding=[i for i in range(layers) if (i + 1) % 4])
+    finish(fields)
+    return ModelConfig(**values)

@@ -1,0 +1,144 @@
+"""What of Gemma logits in fp32 do not show: where it rounds, its context, images, caches of layers with heads of two sizes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma4Config, Gemma4ForConditionalGeneration
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+import icejax
+import icejax.checkpoint
+from icejax.cache import Clustered, Full
+from icejax.cache.policies.full import Ring
+from icejax.errors import InputError
+from icejax.models import family
+from icejax.models.decoder import Embedding
+from icejax.models.linear import RMSNorm
+from icejax.plan import make_plan
+from icejax.rows import nobody
+from icejax.session import Session
+from tests import families
+from tests.family_rows import WINDOW
+from tests.policies import EXACT
+from tests.run import follows
+from tests.test_session import Letters
+
+THEIRS = {"rounded": LlamaRMSNorm, "wide": Olmo2RMSNorm, "offset": Gemma3RMSNorm}
+PLAIN = families.row("gemma3_text-plain")
+
+
+def bfloat16(x) -> torch.Tensor:
+    return torch.tensor(np.asarray(x, np.float32)).bfloat16()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", [row for row in EXACT if row.name in ("full", "clustered", "quest", "snapkv", "kivi", "topk")], ids=str
+)
+@torch.no_grad()
+def test_layers_with_heads_of_two_sizes_follow_transformers(row, tmp_path):
+    theirs = families.build(families.row("gemma4_text-experts"))
+    tokens = families.tokens(213)
+    expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+    ours = families.load(theirs, tmp_path)
+    follows(ours, row.exact(len(tokens)), tokens, expected, prompt=133, decoded=20)
+
+
+@pytest.mark.slow
+def test_a_session_of_layers_with_heads_of_two_sizes_is_kept(tmp_path):
+    model = families.load(families.build(families.row("gemma4_text-experts")), tmp_path / "model")
+    session = Session(model, Letters(), cache=Clustered(budget=600), context_length=500)
+    session.ask("a" * 150 + "bcd", max_new_tokens=20)
+    session.save(tmp_path / "kept")
+    loaded = Session.load(tmp_path / "kept", model, Letters())
+    second, again = (each.ask("zyx" * 20, max_new_tokens=20) for each in (session, loaded))
+    whole = Letters().decode(session.token_ids[: 153 + 20 + 60])
+    (expected,) = icejax.generate(model, Letters(), whole, cache=Full(), max_new_tokens=20)
+    assert second.token_ids == again.token_ids == expected.token_ids
+
+
+def test_few_tokens_are_kept_in_rings_of_their_size(tmp_path):
+    """A window with room for all counts as full attention only where heads are those of full attention."""
+    model = families.load(families.build(families.row("gemma4_text-experts")), tmp_path)
+    plan = make_plan(model, Clustered(dense_layers=0), batch_size=2, prompt_tokens=10, new_tokens=10)
+    assert plan.pooled == (2,) and [type(policy) for policy in plan.policies[:2]] == [Ring, Ring]
+    assert plan.spec_of(2) is plan.spec and (plan.spec.num_kv_heads, plan.spec.head_dim) == (1, 32)
+    ring = jax.eval_shape(lambda: nobody(plan)).cache.layers[0]
+    assert ring.k.shape == ring.v.shape == (2 * 2, WINDOW, 16)
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_norms_round_where_transformers_does(kind):
+    x, weight = (np.random.default_rng(i).standard_normal((40, 64)[i:]) * 3 for i in range(2))
+    ours, theirs = RMSNorm(64, eps=1e-6, dtype="bfloat16", kind=kind), THEIRS[kind](64, eps=1e-6).bfloat16()
+    ours.weight.set_value(jnp.asarray(weight, "bfloat16"))
+    theirs.weight.data = bfloat16(weight)
+    expected = theirs(bfloat16(x)).detach().float().numpy()
+    found = np.asarray(ours(jnp.asarray(x, "bfloat16")), np.float32)
+    assert (found == expected).mean() > 0.999  # a sum in another order may round otherwise
+    others = (THEIRS[other](64, eps=1e-6).bfloat16() for other in THEIRS if other != kind)
+    for other in others:
+        other.weight.data = theirs.weight.data
+        assert (found == other(bfloat16(x)).detach().float().numpy()).mean() < 0.95
+
+
+def test_the_embedding_is_scaled_in_its_own_dtype():
+    weight = np.random.default_rng(0).standard_normal((10, 1152))
+    ours = Embedding(10, 1152, scale=1152**0.5, dtype="bfloat16")
+    ours.weight.set_value(jnp.asarray(weight, "bfloat16"))
+    theirs = Gemma3TextScaledWordEmbedding(10, 1152, None, embed_scale=1152**0.5).bfloat16()
+    theirs.weight.data = bfloat16(weight)
+    tokens = [[3, 1, 4]]
+    np.testing.assert_array_equal(ours(jnp.asarray(tokens)).astype("float32"), theirs(torch.tensor(tokens)).detach().float())
+
+
+def vision(**more) -> dict:
+    """Returns the config of a tiny image tower."""
+    return (
+        dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+        | more
+    )
+
+
+def check_text_model(whole, alone, tmp_path):
+    """Asserts that the folder of a model with images is loaded as its text model alone is."""
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    found = icejax.checkpoint.load_model(families.save(whole, tmp_path / "whole"))
+    text = families.load(alone, tmp_path / "alone")
+    assert found.config == dataclasses.replace(text.config, eos_token_ids=(1, 106))
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(x) for x in (found, text)))
+    families.edit_config(tmp_path / "whole", vision_layers=3)
+    with pytest.raises(InputError, match="field 'vision_layers' \\(3\\) is not known here"):
+        icejax.checkpoint.load_model(tmp_path / "whole")
+
+
+def test_a_gemma_4_with_images_is_its_text_model(tmp_path):
+    row = families.row("gemma4_text-experts")
+    config = Gemma4Config(
+        text_config=families.SIZES | dict(row.changes),
+        vision_config=vision(num_key_value_heads=2, head_dim=16),
+        eos_token_id=[1, 106],
+    )
+    check_text_model(Gemma4ForConditionalGeneration(config), families.build(row), tmp_path)
+
+
+def test_a_model_with_images_is_its_text_model(tmp_path):
+    config = Gemma3Config(
+        text_config=families.SIZES | dict(PLAIN.changes), vision_config=vision(), mm_tokens_per_image=4, eos_token_id=[1, 106]
+    )
+    check_text_model(Gemma3ForConditionalGeneration(config), families.build(PLAIN), tmp_path)
+
+
+def test_the_published_context_counts_the_factor_in():
+    raw = dict(model_type="gemma3_text", hidden_size=64, intermediate_size=96, num_hidden_layers=7, query_pre_attn_scalar=168)
+    config = family(raw).read_config(raw | dict(rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window=1024))
+    assert config.context_length == 131072
+    assert [(x.window, x.rope.theta, x.rope.scaling is None, x.scale) for x in config.layers[4:]] == [
+        (1024, 1e4, True, 168**-0.5), (None, 1e6, False, 168**-0.5), (1024, 1e4, True, 168**-0.5)
+    ]  # fmt: skip
