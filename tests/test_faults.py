@@ -100,7 +100,7 @@ FAULTS = (
     ("checkpoint/stacked.py", "slice(sum(rows[:at])", "slice(0 * sum(rows[:at])", "stacked"),
     ("checkpoint/tensors.py", 'faults.append(f"{key} is stored twice")', "pass", "checkpoint"),
     ("checkpoint/layouts.py", "padded[:, ::2] | padded[:, 1::2] << 4", "padded[:, 1::2] | padded[:, ::2] << 4", "rounding"),
-    ("checkpoint/tensors.py", "len(forms) == 1 and", "", "quantized"),
+    ("checkpoint/tensors.py", "len(set(map(self._form, stack.keys))) == 1", "True", "quantized"),
     ("ops/experts.py", "groups).sum((2, 4))", "groups).sum((2, 4)) * 1.01", "experts"),
     ("checkpoint/float4.py", "[packed & 15, packed >> 4]", "[packed >> 4, packed & 15]", "layouts"),
     ("checkpoint/float4.py", 'shape) / parts["', 'shape) * parts["', "layouts"),

@@ -60,9 +60,8 @@ class Tensors:
         return self.sources[key].read(self._parts(key))
 
     def alike(self, stack: Stack) -> bool:
-        """Says whether all tensors of a parameter are codes in the same layout, with the same parts."""
-        forms = set(map(self._form, stack.keys))
-        return len(forms) == 1 and None not in forms
+        """Says whether all tensors of a parameter are of one form: no codes, or codes in one layout with the same parts."""
+        return len(set(map(self._form, stack.keys))) == 1
 
     def _form(self, key: str) -> tuple | None:
         """Returns what the codes of `key` are told by; None: there are none."""
