@@ -111,9 +111,20 @@ def _centred(x: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Floa
 
 
 def _solved(sums: Sums) -> Float[Array, "B K *n H Hv"]:
-    """Returns the matrices of ridge regression; 0 of no tokens."""
+    """Returns the matrices of ridge regression; 0 of no tokens.
+
+    By elimination without pivots, which the ridge makes safe. LAPACK's calls wait for threads of the pool that they run in: two
+    of them at once have stopped XLA:CPU for good on two cores.
+    """
     size = sums.keys.shape[-1]
-    channels = jnp.arange(size)
     ridge = jnp.maximum(RIDGE / size * jnp.trace(sums.keys, axis1=-2, axis2=-1), 1e-20)
-    keys = sums.keys.at[..., channels, channels].add(ridge[..., None])
-    return jnp.linalg.solve(keys, sums.values)
+    channels = jnp.arange(size)
+    both = jnp.concatenate([sums.keys.at[..., channels, channels].add(ridge[..., None]), sums.values], axis=-1)
+
+    def eliminate(i: jax.Array, x: jax.Array) -> jax.Array:
+        row, column = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=x.ndim + axis) for axis in (-2, -1))
+        row = row / jax.lax.dynamic_slice_in_dim(row, i, 1, axis=x.ndim - 1)
+        own = (channels == i).reshape(*(1,) * (x.ndim - 2), size, 1)
+        return jnp.where(own, row, x - column * row)
+
+    return jax.lax.fori_loop(0, size, eliminate, both)[..., size:]
