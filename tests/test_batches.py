@@ -57,7 +57,11 @@ OWN = (
 )
 
 
-@pytest.mark.parametrize("cache, rows", [(Full(), (0, 1, 2, 3, 4)), (icejax.Clustered(budget=64), (4, 1))], ids=repr)
+@pytest.mark.parametrize(
+    "cache, rows",
+    [pytest.param(Full(), (0, 1, 2, 3, 4), marks=pytest.mark.slow), (icejax.Clustered(budget=64), (4, 1))],
+    ids=repr,
+)
 def test_each_row_samples_in_its_own_way_as_it_would_alone(bundled, cache, rows):
     """Row 1 is greedy, so that alone it is run by the program that draws nothing."""
     options = dict(cache=cache, max_new_tokens=24)

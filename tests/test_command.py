@@ -70,7 +70,8 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
     assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
     fetched = kv_heads * 4 * 14  # in a step of a layer: an id, and a weight per slot
-    assert found["digest_bytes"] == layers * (kv_heads * pages * (4 * size * item + 4) + fetched * (1 + 16) * 4 + 8)
+    fit = kv_heads * 4 * (3 * size**2 + 2)
+    assert found["digest_bytes"] == layers * (kv_heads * pages * (4 * size * item + 4) + fit + fetched * (1 + 16) * 4 + 8)
     assert found["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
     assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps
@@ -159,7 +160,7 @@ BAD = {
     "explain session": (["--explain", "seen.png", "--session", "kept", *SHORT], "leave --session out"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, value_fit, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),

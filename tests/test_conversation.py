@@ -56,6 +56,7 @@ class Scripted:
         self.cache, self.prefilled, self.answers, self.leaves = [], [], [], 1
         config = SimpleNamespace(context_length=2000, vocab_size=1000, eos_token_ids=ends or (tokenizer.eos_token_id,))
         self.model = SimpleNamespace(config=config)
+        self.model.for_capacity = lambda tokens: self.model
         monkeypatch.setattr(module, "prefill", self.prefill)
         monkeypatch.setattr(module, "stream", self.stream)
         for name in ("make_plan", "Decoding", "still"):

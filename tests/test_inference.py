@@ -131,7 +131,7 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
     np.testing.assert_array_equal(logits, held[1])
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
     """The bundled model answers a short question and stops; the other row writes on."""
     model, tokenizer = bundled

@@ -87,7 +87,7 @@ def test_means_of_values_are_those_of_keys_that_hold_them():
     assert one.state.index.value is None and two.state.index.value is not None
 
 
-@pytest.mark.parametrize("options", [{}, dict(resident=True)], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param(dict(resident=True), marks=pytest.mark.slow)], ids=str)
 def test_a_latent_layer_finds_and_weighs_what_one_with_values_does_in_half_of_the_pool(options):
     heads = text((KEYS, VALUES), latent=True)
     policy = Clustered(budget=64, candidates=1, compact_every=32, value_fit=False, **options)
@@ -100,6 +100,7 @@ def test_a_latent_layer_finds_and_weighs_what_one_with_values_does_in_half_of_th
     assert [len(layer.state.held) for layer in (one, two)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_of_a_latent_layer_what_keys_tell_of_values_is_known():
     """Of every token fetched nothing is left to a mean; of pages not fetched less is lost."""
     heads = text((KEYS, VALUES), latent=True)

@@ -111,6 +111,7 @@ def test_evaluation_of_the_bundled_model(capsys, cache):
     assert row["budget"] == (128 if cache == "clustered" else None)
 
 
+@pytest.mark.slow
 def test_facts_in_the_models_own_turn_and_questions_in_one_text(capsys):
     assert evaluate.main(["--tasks", "early,multiquery-4", "--lengths", "512", "--questions", "4", "--cache", "clustered"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -133,6 +134,7 @@ def test_questions_leave_the_text_as_it_was(bundled):
     assert bytes(answers[0][:6]).decode() == whole.text == text.questions[0].answer
 
 
+@pytest.mark.slow
 def test_questions_that_cross_a_compaction_leave_the_pages_as_they_were(bundled):
     model, _ = bundled
     context = task.context(np.random.default_rng(1), length=800, facts=task.Facts(keys=1), split="heldout")

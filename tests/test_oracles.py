@@ -78,7 +78,12 @@ def test_the_least_of_the_chosen_tokens_is_needed_for_the_mass():
 
 def test_an_oracle_has_dense_layers_like_the_others():
     def kinds(policy, windows):
-        return [type(each) for each in layer_policies(policy, SimpleNamespace(windows=windows), capacity=100)]
+        return [
+            type(each)
+            for each in layer_policies(
+                policy, SimpleNamespace(windows=windows, sliding_head_dim=None, sliding_key_value_heads=None), capacity=100
+            )
+        ]
 
     assert kinds(TopK(dense_layers=2), (None, None, 8, None)) == [Full, Full, Ring, TopK]
     assert kinds(TopP(), (None,) * 16) == [Full] * 2 + [TopP] * 14

@@ -39,6 +39,7 @@ def test_int8_pages_are_within_half_a_step(dtype):
     np.testing.assert_array_equal(np.asarray(again, np.float32), 0)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers_from_int8_pages(bundled):
     model, tokenizer = bundled
     text, questions = document()

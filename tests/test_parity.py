@@ -90,7 +90,7 @@ def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
         np.testing.assert_allclose(logits[:, i], alone_logits[:, 0], rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("length", [5, 30, 60, 300])
+@pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (5, 30, 60)), 300])
 def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
     ours = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(length, seed=length)

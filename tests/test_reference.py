@@ -13,7 +13,7 @@ from tests.reference import Reference
 STEPS = 200
 
 
-@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no-tail"])
+@pytest.mark.parametrize("tail", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tail", "no-tail"])
 def test_200_steps_equal_the_reference(monkeypatch, tail):
     """Two blocks, pages put in order, two levels of nodes above the pages, twelve flushes, three compactions; prompts long and short."""
     monkeypatch.setattr(harness, "PROMPT", 4096)

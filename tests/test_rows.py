@@ -119,6 +119,7 @@ def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
     assert [(plan.growth_pages * plan.page_size, plan.compact_every) for plan in plans] == [(512, 256), (384, 0)]
 
 
+@pytest.mark.slow
 def test_the_last_round_before_that_is_compacted_as_the_others(model):
     """A round larger than the prompts: the pages of new tokens begin anew at the step at which it ends."""
     policy, prompt = Clustered(budget=ROOM, page_size=PAGE, compact_every=512), families.tokens(90)
@@ -166,6 +167,7 @@ def test_twins_that_settle_write_to_extents_of_their_own(model):
         assert_alone(model, policy, [*text, *own], logits)
 
 
+@pytest.mark.slow
 def test_a_small_budget_selects_as_alone_where_pages_begin_together(model):
     policy = Clustered(budget=64, page_size=PAGE, compact_every=32)
     batch, prompt = Batch(model, policy, rows=2), families.tokens(240)

@@ -22,7 +22,9 @@ def document(seed: int = 3) -> tuple[str, tuple[task.Question, ...]]:
     return context.text.decode(), context.questions
 
 
-@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
+@pytest.mark.parametrize(
+    "cache", [pytest.param(Full(), marks=pytest.mark.slow), Clustered(budget=64)], ids=["full", "clustered"]
+)
 def test_questions_follow_one_another(bundled, cache):
     text, questions = document()
     session = Session(*bundled, cache=cache, context_length=3000)
@@ -71,7 +73,7 @@ class Letters:
 NARROW = pytest.param(Clustered(budget=64, digest_dtype="int8"), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64), NARROW], ids=repr)
+@pytest.mark.parametrize("cache", [pytest.param(Full(), marks=pytest.mark.slow), Clustered(budget=64), NARROW], ids=repr)
 def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, monkeypatch, cache):
     text, questions = document()
     session, estimates = Session(*bundled, cache=cache, context_length=3000), []
