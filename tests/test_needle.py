@@ -118,6 +118,7 @@ def test_facts_in_the_models_own_turn_and_questions_in_one_text(capsys):
     assert [row["task"] for row in rows] == ["early", "multiquery-4"] and min(row["exact"] for row in rows) >= 3 / 4
 
 
+@pytest.mark.slow
 def test_questions_leave_the_text_as_it_was(bundled):
     """The same question twice, with another and a flush between, and in a text of its own through `generate`."""
     model, tokenizer = bundled
