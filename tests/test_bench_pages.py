@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from bench import methods, pages, sharing
+from bench import calibrate, methods, pages, sharing
 
 
 @pytest.mark.slow
@@ -41,3 +42,24 @@ def test_a_layer_that_looks_facts_up_cannot_take_the_pages_of_another(capsys):
     for name in ("of layer 0", "of layer 0, own partition", "guess"):
         assert rows[1, name]["error"] > 2 * rows[1, "own"]["error"]
     assert 0 < rows[3, "guess"]["agreement"] < 1
+
+
+def test_estimates_are_told_by_the_end_of_the_prompt_and_held_against_what_follows():
+    true = np.ones((calibrate.LAST + 2, 2, 1), np.float32)
+    true[-2:] = [[[1.0], [2.0]], [[3.0], [4.0]]]
+    step = calibrate.Step({}, true, dict(share=np.concatenate([true[:-2] * 2, true[-2:] * [[[3.0]], [[1.0]]]])))
+    found = calibrate.row([step], "share", "last token", 1.0)
+    assert found["steps"] == 2 and found["error"] == 2.5 and found["coverage"] == 0.5 and found["ratio"] == 1.0
+    assert calibrate.constant([step], "share", "last token") == pytest.approx(2.0, rel=0.02)
+    assert calibrate.row([step], "share", "constant", 1.0)["coverage"] == 1.0
+    assert found["spearman"] == -1.0
+
+
+@pytest.mark.slow
+def test_a_step_knows_something_of_its_error(capsys):
+    assert calibrate.main(["--lengths", "2048", "--prompts", "1", "--seeds", "1", "--tasks", "text", "--budgets", "64"]) == 0
+    rows = {(r["estimate"], r["by"]): r for r in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert len(rows) == len(calibrate.ESTIMATES) * len(calibrate.MEASURES)
+    found = rows["spread", "last 4 tokens"]
+    assert found["chosen"] and found["steps"] == 16 and found["coverage"] >= 0.9 and 0.5 < found["spearman"] < 1
+    assert found["head_spearman"] > 0.7 and 0.01 < found["error"] < 0.2

@@ -28,6 +28,7 @@ UNCROWDED = (
     Stage(length=320, steps=600, batch=20, keys=4, copying=0.1),
     Stage(length=640, steps=400, batch=10, keys=8),
 )
+SEVERAL_KEYS = stages.STAGES[:3]  # what several keys in a long text need; several values and hops were not trained
 
 
 @dataclass(frozen=True)
@@ -60,5 +61,5 @@ MEMBERS = {
     "bundled": Member("llama", LLAMA),
     "uncrowded": Member("llama", LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), UNCROWDED),
     "qwen3": Member("qwen3", _shape(8, 192, 384, 8, 2, 32)),
-    "mha": Member("llama", _shape(3, 256, 512, 4, 4, 128)),
+    "mha": Member("llama", _shape(3, 256, 512, 4, 4, 128), SEVERAL_KEYS),
 }

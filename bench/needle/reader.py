@@ -83,5 +83,5 @@ class Reader:
         forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), memory.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)
-        chosen, _, self._brought, _ = np.asarray(step.tokens_and_pages)[:, 0].tolist()
+        chosen, _, self._brought, *_ = np.asarray(step.tokens_and_pages)[:, 0].tolist()
         return chosen
