@@ -1,0 +1,166 @@
+"""Programs that try to get out of the sandbox, and what becomes of them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import sandbox
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _there():
+    try:
+        sandbox.run("")
+    except sandbox.Unsafe as missing:
+        pytest.skip(f"this machine lacks {missing}")
+
+
+def test_only_a_program_that_comes_to_its_end_passes():
+    assert sandbox.run("import math\nassert math.gcd(4, 6) == 2") == "passed"
+    assert sandbox.run("import os\nos._exit(0)\nassert False") == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [
+        "assert False",
+        "def f(:",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "import os; os._exit(10)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV); import ctypes; ctypes.string_at(0)",
+        "f = lambda: f(); f()",
+        "input()",
+        "import sys; print('passed'); print('passed', file=sys.stderr); sys.exit(10)",
+        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'passed' * 100)\n  except OSError: pass\nassert False",
+        "\ud800",
+        "import numpy",
+    ],
+)  # fmt: skip
+def test_what_does_not_come_to_its_end_fails(program):
+    assert sandbox.run(program) == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "import time; time.sleep(60)", "import os\nif os.fork(): os.wait()\nwhile True: pass"]
+)
+def test_time_is_limited(program):
+    started = time.perf_counter()
+    assert sandbox.run(program, seconds=1) == "timed out"
+    assert time.perf_counter() - started < 15
+
+
+# What is tried; a program that is kept from it sees this exception, and passes.
+TRIED = {
+    "memory": ("x = bytearray(2**30)", "MemoryError"),
+    "processes": ("import os, time\nfor _ in range(20):\n  if not os.fork(): time.sleep(5); os._exit(0)", "BlockingIOError"),
+    "a large file": ("open('large', 'wb').write(bytes(2**25))", "OSError"),
+    "many open files": ("files = [open('/dev/null') for _ in range(100)]", "OSError"),
+    "the network": ("import socket; socket.create_connection(('127.0.0.1', PORT), 1)", "OSError"),
+    "datagrams": ("import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))", "OSError"),
+    "a new file outside": ("open('OUTSIDE/new', 'w')", "OSError"),
+    "a file outside": ("open('OUTSIDE/kept', 'w')", "OSError"),
+    "cutting a file": ("import os; os.truncate('OUTSIDE/kept', 0)", "OSError"),
+    "removing a file": ("import os; os.remove('OUTSIDE/kept')", "OSError"),
+    "the rights of a file": ("import os; os.chmod('OUTSIDE/kept', 0)", "OSError"),
+    "the times of a file": ("import os; os.utime('OUTSIDE/kept')", "OSError"),
+    "a link to a file": ("import os; os.link('OUTSIDE/kept', 'mine'); open('mine', 'w')", "OSError"),
+    "a symbolic link": ("import os; os.symlink('OUTSIDE/kept', 'mine'); open('mine', 'w')", "OSError"),
+    "the parent's memory": ("open('/proc/PARENT/mem', 'r+b')", "OSError"),
+    "another process": ("import os; os.kill(PARENT, 0)", "OSError"),
+    "a mount that can be written": (
+        "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.unshare(0x10020000) or libc.mount(None, b'/', None, 32 | 4096, None): raise OSError", "OSError"
+    ),
+    "more time": ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "ValueError"),
+    "being root": ("import os; os.setuid(0)", "OSError"),
+    "the environment": ("import os; os.environ['HOME']", "KeyError"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", TRIED)
+def test_a_program_is_kept_from(what, tmp_path):
+    (kept := tmp_path / "kept").write_text("kept")
+    before = _about(kept)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = {"PORT": server.getsockname()[1], "OUTSIDE": tmp_path, "PARENT": os.getpid()}
+        tried, error = TRIED[what]
+        for word, value in words.items():
+            tried = tried.replace(word, str(value))
+        exec(compile(tried, what, "exec"), {}) if what in ("the network", "datagrams") else None  # it can be done here
+        assert sandbox.run(f"try:\n  exec({tried!r})\nexcept {error}: pass\nelse: assert False") == "passed"
+    assert kept.read_text() == "kept" and _about(kept) == before and list(tmp_path.iterdir()) == [kept]
+
+
+def _about(file: Path) -> tuple:
+    status = file.stat()
+    return status.st_mode, status.st_mtime_ns, status.st_size, status.st_nlink, status.st_uid
+
+
+@pytest.mark.slow
+def test_a_program_has_its_folder_while_it_runs_and_no_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    assert sandbox.run("import os\nopen('a', 'w').write('b')\nos.mkdir('c')\nassert open('a').read() == 'b'") == "passed"
+    assert sandbox.run("open('/dev/null', 'w').write('x')") == "passed"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_nothing_outlives_the_program_or_its_caller(tmp_path):
+    """What it started and left, in a session of its own; and the program itself, when the caller is killed."""
+    mark = f"a mark {os.getpid()}"
+    left = (
+        f"import os\nif not os.fork():\n  os.setsid()\n  open('/proc/self/comm').read()\n  mark = {mark!r}\n  while True: pass"
+    )
+    assert sandbox.run(left) == "passed" and not _running(str(tmp_path))
+    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom bench import sandbox; sandbox.run('while True: pass')"
+    caller = subprocess.Popen([sys.executable, "-c", code])
+    _wait(lambda: len(_running(str(tmp_path))) >= 2)
+    caller.kill()
+    caller.wait()
+    _wait(lambda: not _running(str(tmp_path)))
+
+
+def _running(text: str) -> list[str]:
+    """Returns the processes of the sandbox's own program whose command line names a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        found += [line] if text in line and "sandbox.py" in line else []
+    return found
+
+
+def _wait(for_what) -> None:
+    deadline = time.monotonic() + 8
+    while not for_what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_where_something_is_missing_nothing_runs(tmp_path, monkeypatch):
+    code = "import sys\nfrom bench.sandbox import confine\nconfine(sys.argv[1])\nconfine(sys.argv[1])"  # who is in has no way further
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    missing = "no namespaces of one's own, without a network (Operation not permitted)"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"bench.sandbox.Unsafe: {missing}"
+    (keeper := tmp_path / "keeper.py").write_text(
+        f"import sys\nprint({missing!r}, file=sys.stderr)\nsys.exit({sandbox.UNSAFE})"
+    )
+    monkeypatch.setattr(sandbox, "__file__", str(keeper))
+    with pytest.raises(sandbox.Unsafe, match=f"^{re.escape(missing)}$"):
+        sandbox.run("")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(sandbox.Unsafe, match="^darwin has no namespaces and no Landlock, Linux has$"):
+        sandbox.run("")
