@@ -1,13 +1,10 @@
-"""What of Gemma logits in fp32 do not show: where it rounds, its context, images, caches of layers with heads of two sizes."""
-
-import dataclasses
+"""What of Gemma logits in fp32 do not show: where it rounds, its context, caches of layers with heads of two sizes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma4Config, Gemma4ForConditionalGeneration
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -16,7 +13,6 @@ import icejax
 import icejax.checkpoint
 from icejax.cache import Clustered, Full
 from icejax.cache.policies.full import Ring
-from icejax.errors import InputError
 from icejax.models import family
 from icejax.models.decoder import Embedding
 from icejax.models.linear import RMSNorm
@@ -96,43 +92,6 @@ def test_the_embedding_is_scaled_in_its_own_dtype():
     theirs.weight.data = bfloat16(weight)
     tokens = [[3, 1, 4]]
     np.testing.assert_array_equal(ours(jnp.asarray(tokens)).astype("float32"), theirs(torch.tensor(tokens)).detach().float())
-
-
-def vision(**more) -> dict:
-    """Returns the config of a tiny image tower."""
-    return (
-        dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-        | more
-    )
-
-
-def check_text_model(whole, alone, tmp_path):
-    """Asserts that the folder of a model with images is loaded as its text model alone is."""
-    whole.model.language_model.load_state_dict(alone.model.state_dict())
-    found = icejax.checkpoint.load_model(families.save(whole, tmp_path / "whole"))
-    text = families.load(alone, tmp_path / "alone")
-    assert found.config == dataclasses.replace(text.config, eos_token_ids=(1, 106))
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(x) for x in (found, text)))
-    families.edit_config(tmp_path / "whole", vision_layers=3)
-    with pytest.raises(InputError, match="field 'vision_layers' \\(3\\) is not known here"):
-        icejax.checkpoint.load_model(tmp_path / "whole")
-
-
-def test_a_gemma_4_with_images_is_its_text_model(tmp_path):
-    row = families.row("gemma4_text-experts")
-    config = Gemma4Config(
-        text_config=families.SIZES | dict(row.changes),
-        vision_config=vision(num_key_value_heads=2, head_dim=16),
-        eos_token_id=[1, 106],
-    )
-    check_text_model(Gemma4ForConditionalGeneration(config), families.build(row), tmp_path)
-
-
-def test_a_model_with_images_is_its_text_model(tmp_path):
-    config = Gemma3Config(
-        text_config=families.SIZES | dict(PLAIN.changes), vision_config=vision(), mm_tokens_per_image=4, eos_token_id=[1, 106]
-    )
-    check_text_model(Gemma3ForConditionalGeneration(config), families.build(PLAIN), tmp_path)
 
 
 def test_the_published_context_counts_the_factor_in():

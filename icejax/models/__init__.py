@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from icejax.config import ModelConfig
 from icejax.errors import InputError, quoted
-from icejax.models import deepseek, gemma, gemma4, glm, glm4, gpt_oss, llama, minimax, mistral, mixtral, olmo, phi, qwen
+from icejax.models import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm,
+    glm4,
+    gpt_oss,
+    llama,
+    minimax,
+    mistral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    wrapped,
+)
 from icejax.models.decoder import CausalLM
 
 # Old checkpoints carry the rotary tables, which the config determines.
@@ -31,6 +46,7 @@ class Family:
         fused: projections that a checkpoint holds in one tensor, row behind row, by module and name of that. Where there are
             some of experts, it holds each matrix of all experts in one tensor.
         turned: whether there the axes of those of experts are swapped, and rows of fused ones stand by turns.
+        forms: ways to rename parameters further, one of which a checkpoint is written in.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
@@ -38,6 +54,30 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     turned: bool = False
+    forms: tuple[tuple[tuple[str, str], ...], ...] = ((),)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """How checkpoints of models with images or sound are read, of which the text model is one of the families.
+
+    Attributes:
+        text: model_type of the text model where its config does not say.
+        towers: fields of config.json that are not about it.
+    """
+
+    text: str
+    towers: Set[str]
+
+    def family(self, raw: dict[str, Any]) -> Family:
+        """Returns how the text model is read from the same folder."""
+        of = family(wrapped.text_of(raw, self.text, self.towers))
+        return replace(
+            of,
+            read_config=lambda raw: of.read_config(wrapped.text_of(raw, self.text, self.towers)),
+            ignored_keys=lambda raw: wrapped.TOWERS,
+            forms=wrapped.FORMS,
+        )
 
 
 FAMILIES = {
@@ -45,15 +85,16 @@ FAMILIES = {
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
     "ministral3": Family(mistral.read_ministral3_config),
+    "mistral3": Wrapped("mistral", wrapped.MISTRAL3),
     "mistral4": Family(mistral.read_mistral4_config, renamed=deepseek.RENAMED, fused=EXPERTS),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
-    "gemma3": Family(gemma.read_with_images, lambda raw: gemma.IMAGES, gemma.WITH_IMAGES),
+    "gemma3": Wrapped("gemma3_text", wrapped.GEMMA3),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
-    "gemma4": Family(gemma4.read_with_images, lambda raw: gemma4.IMAGES, gemma4.WITH_IMAGES, fused=EXPERTS),
+    "gemma4": Wrapped("gemma4_text", wrapped.GEMMA4),
     "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED, fused=EXPERTS),
     "glm4": Family(glm4.read_config, fused=DENSE),
     "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED, fused=EXPERTS, turned=True),
@@ -70,17 +111,18 @@ FAMILIES = {
 
 
 def family(raw: dict[str, Any]) -> Family:
-    """Returns the family of a raw config.json.
+    """Returns the family of a raw config.json, or of the text model in it.
 
     Raises:
-        InputError: it has no model_type, or one that is not supported.
+        InputError: it has no model_type, or one that is not supported; or no text model, or fields about it that are not known.
     """
     known = ", ".join(FAMILIES)
     if "model_type" not in raw:
         raise InputError(f"config.json has no 'model_type': expected one of {known}")
     if not isinstance(raw["model_type"], str) or raw["model_type"] not in FAMILIES:
         raise InputError(f"config.json: model_type {quoted(raw['model_type'])} is not supported: expected one of {known}")
-    return FAMILIES[raw["model_type"]]
+    found = FAMILIES[raw["model_type"]]
+    return found.family(raw) if isinstance(found, Wrapped) else found
 
 
 __all__ = ["FAMILIES", "CausalLM", "Family", "family"]

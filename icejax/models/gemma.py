@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.fields import Fields
-from icejax.models.hf_config import IRRELEVANT, NEUTRAL, common_by_type, finish, layer_types
+from icejax.models.hf_config import NEUTRAL, common_by_type, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (
@@ -17,9 +14,6 @@ RENAMED = (
     ("post_self_attn_layernorm", "post_attention_layernorm"),
     ("post_mlp_layernorm", "post_feedforward_layernorm"),
 )
-WITH_IMAGES = (("model.", "language_model.model."), *RENAMED)
-IMAGES = re.compile(r"(vision_tower|multi_modal_projector)\..+")
-OF_IMAGES = {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
 # What transformers takes where a config does not say: those of models with images say little.
 DEFAULTS = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
@@ -55,17 +49,3 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     values |= layer_types(fields, layers, window=window, sliding=slides)
     finish(fields, neutral=ONLY)
     return ModelConfig(**values)
-
-
-def read_with_images(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of the text model of a `gemma3` checkpoint, whose image tower is left out."""
-    return read_config(text_of(raw, "gemma3_text", OF_IMAGES))
-
-
-def text_of(raw: dict[str, Any], model_type: str, of_images: Set[str]) -> dict[str, Any]:
-    """Returns the raw config of the text model in that of a model with images, whose other fields may be `of_images`."""
-    fields = Fields(raw)
-    text, tied = fields.take("text_config", dict), fields.take("tie_word_embeddings", bool, default=True)
-    finish(fields, irrelevant=IRRELEVANT | of_images)
-    whole = {name: raw.get(name) for name in ("dtype", "torch_dtype", "eos_token_id")}
-    return {"model_type": model_type, "tie_word_embeddings": tied, **whole, **text}

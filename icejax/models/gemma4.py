@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,6 @@ RENAMED = (
     ("beside.pre_norm", "pre_feedforward_layernorm_2"),
     ("beside.post_norm", "post_feedforward_layernorm_2"),
 )
-WITH_IMAGES = (("model.", "model.language_model."), *RENAMED)
-IMAGES = re.compile(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+")
-OF_IMAGES = {
-    "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id", "image_token_id",
-    "video_token_id", "vision_config",
-}  # fmt: skip
 ROPE = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
 ONLY = gemma.ONLY | {
     "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_bidirectional_attention": ("vision",),
@@ -89,11 +82,6 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     fields.taken |= early.taken | UNUSED | {"num_experts", "top_k_experts", "moe_intermediate_size"}
     finish(fields, neutral=ONLY)
     return ModelConfig(**values)
-
-
-def read_with_images(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of the text model of a `gemma4` checkpoint, whose towers of images and sound are left out."""
-    return read_config(gemma.text_of(raw, "gemma4_text", OF_IMAGES))
 
 
 def _sliding(layers: int) -> list[int]:
