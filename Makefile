@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 # An environment of its own: where compilers are and no device is, JAX says so at every start, and tests read what commands print.
 AOT := .venv-aot
-# kvpress pins transformers.
+# kvpress pins transformers; the packages of two formats of weights come along.
 KVPRESS := .venv-kvpress
 
 .PHONY: run test test-slow test-aot lint
@@ -37,9 +37,10 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --editable .[dev]
 	touch $@
 
-$(KVPRESS)/installed: pyproject.toml
+$(KVPRESS)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(KVPRESS)
-	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5 torch==2.13.0
+	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5 compressed-tensors==0.20.0 torch==2.13.0
+	$(KVPRESS)/bin/python -m pip install --quiet --no-deps autoawq==0.2.7.post3  # it asks for an old transformers, and one file is read
 	touch $@
 
 $(AOT)/installed: pyproject.toml

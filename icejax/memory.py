@@ -79,6 +79,27 @@ def pinned_limit() -> int:
         raise InputError(f"{PINNED_LIMIT} must be a whole number of GiB, got {text!r}") from None
 
 
+def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -> None:
+    """Raises InputError, which begins with `what` and ends with `advice`, if host memory has no `need` bytes to pin.
+
+    Args:
+        limit: bytes that may be taken; None: what is free.
+    """
+    free = psutil.virtual_memory().available
+    if need > (free if limit is None else min(free, limit)):
+        there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
+        raise InputError(f"{what} {need / 2**30:.1f} GiB of host memory and {there}: {advice}")
+    if platform() != "gpu":
+        return
+    most, held = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
+    if need + held > most:  # experts may be there beside a cache
+        beside = f" beside {held / 2**30:.1f} that are taken" if held else ""
+        raise InputError(
+            f"{what} {need / 2**30:.1f} GiB of pinned memory{beside} and XLA takes at most {most / 2**30:.0f}: "
+            f"set {PINNED_LIMIT}={(need + held) // 2**30 + 8} before JAX starts"
+        )
+
+
 def check_limit(limit: int | None) -> int | None:
     """Returns the bytes of host memory that a cache may take, None for what is free; InputError for what is no such number."""
     return None if limit is None else whole("host_memory_limit", limit, most=2**63)

@@ -1,4 +1,4 @@
-"""Products with codes are those with the dequantised matrix; a model keeps its codes but on a CPU."""
+"""Products with codes are those with the dequantised matrix, and a model keeps its codes."""
 
 import dataclasses
 import logging
@@ -15,32 +15,39 @@ from icejax import memory
 from icejax.cache import Full
 from icejax.checkpoint import load_model
 from icejax.diagnose import not_finite
-from icejax.ops.quantized import MOST_ROWS, Grouped, product
+from icejax.ops import quantized
+from icejax.ops.quantized import MOST_ROWS, Grouped, at_once, by_blocks, rows
 from tests import families, quantised, tolerances
 from tests.run import all_logits, greedy, jitted
 
-KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "bits": ml_dtypes.bfloat16}
 
 
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("group", [32, 96])
+@pytest.mark.parametrize("form", [at_once, by_blocks])
+@pytest.mark.parametrize("group, zero", [(32, True), (96, False)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch, tokens", [(1, 1), (MOST_ROWS, 1), (1, MOST_ROWS + 1)])
-def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, batch, tokens):
+@pytest.mark.parametrize("tokens", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, form, monkeypatch):
+    """By blocks of 16 rows of which the last two share some."""
+    monkeypatch.setattr(quantized, "BLOCK", 16 * 96)
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((batch, tokens, 96)).astype(np.float32)
+    x = rng.standard_normal((tokens, 96)).astype(np.float32)
     shape = (96 // group, 40)
     codes = (rng.standard_normal((*shape, group)) * 3).clip(-8, 7).astype(KINDS[kind])
     scale = rng.uniform(0.01, 0.1, shape).astype(np.float32)
     offset = rng.integers(-8, 8, shape).astype(np.int8)
-    grouped = Grouped(jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(offset) if zero else None)
+    stored = codes.view(np.uint16) if kind == "bits" else codes
+    grouped = Grouped(jnp.asarray(stored), jnp.asarray(scale), jnp.asarray(offset) if zero else None)
     matrix = (codes.astype(np.float64) - offset[..., None] * zero) * scale[..., None]
-    expected = np.einsum("bti,oi->bto", x.astype(np.float64), np.concatenate(list(matrix), axis=-1))
-    found = np.asarray(jitted(product, jnp.asarray(x), grouped))
+    matrix = np.concatenate(list(matrix), axis=-1)
+    expected = x.astype(np.float64) @ matrix.T
+    found = np.asarray(jitted(form, jnp.asarray(x), grouped))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
-    half = np.asarray(jitted(product, jnp.asarray(x, "bfloat16"), grouped))  # scales and sums stay fp32
+    half = np.asarray(jitted(form, jnp.asarray(x, "bfloat16"), grouped))  # scales and sums stay fp32
     assert np.abs(half - expected).max() < 2.0**-7 * np.abs(expected).max() + 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
+    ids = np.array([[3, 0], [39, 3]])
+    np.testing.assert_allclose(jitted(rows, grouped, ids, dtype="float32"), matrix[ids], rtol=0, atol=tolerances.LOGITS)
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +74,20 @@ def folder(tmp_path_factory):
         ("nvfp4", "int8", False),
     ],
 )
-def test_matrices_stay_codes_but_on_a_cpu(folder, monkeypatch, caplog, name, kind, zero):
+def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
+    """On a CPU in wider dtypes, which hold the same numbers."""
     path = folder(name)
-    plain = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
-    monkeypatch.setattr(memory, "platform", lambda: "gpu")
-    with caplog.at_level(logging.INFO, logger="icejax"):
-        coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
-    assert caplog.messages == [f"of 14 matrices quantised by {quantised.FORMATS[name].config['quant_method']} 14 stay codes"]
-    assert coded.codes.dtype == kind and (coded.zero is not None) == zero
-    found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
-    np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
+    plain = load_model(path, dtype="float32", codes=False).model.layers[1].mlp.down_proj.weight.get_value()
+    for platform, dtype in (("gpu", kind), ("cpu", {"int4": "int8", "float8_e4m3fn": "uint16"}.get(kind, kind))):
+        monkeypatch.setattr(memory, "platform", lambda platform=platform: platform)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="icejax"):
+            coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
+        method = quantised.FORMATS[name].config["quant_method"]
+        assert caplog.messages == [f"of 14 matrices quantised by {method} 14 stay codes"]
+        assert coded.codes.dtype == dtype and (coded.zero is not None) == zero
+        found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
+        np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
@@ -100,7 +111,7 @@ def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
     for number, found in enumerate(np.asarray(stack.weights("float32"))):
         expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
         np.testing.assert_allclose(np.concatenate(list(found), axis=-1), expected, rtol=1e-6, atol=1e-6)
-    expected, found = (greedy(m, Full(), prompts, 3) for m in (load_model(tmp_path, dtype="float32"), coded))
+    expected, found = (greedy(m, Full(), prompts, 3) for m in (load_model(tmp_path, dtype="float32", codes=False), coded))
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
     one = "model.layers.0.mlp.experts.3.down_proj"

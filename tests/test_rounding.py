@@ -7,14 +7,19 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 from safetensors.torch import load_file
 
 from icejax import generation, memory
+from icejax.cache import Full
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.rounding import METHODS
 from icejax.commands import convert, generate
-from tests import families, quantised
+from icejax.models.experts import ExpertStack
+from icejax.ops.quantized import Grouped
+from tests import families, quantised, tolerances
+from tests.run import all_logits
 from tests.test_checkpoint import same_arrays
 
 # The study's relative errors of Gaussian weights, and the largest code.
@@ -59,8 +64,8 @@ def rounded_to(folder, method) -> dict[str, np.ndarray]:
 def test_only_matrices_of_layers_are_rounded(folder, name, caplog):
     plain = load_model(folder, dtype="float32")
     with caplog.at_level(logging.INFO, logger="icejax"):
-        found = load_model(folder, dtype="float32", quantize=name)
-    why = "14 are dequantised as they are read (products with codes are slower on a CPU)"
+        found = load_model(folder, dtype="float32", quantize=name, codes=False)
+    why = "14 are dequantised as they are read (codes=False)"
     assert caplog.messages == [f"of 14 matrices rounded to {name} 0 stay codes, {why}"]
     expected = rounded_to(folder, name)
     keys = load.abstract(plain.config, "float32")[1]
@@ -71,7 +76,7 @@ def test_only_matrices_of_layers_are_rounded(folder, name, caplog):
 
 
 @pytest.mark.parametrize("name, kind", [("int4", "int4"), ("fp8", "float8_e4m3fn"), ("int8", "int8")])
-def test_they_stay_codes_but_on_a_cpu(folder, name, kind, monkeypatch, caplog):
+def test_they_stay_codes(folder, name, kind, monkeypatch, caplog):
     monkeypatch.setattr(memory, "platform", lambda: "gpu")
     with caplog.at_level(logging.INFO, logger="icejax"):
         weight = load_model(folder, quantize=name).model.layers[1].mlp.down_proj.weight.get_value()
@@ -84,11 +89,65 @@ def test_they_stay_codes_but_on_a_cpu(folder, name, kind, monkeypatch, caplog):
 def test_routers_stay_and_experts_are_rounded(tmp_path):
     row = families.row("qwen2_moe-plain")
     families.save(families.build(row, num_hidden_layers=1, hidden_size=128), tmp_path)
-    plain, found = (load_model(tmp_path, dtype="float32", quantize=each).model.layers[0].mlp for each in (None, "int8"))
+    plain, found = (
+        load_model(tmp_path, dtype="float32", quantize=each, codes=False).model.layers[0].mlp for each in (None, "int8")
+    )
     for part in ("gate", "shared_expert_gate"):
         np.testing.assert_array_equal(getattr(plain, part).weight[...], getattr(found, part).weight[...])
     off = found.experts.up_proj.weight[...] - plain.experts.up_proj.weight[...]
     assert 0 < np.linalg.norm(off) < 1.3 * ERROR["int8"] * np.linalg.norm(plain.experts.up_proj.weight[...])
+
+
+def rounded(matrix: np.ndarray, method: str, *, turned: bool) -> np.ndarray:
+    """What a matrix becomes, or each of all experts, whose columns are their last axis but one if they are turned."""
+    if matrix.ndim == 3:
+        return np.stack([rounded(each, method, turned=turned) for each in matrix])
+    return METHODS[method].rounded(matrix.T).weights().T if turned else METHODS[method].rounded(matrix).weights()
+
+
+ONE_TENSOR = (
+    ("gpt_oss-plain", "int8", dict(num_hidden_layers=1)),
+    ("gpt_oss-plain", "int4", dict(head_dim=32)),
+    ("mistral4-plain", "fp8", dict(moe_intermediate_size=128)),
+    ("gemma4_text-experts", "int8", dict(moe_intermediate_size=128)),
+)
+
+
+@pytest.mark.parametrize(
+    "row, name, more", [ONE_TENSOR[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in ONE_TENSOR[1:])]
+)
+def test_experts_in_one_tensor_are_rounded_each_by_itself(row, name, more, tmp_path, caplog):
+    """As codes and as numbers again the model has transformers' logits with those weights, and not those before."""
+    sizes = dict(hidden_size=128, intermediate_size=128) | more
+    theirs = families.build(families.row(row), **sizes)
+    prompt, before = families.tokens(40), {}
+    with torch.no_grad():
+        plain = theirs(torch.tensor([prompt])).logits[0].numpy()
+        families.save(theirs, tmp_path)
+        for key, weight in theirs.named_parameters():
+            if (
+                ".layers." in key
+                and weight.ndim > 1
+                and not key.endswith(("gate.weight", "router.weight", "router.proj.weight", "bias"))
+            ):
+                before[key], turned = weight.numpy().copy(), weight.ndim == 3 and row.startswith("gpt_oss")
+                weight.copy_(torch.tensor(rounded(before[key], name, turned=turned)))
+                off = np.linalg.norm(weight.numpy() - before[key])
+                assert 0 < off < 1.3 * ERROR[name] * np.linalg.norm(before[key])
+        expected = theirs(torch.tensor([prompt])).logits[0].numpy()
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        coded, wide = (load_model(tmp_path, dtype="float32", quantize=name, codes=codes) for codes in (True, False))
+    assert caplog.messages[0].startswith(f"of {len(before)} matrices rounded to {name} ")
+    assert isinstance(experts_of(coded).down_proj.weight.get_value(), Grouped)
+    for ours in (coded, wide):
+        np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+    assert np.abs(plain - expected).max() > 100 * tolerances.LOGITS
+
+
+def experts_of(model) -> ExpertStack:
+    """The experts of a model's last layer."""
+    layer = model.model.layers[-1]
+    return layer.mlp.experts if hasattr(layer.mlp, "experts") else layer.beside.experts
 
 
 def refused(capsys, folder, method) -> str:
@@ -112,8 +171,9 @@ def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     told = f"{tmp_path / 'awq'} is quantised by awq already: leave quantize out, or take what it was made from"
     assert refused(capsys, tmp_path / "awq", "int8") == told
     whole = "(model.layers.1.mlp.experts.down_proj; model.layers.1.mlp.experts.gate_up_proj)"
-    told = f"experts in one tensor cannot be rounded: leave quantize out {whole}"
-    assert refused(capsys, tmp_path / "whole", "int8") == told
+    assert convert.main([str(tmp_path / "whole"), str(tmp_path / "x"), "--quantize", "int8"], name="icejax convert") == 2
+    told = f"no folder holds codes of experts in one tensor: leave --quantize to what loads it {whole}"
+    assert capsys.readouterr().err == f"icejax convert: error: {told}\n" and not (tmp_path / "x").exists()
     start = "groups of 128 columns do not divide all matrices: model.layers.0.mlp.down_proj.weight has 96 columns; "
     told = refused(capsys, tmp_path / "narrow", "int4")
     assert told.startswith(start) and told.endswith(": use int8 or fp8")

@@ -52,7 +52,8 @@ def test_other_dtypes_are_refused_by_name_before_a_tensor_is_read(folder, monkey
 
 def test_an_icejax_folder_of_other_dtypes_is_refused_too(folder):
     stored = load_file(folder / "model.safetensors")
-    orbax.save(folder / "orbax", stored | {KEY: stored[KEY].astype(np.int32)})
+    stored[KEY] = stored[KEY].astype(np.int32)
+    orbax.save(folder / "orbax", {key: (x.shape, "F32") for key, x in stored.items()}, stored.items())
     with pytest.raises(InputError, match=f"{KEY}: dtype I32 is not supported: expected F32, F16, BF16"):
         load_model(folder)
 

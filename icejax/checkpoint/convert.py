@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,11 @@ from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config
 from icejax.checkpoint.rounding import METHODS
-from icejax.checkpoint.tensors import opened
-from icejax.errors import InputError
+from icejax.checkpoint.tensors import Tensors, opened
+from icejax.errors import InputError, listed
 from icejax.folder import claim
 
+About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of tensors, by key
 CONFIG = "config.json"  # by which a checkpoint folder is known
 
 
@@ -29,18 +30,21 @@ def hf_to_orbax(
 ) -> None:
     """Writes the Hugging Face folder (or hub id) `source` as the icejax folder `target`, whole or not at all.
 
+    Tensors are read and written one by one, so that host memory never holds more than two of the largest; that there is room
+    for all is known before the first is read.
+
     Args:
         quantize: int8, fp8 or int4, to which matrices are rounded as `load_model` does: then `target` is in the form of
             compressed-tensors. None: all tensors stay as they are.
 
     Raises:
-        InputError: `source` is not a sound Hugging Face checkpoint, or is not to be rounded, or `target` cannot be written, or
-            exists and `force` is False.
+        InputError: `source` is not a sound Hugging Face checkpoint, or is not to be rounded, as experts in one tensor, or
+            `target` cannot be written, or exists and `force` is False.
     """
     folder = resolve(source)
     if (folder / ORBAX).is_dir():
         raise InputError(f"{folder} is an icejax folder already: expected a Hugging Face folder")
-    _convert(folder, target, lambda part, tensors: orbax.save(part / ORBAX, tensors), quantize, force, progress)
+    _convert(folder, target, lambda part, *tensors: orbax.save(part / ORBAX, *tensors), quantize, force, progress)
 
 
 def orbax_to_hf(
@@ -66,29 +70,38 @@ def orbax_to_hf(
 def _convert(
     folder: Path,
     target: Path,
-    write: Callable[[Path, dict[str, np.ndarray]], None],
+    write: Callable[[Path, About, Iterable[tuple[str, np.ndarray]]], None],
     quantize: str | None,
     force: bool,
     progress: Progress | None,
 ) -> None:
-    """Writes `folder` as `target`; `write` writes tensors into a folder."""
+    """Writes `folder` as `target`; `write` writes tensors, whose shapes and dtypes are known, into a folder one by one."""
     with claim(target, mark=CONFIG, replace=force) as held:
         _check_target(folder, target)
         config = read_config(folder)
         shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
         found = opened(folder, config, shapes, quantize=quantize)
-        tensors: dict[str, np.ndarray] = {}
-        for done, (key, written) in enumerate(zip(found.sources, found.written(), strict=True), start=1):
-            tensors |= written
-            if progress is not None:
-                progress(key, done, len(found.sources))
-        held.check_room(sum(tensor.nbytes for tensor in tensors.values()))
+        if whole := [key for key, source in found.sources.items() if source.method is not None and len(source.shape) == 3]:
+            raise InputError(
+                f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(whole)})"
+            )
+        about = found.about()
+        held.check_room(sum(huggingface.size(*each) for each in about.values()))
         with held.writing() as made:
             copy_companions(folder, made)
             if quantize is not None:
                 raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config()}
                 (made / CONFIG).write_text(json.dumps(raw, indent=2))
-            write(made, tensors)
+            write(made, about, _told(found, len(about), progress))
+
+
+def _told(found: Tensors, count: int, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
+    done = 0
+    for key, tensor in found.written():
+        yield key, tensor
+        del tensor  # or it would be there beside the next one
+        if progress is not None:
+            progress(key, done := done + 1, count)
 
 
 def _check_target(source: Path, target: Path) -> None:

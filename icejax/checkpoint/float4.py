@@ -9,9 +9,17 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from icejax.checkpoint.layouts import Codes, Layout, Part, Shape
+from icejax.checkpoint.layouts import Codes, Layout, Part, Shape, nibbles
 
 FLOAT4, EXPONENTS = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # a number of e2m1, by its bits
+
+
+def doubled(matrix: Codes) -> Codes:
+    """Returns a matrix of e2m1 as int8, its numbers doubled, as `ops.quantized.Grouped` needs it; another as it is."""
+    if matrix.codes.dtype != FLOAT4:
+        return matrix
+    return matrix._replace(codes=TWICE[matrix.codes.view(np.uint8)], scale=matrix.scale * np.float32(0.5))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +61,11 @@ class Mxfp4(Layout):
         return {"blocks": Part(("U8",), ((*grid, 16),)), "scales": Part(("U8",), (grid,))}
 
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
-        count, columns, rows = shape
-        flat = (count * rows, columns)
-        codes = _codes(parts["blocks"].reshape(flat[0], -1))[:, :columns]
-        scale = self.scale(parts["scales"].view(EXPONENTS), flat)
-        return Codes(codes.reshape(count, rows, columns), scale.reshape(count, rows, -1), None)
+        shape = shape[::-1]
+        codes = _codes(parts["blocks"].reshape(shape[0], -1))[:, : shape[1]]
+        return Codes(codes, self.scale(parts["scales"].view(EXPONENTS), shape), None)
 
 
 def _codes(packed: np.ndarray) -> np.ndarray:
     """Returns the numbers of bytes u8[R, C]: float4_e2m1fn[R, 2 C]."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).view(FLOAT4).reshape(len(packed), -1)
+    return nibbles(packed).view(FLOAT4)

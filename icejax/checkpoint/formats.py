@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from icejax import ranges
 from icejax.checkpoint.float4 import Float4, Mxfp4
-from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain
+from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
 from icejax.checkpoint.rounding import Method
 from icejax.errors import InputError, listed, quoted
 from icejax.models.fields import Fields
@@ -48,7 +48,7 @@ COMPRESSED = {
     "float-quantized": ("float", (8,)), "int-quantized": ("int", (8,)), "pack-quantized": ("int", (4, 8)),
     "mxfp4-pack-quantized": ("float", (4,)), "nvfp4-pack-quantized": ("float", (4,)),
 }  # fmt: skip
-Layouts = Callable[[str], Layout | None]  # of a module, by its name; None: its weight is stored as it is
+Layouts = Callable[[Sequence[str]], Layout | None]  # of a module, by its names; None: its weight is stored as it is
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,34 @@ class Source:
     layout: Layout | None = None
     method: Method | None = None
 
-    def read(self, tensors: dict[str, np.ndarray]) -> np.ndarray | Codes:
-        """Returns the parameter from its tensors, as stored or as codes; InputError if these are not sound."""
-        if self.layout is None:
-            return next(iter(tensors.values()))
-        if self.method is not None:
-            return self.method.rounded(next(iter(tensors.values())))
+    def read(self, tensors: dict[str, np.ndarray], *, expert: int | None = None) -> np.ndarray | Codes:
+        """Returns the parameter, or that of one `expert` of those that stand in it, from its tensors, as stored or as codes.
+
+        InputError if these are not sound.
+        """
+        if self.layout is None or self.method is not None:
+            tensor = next(iter(tensors.values()))
+            return tensor if expert is None else tensor[expert]
         prefix = self.layout.prefix(self.key)
+        parts = {key.removeprefix(prefix): tensor if expert is None else tensor[expert] for key, tensor in tensors.items()}
         try:
-            return self.layout.codes(self.shape, {key.removeprefix(prefix): tensor for key, tensor in tensors.items()})
+            return self.layout.codes(self.shape if expert is None else self.shape[1:], parts)
         except InputError as error:
             raise InputError(f"{prefix}{error}: fetch the folder again") from None
 
+    def about(self, stored: dict[str, tuple[Shape, str]]) -> dict[str, tuple[Shape, str]]:
+        """Returns shape and dtype of each tensor that `written` returns, from those of what is `stored`."""
+        if self.method is None:
+            return stored
+        return {f"{self.layout.prefix(self.key)}{name}": each for name, each in self.layout.about(self.shape).items()}
+
     def written(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the tensors of a folder of this form: the same, or those of the codes that they are rounded to."""
+        """Returns the tensors of a folder of this form: the same, or those of their codes, and they are let go."""
         if self.method is None:
             return tensors
         prefix = self.layout.prefix(self.key)
-        return {f"{prefix}{name}": part for name, part in self.layout.stored(self.read(tensors)).items()}
+        codes = self.method.rounded(tensors.pop(self.key))
+        return {f"{prefix}{name}": part for name, part in self.layout.stored(codes).items()}
 
 
 def method(raw: dict[str, Any]) -> str | None:
@@ -104,35 +114,46 @@ def method(raw: dict[str, Any]) -> str | None:
     return name
 
 
-def sources(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, rounding: Method | None = None) -> dict[str, Source]:
+def sources(
+    raw: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    rounding: Method | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Source]:
     """Returns what each parameter of a folder with this raw config.json is read from, by key.
 
     Args:
         rounding: what matrices become that are not quantised yet; None: they stay.
+        names: by which `quantization_config` may mean each of them; None: its key.
 
     Raises:
-        InputError: `quantization_config` is not sound, or says what is not read here; or columns do not make whole groups.
+        InputError: `quantization_config` is not sound, or says what is not read here.
     """
     layouts, found = _layouts(raw if rounding is None else {"quantization_config": rounding.config()}), {}
-    group = rounding.group if rounding is not None else None
     for key, shape in shapes.items():
-        layout = layouts(key.removesuffix(".weight"))
+        layout = layouts([name.removesuffix(".weight") for name in ([key] if names is None else names[key])])
         whole = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
-        if layout is not None and (whole or len(shape) != layout.axes):
+        if whole or (layout is not None and len(shape) not in ((2, 3) if rounding is not None else (layout.axes,))):
             layout = None
         parts = {key: Part(FLOATS, (shape,))}
         if layout is not None and rounding is None:  # a part that is a parameter of its own, as a bias may be, is that alone
             stored = {f"{layout.prefix(key)}{part}": value for part, value in layout.parts(shape).items()}
             parts = {part: value for part, value in stored.items() if part == key or part not in shapes}
         found[key] = Source(key, shape, parts, layout, rounding if layout is not None else None)
-    if cut := [f"{key} has {x.shape[1]} columns" for key, x in found.items() if x.layout and group and x.shape[1] % group]:
-        raise InputError(f"groups of {group} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
     return found
+
+
+def check_groups(sources: Mapping[str, Source], columns: Mapping[str, int]) -> None:
+    """Raises InputError for matrices to be rounded whose columns, by key, make no whole groups."""
+    groups = {key: source.method.group or 1 for key, source in sources.items() if source.method is not None}
+    if cut := [f"{key} has {columns[key]} columns" for key, group in groups.items() if columns[key] % group]:
+        raise InputError(f"groups of {max(groups.values())} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
 
 
 def _layouts(raw: dict[str, Any]) -> Layouts:
     if (name := method(raw)) is None:
-        return lambda module: None
+        return lambda names: None
     fields = Fields(raw["quantization_config"], SOURCE)
     layouts = METHODS[name](fields)
     finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
@@ -163,7 +184,7 @@ def _gptq(fields: Fields) -> Layouts:
 
 def _mxfp4(fields: Fields) -> Layouts:
     left, layout = _names(fields, "modules_to_not_convert"), Mxfp4()
-    return lambda module: None if any(fnmatchcase(f".{module}.", f"*.{name}.*") for name in left) else layout
+    return lambda names: None if any(fnmatchcase(f".{x}.", f"*.{name}.*") for x in names for name in left) else layout
 
 
 def _compressed(fields: Fields) -> Layouts:
@@ -182,10 +203,10 @@ def _compressed(fields: Fields) -> Layouts:
         if weights is not None:
             groups.append((targets, _compressed_layout(stored, Fields(weights, f"{group.source}.weights"))))
 
-    def layout(module: str) -> Layout | None:
-        if _named(module, ignored):
+    def layout(names: Sequence[str]) -> Layout | None:
+        if _named(names, ignored):
             return None
-        return next((layout for targets, layout in groups if "Linear" in targets or _named(module, targets)), None)
+        return next((layout for targets, layout in groups if "Linear" in targets or _named(names, targets)), None)
 
     return layout
 
@@ -218,12 +239,12 @@ METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": 
 
 def _but(names: tuple[str, ...], layout: Layout) -> Layouts:
     """Returns `layout` for every module but those that a name stands for: a whole part of their own, between dots."""
-    return lambda module: None if any(f".{name}." in f".{module}." for name in names) else layout
+    return lambda modules: None if any(f".{name}." in f".{module}." for module in modules for name in names) else layout
 
 
-def _named(module: str, patterns: Iterable[str]) -> bool:
-    """Says whether a name of compressed-tensors stands for a module: its own, or a regular expression behind `re:`."""
-    return any(re.match(p[3:], module) if p.startswith("re:") else p == module for p in patterns)
+def _named(names: Sequence[str], patterns: Iterable[str]) -> bool:
+    """Says whether a name of compressed-tensors is one of a module's, or a regular expression behind `re:` that fits one."""
+    return any(re.match(p[3:], name) if p.startswith("re:") else p == name for name in names for p in patterns)
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401 (numpy knows bfloat16 and fp8 by it)
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from icejax import jsontext
 from icejax.errors import InputError, listed, quoted
@@ -94,20 +93,56 @@ def _open(file: Path):
         raise InputError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
 
 
-def write(folder: Path, tensors: dict[str, np.ndarray], *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes `tensors` in shards of at most `shard_bytes` with an index, or one file."""
-    groups: list[dict[str, np.ndarray]] = [{}]
-    for key in sorted(tensors):
-        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensors[key].nbytes > shard_bytes:
-            groups.append({})
-        groups[-1][key] = tensors[key]
+def size(shape: tuple[int, ...], dtype: str) -> int:
+    """Returns the bytes of a tensor of one of DTYPES."""
+    return math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+
+
+def write(
+    folder: Path,
+    about: Mapping[str, tuple[tuple[int, ...], str]],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes tensors one by one, in any order, into shards of at most `shard_bytes` with an index, or one file.
+
+    Args:
+        about: shape and dtype of each, by key.
+    """
+    sizes = {key: size(*each) for key, each in about.items()}
+    groups: list[list[str]] = [[]]
+    for key in sorted(about):
+        if groups[-1] and sum(sizes[each] for each in groups[-1]) + sizes[key] > shard_bytes:
+            groups.append([])
+        groups[-1].append(key)
     single = len(groups) == 1
     names = ["model.safetensors" if single else f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    places: dict[str, tuple[Path, int]] = {}
     for name, group in zip(names, groups, strict=True):
-        save_file(group, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # it comes readable by its owner alone
+        places |= _begin(folder / name, {key: about[key] for key in group})
+    for key, tensor in tensors:
+        assert (tensor.shape, tensor.dtype) == (about[key][0], DTYPES[about[key][1]])
+        file, at = places[key]
+        with file.open("r+b") as stream:
+            stream.seek(at)
+            stream.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        del tensor  # or it would be there beside the next one
     if not single:
-        total = sum(t.nbytes for t in tensors.values())
         weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _begin(file: Path, about: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, tuple[Path, int]]:
+    """Writes the header of a file, and returns where each tensor is to stand: wide dtypes first, so all are aligned."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in sorted(about, key=lambda key: (-size((), about[key][1]), key)):
+        (shape, dtype), at = about[key], end
+        end += size(shape, dtype)
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    return {key: (file, 8 + len(text) + header[key]["data_offsets"][0]) for key in about}

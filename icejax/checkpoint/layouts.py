@@ -76,7 +76,7 @@ class Layout(abc.ABC):
 
     Attributes:
         block: rows and columns of the matrix that share a scale; None: all there are.
-        axes: of a parameter that stands so.
+        axes: of a parameter that stands so; 3 of the matrices of all experts, whose tensors are theirs one behind another.
     """
 
     block: tuple[int | None, int | None]
@@ -93,6 +93,11 @@ class Layout(abc.ABC):
     @abc.abstractmethod
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
         """Returns the matrix from its tensors; InputError for what their shapes do not tell."""
+
+    def about(self, shape: Shape) -> dict[str, tuple[Shape, str]]:
+        """Returns shape and dtype of the tensors that `stored` of Plain and Packed makes of a matrix of `shape`."""
+        needed = {name: part for name, part in self.parts(shape).items() if part.needed}
+        return {name: (part.shapes[0], "BF16" if part.dtypes == FLOATS else part.dtypes[0]) for name, part in needed.items()}
 
     def grid(self, shape: Shape) -> tuple[int, int]:
         """Returns how many blocks the matrix has, down and across."""
@@ -246,22 +251,30 @@ class Gptq(Layout):
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Returns the numbers of `bits` bits, 4 or 8, in words i32[..., W], the lowest first: u8[..., 32 / bits W]."""
     each = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    if bits == 4:
-        each = np.stack([each & 15, each >> 4], axis=-1)
-    return each.reshape(*words.shape[:-1], -1)
+    return nibbles(each) if bits == 4 else each.copy()
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns the numbers of four bits in bytes u8[..., C], the lower of each first: u8[..., 2 C]."""
+    numbers = np.empty((*packed.shape, 2), np.uint8)
+    np.bitwise_and(packed, 15, out=numbers[..., 0])
+    np.right_shift(packed, 4, out=numbers[..., 1])
+    return numbers.reshape(*packed.shape[:-1], -1)
 
 
 def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Returns the words i32[R, W] of numbers u8[R, C], as `unpack` reads them; what the last one has too many is 0."""
-    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
+    if missing := -numbers.shape[1] % (32 // bits):
+        numbers = np.pad(numbers, ((0, 0), (0, missing)))
     if bits == 4:
-        padded = padded[:, ::2] | padded[:, 1::2] << 4
-    return np.ascontiguousarray(padded).view("<i4")
+        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return np.ascontiguousarray(numbers).view("<i4")
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Returns codes less half of how many there are, as int8: codes and zero points both, so weights are the same."""
-    return (codes - np.uint8(2 ** (bits - 1))).view(np.int8)
+    """Makes codes less by half of how many there are, as int8: codes and zero points both, so weights are the same."""
+    codes -= np.uint8(2 ** (bits - 1))
+    return codes.view(np.int8)
 
 
 def _words(count: int, bits: int) -> int:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from icejax import memory
+from icejax.cache.fetch import Reader, fetch_backend
 from icejax.checkpoint import huggingface
-from icejax.checkpoint.float4 import FLOAT4
 from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.formats import HEAD
 from icejax.checkpoint.layouts import Codes
-from icejax.checkpoint.tensors import Tensors, opened
+from icejax.checkpoint.tensors import Tensors, opened, stored_in
 from icejax.config import ModelConfig
 from icejax.errors import InputError
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
 from icejax.models.latent import BY_HEAD
+from icejax.ops.hosted import hosted, table_bytes
 from icejax.ops.quantized import Grouped
+from icejax.ranges import whole
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
-TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # a number of e2m1, by its bits
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
@@ -34,7 +36,11 @@ Progress = Callable[[str, int, int], None]  # key just done, how many done, how 
 def read_config(folder: Path) -> ModelConfig:
     """Returns the config of a checkpoint folder; InputError for a field that is missing, unknown or unsupported."""
     raw = huggingface.read_json(folder / "config.json")
-    config = family(raw).read_config(raw)
+    of = family(raw)
+    config = of.read_config(raw)
+    # What text models in others say of their heads is not to be trusted: transformers looks for one, too.
+    if len(of.forms) > 1 and config.tie_word_embeddings and any(key.endswith(HEAD) for key, _ in stored_in(folder)):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
     generation = folder / "generation_config.json"
     if generation.exists():
         more = Fields(huggingface.read_json(generation), generation.name).token_ids("eos_token_id")
@@ -55,19 +61,23 @@ def load_model(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
-    codes: bool | None = None,
+    codes: bool = True,
+    experts_on_host: int | bool | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder, an icejax folder or a hub id, on the default device.
 
-    Tensors go one by one to `dtype` and the device, so host memory holds little beside the model itself.
+    Tensors go one by one to `dtype` and the device. Beside the weights that are kept in it, host memory never holds more than
+    two of the largest tensor. A stored tensor counts, and one of the model's: there those of all experts are
+    one, and a code of four bits takes a byte. While codes are unpacked it may be five bytes a number of a matrix.
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on CPU, whose bf16 products are slow, else the checkpoint's.
         quantize: int8, fp8 or int4, to which the matrices of layers are rounded as they are read: int4 in groups of 128
             columns, the others by rows. Embedding, norms, routers and head stay as they are. None: nothing is rounded.
-        codes: whether quantised matrices stay codes, instead of becoming `dtype`; None: unless on CPU, where products with
-            codes are slower.
+        codes: whether quantised matrices stay codes, and on a CPU those in bfloat16 their bits, instead of arrays of `dtype`.
+        experts_on_host: how many experts of each layer are on the device, while all of them are in host memory; True: half.
+            Prefill brings each layer's in turn, a decode step those that its tokens take. None: all are on the device.
         progress: called after every tensor.
 
     Raises:
@@ -78,44 +88,61 @@ def load_model(
     dtype = dtype or ("float32" if memory.platform() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    resident = _resident(config, experts_on_host)
+    reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype)
     found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
-    keep = memory.platform() != "cpu" if codes is None else codes
-    coded = (stack for name, stack in found.stacks.items() if keep and not name.endswith(BY_HEAD) and found.alike(stack))
-    kept = {key for stack in coded for key in stack.keys}
-    why = "of experts in several forms, or taken head by head" if keep else "products with codes are slower on a CPU"
-    _tell(found, kept, why=why)
+    kept = {key for key, stack in found.stacks.items() if codes and not key.endswith(BY_HEAD) and found.alike(stack)}
+    _tell(found, kept)
 
-    leaves = []
-    for done, (key, stack) in enumerate(found.stacks.items(), start=1):
-        tensor = stack.join(map(found.read, stack.keys), codes=stack.keys[0] in kept)
-        leaves.append(_grouped(tensor) if isinstance(tensor, Codes) else _to_device(tensor, parameters[key].dtype))
-        del tensor  # or it would be there beside the next one
+    leaves, dtypes = {}, {key: leaf.dtype for key, leaf in parameters.items()}
+    experts = [key for key in parameters if resident and of_experts(key)]
+    on_cpu = memory.platform() == "cpu"
+    for key, tensor in found.parameters(dtypes, kept=kept, on_cpu=on_cpu):  # enumerate would hold one while the next is read
+        leaf = _to_device(tensor)
+        del tensor  # or it would be there beside the next one,
+        gc.collect(0)  # as JAX holds what has arrived until a collection
+        if key in experts:
+            if not any(other in leaves for other in experts):
+                need = table_bytes(leaf) * len(experts)
+                memory.check_room("experts need", need, advice="use fewer bits, as by --quantize int4")
+            leaf = jax.block_until_ready(hosted(leaf, resident=resident, read=reader))
+        leaves[key] = leaf
+        del leaf
         if progress is not None:
-            progress(key, done, len(parameters))
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            progress(key, len(leaves), len(parameters))
+    return nnx.merge(graph, jax.tree.unflatten(tree, [leaves[key] for key in parameters]))
 
 
-def _tell(found: Tensors, kept: set[str], *, why: str) -> None:
+def _resident(config: ModelConfig, asked: int | bool | None) -> int | None:
+    """Returns how many experts of each layer are on the device; None: all."""
+    if asked is None or asked is False:
+        return None
+    if config.experts is None:
+        raise InputError(f"experts_on_host needs a model with experts, and this {config.model_type} has none: leave it out")
+    if config.experts.count == 1:
+        raise InputError("experts_on_host needs a model with several experts, and this one has 1: leave it out")
+    return config.experts.count // 2 if asked is True else whole("experts_on_host", asked, most=config.experts.count - 1)
+
+
+def of_experts(key: str) -> bool:
+    """Says whether a parameter is a matrix of all experts of a layer."""
+    return key.endswith(".weight") and ".experts." in key
+
+
+def _tell(found: Tensors, kept: set[str]) -> None:
     """Tells how many quantised matrices stay codes, and why the others do not."""
     coded = {key for key, source in found.sources.items() if source.layout is not None}
     if found.quantised is not None:
+        kept = {each for key in kept for each in found.stacks[key].keys}
         others = len(coded - kept)
+        why = "of experts in several forms, or taken head by head" if kept else "codes=False"
         rest = f", {others} are dequantised as they are read ({why})" if others else ""
         LOG.info("of %d matrices %s %d stay codes%s", len(coded), found.quantised, len(coded & kept), rest)
 
 
-def _grouped(matrix: Codes) -> Grouped:
-    if matrix.codes.dtype == FLOAT4 and matrix.codes.ndim == 2:  # or XLA:GPU would make a copy of it in a wider dtype
-        matrix = matrix._replace(codes=TWICE[matrix.codes.view(np.uint8)], scale=matrix.scale * np.float32(0.5))
-    codes = matrix.codes.reshape(*matrix.scale.shape, -1).swapaxes(-3, -2)
-    return Grouped(
-        codes=_to_device(codes, jnp.dtype("int4") if matrix.bits == 4 else codes.dtype),
-        scale=_to_device(matrix.scale.swapaxes(-2, -1), matrix.scale.dtype),
-        zero=None if matrix.zero is None else _to_device(matrix.zero.swapaxes(-2, -1), matrix.zero.dtype),
-    )
-
-
-def _to_device(tensor: np.ndarray, dtype: np.dtype) -> jax.Array:
+def _to_device(tensor: np.ndarray | Codes) -> jax.Array | Grouped:
+    if isinstance(tensor, Codes):
+        return Grouped(*(None if x is None else _to_device(x) for x in (tensor.codes, tensor.scale, tensor.zero)))
     # Waited for, so that one tensor at a time is on its way: each is there twice until it has arrived.
-    return jax.block_until_ready(jax.device_put(tensor.astype(dtype, copy=False)))
+    return jax.block_until_ready(jax.device_put(tensor))

@@ -5,20 +5,64 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from icejax.checkpoint import huggingface
 from icejax.errors import InputError
 
 
-def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes `tensors` in their own dtypes to the new folder `path`."""
-    with _to_the_end(), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), tensors)
+class _Later:
+    """Stands for a tensor that is there when its turn comes."""
+
+
+class _ByTurns(ocp.type_handlers.NumpyHandler):
+    """Writes tensors as arrays are written, each to its end before the next is there, but small ones together.
+
+    A write has a file and an index of its own, which takes longer than a small tensor does: `most` bytes are written together.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, np.ndarray]], most: int) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+        self._tensors, self._most = tensors, most
+
+    async def serialize(
+        self,
+        values: Sequence[_Later],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> list[ocp.future.Future]:
+        places = {info.name: (info, how) for info, how in zip(infos, args, strict=True)}
+        some: dict[str, np.ndarray] = {}
+        for key, tensor in self._tensors:
+            if sum(each.nbytes for each in some.values()) + tensor.nbytes > self._most:
+                await self._write(some, places)
+                some = {}
+            some[key] = tensor
+            del tensor  # or it would be there beside the next one
+        await self._write(some, places)
+        return []
+
+    async def _write(self, some: dict[str, np.ndarray], places: dict[str, tuple]) -> None:
+        infos, args = zip(*(places[key] for key in some), strict=True)
+        for each in await super().serialize(list(some.values()), infos, args):
+            each.result()
+
+
+def save(path: Path, about: Mapping[str, tuple[tuple[int, ...], str]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Writes tensors one by one, in any order and in their own dtypes, to the new folder `path`.
+
+    Args:
+        about: shape and dtype of each, as safetensors names it, by key.
+    """
+    most = max(huggingface.size(*each) for each in about.values())
+    registry = ocp.type_handlers.create_type_handler_registry((_Later, _ByTurns(tensors, most)))
+    with _to_the_end(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        checkpointer.save(path.absolute(), {key: _Later() for key in about})
 
 
 @contextlib.contextmanager

@@ -47,10 +47,9 @@ class Method(NamedTuple):
 
     def rounded(self, matrix: np.ndarray) -> Codes:
         """Returns the codes of a matrix; scales are bf16 numbers, as they stand in a folder."""
-        codes, scale = _rounded(matrix, dtype=self.dtype, group=self.group)
-        wide = np.asarray(codes).reshape(matrix.shape)
-        bits = 4 if self.dtype == "int4" else 8
-        return Codes(wide.astype(np.int8) if bits == 4 else wide, np.asarray(scale, np.float32), None, bits)
+        # Of a copy, or on a CPU JAX would hold the matrix longer than is needed.
+        codes, scale = _rounded(jnp.array(matrix), dtype=self.dtype, group=self.group)
+        return Codes(np.asarray(codes), np.asarray(scale, np.float32), None, 4 if self.dtype == "int4" else 8)
 
 
 METHODS = {
@@ -64,4 +63,4 @@ METHODS = {
 def _rounded(matrix: jax.Array, *, dtype: str, group: int | None) -> tuple[jax.Array, jax.Array]:
     groups = matrix.reshape(len(matrix), -1, group or matrix.shape[1])
     codes, scale = quantize(groups, dtype, axis=-1, scale_dtype="bfloat16")
-    return codes, scale[..., 0]
+    return codes.reshape(matrix.shape).astype("int8" if dtype == "int4" else dtype), scale[..., 0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
+from icejax.checkpoint.float4 import doubled
 from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.narrow import for_cpu
+from icejax.checkpoint.rounding import Method
 from icejax.models import Family
 
 
@@ -17,39 +20,72 @@ class Stack:
     """Where a parameter stands in a Hugging Face folder.
 
     Attributes:
-        keys: its tensors; of a matrix of all experts one an expert, in order.
+        keys: its tensors; of a matrix of all experts one an expert, in order, or one that holds all.
         shape: of each of them.
-        stacked: whether they are stacked; else there is one.
-        part: what the parameter is of each of them, by axis; (): all of it.
-        turned: whether they are [E, I, O], and the parameter, as codes are, [E, O, I].
+        experts: how many it is of; 0: of none, and there is one tensor.
+        whole: whether one tensor holds all experts.
+        rows: which of each matrix are its own; None: all.
+        turned: whether each matrix is [I, O] there.
     """
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
-    stacked: bool
-    part: tuple[slice, ...] = ()
+    experts: int = 0
+    whole: bool = False
+    rows: slice | None = None
     turned: bool = False
 
-    def join(self, tensors: Iterable[np.ndarray | Codes], *, codes: bool) -> np.ndarray | Codes:
-        """Returns the parameter of its tensors, of which one at a time exists beside it.
+    @property
+    def columns(self) -> int:
+        """How many columns its matrices have."""
+        return self.shape[-2 if self.turned else -1]
 
-        `codes` says that codes, which then are of one form, stay such.
+    def join(
+        self,
+        matrices: Iterable[np.ndarray | Codes],
+        *,
+        dtype: np.dtype,
+        codes: bool,
+        on_cpu: bool,
+        method: Method | None = None,
+    ) -> np.ndarray | Codes:
+        """Returns the parameter of its tensors, or of the matrices in the one of all experts, of which one is there at a time.
+
+        Args:
+            dtype: of what is no codes.
+            codes: whether codes, which then are of one form, stay such: contiguous, as `ops.quantized.Grouped` has them.
+            on_cpu: whether with `codes` narrow numbers take the forms that a CPU needs.
+            method: that its matrices are rounded by; None: they are not.
         """
-        tensors = (self._own(tensor, codes) for tensor in tensors)
-        first = next(tensors)
-        if not self.stacked:
-            return first
-        whole = [np.empty((len(self.keys), *x.shape), x.dtype) for x in _arrays(first)]
-        for i, tensor in enumerate(itertools.chain([first], tensors)):
-            for all_of_them, own in zip(whole, _arrays(tensor), strict=True):
-                all_of_them[i] = own
-        return _like(first, whole)
+        made: list[np.ndarray] = []
+        for i, matrix in enumerate(matrices):
+            own = self._own(matrix, dtype, codes, method)
+            own = for_cpu(own) if codes and on_cpu else own
+            if not self.experts:
+                return own
+            made = made or [np.empty((self.experts, *x.shape), x.dtype) for x in _arrays(own)]
+            for of_all, x in zip(made, _arrays(own), strict=True):
+                of_all[i] = x
+        return _like(own, made)
 
-    def _own(self, tensor: np.ndarray | Codes, codes: bool) -> np.ndarray | Codes:
-        if self.turned and not isinstance(tensor, Codes):
-            tensor = tensor.swapaxes(1, 2)
-        tensor = _like(tensor, [np.ascontiguousarray(x[self.part]) for x in _arrays(tensor)])
-        return tensor.weights() if isinstance(tensor, Codes) and not codes else tensor
+    def _own(self, matrix: np.ndarray | Codes, dtype: np.dtype, codes: bool, method: Method | None) -> np.ndarray | Codes:
+        if self.turned and not isinstance(matrix, Codes):
+            matrix = matrix.T
+        if self.rows is not None:
+            matrix = _like(matrix, [x[self.rows] for x in _arrays(matrix)])
+        if method is not None:
+            matrix = method.rounded(matrix)
+        if isinstance(matrix, Codes) and codes:
+            return _grouped(matrix if self.experts else doubled(matrix))
+        return np.asarray(matrix.weights() if isinstance(matrix, Codes) else matrix, dtype, order="C")
+
+
+def _grouped(matrix: Codes) -> Codes:
+    """Returns a matrix with its groups first, in the dtypes that a device has: codes [G, O, g], scale and zero [G, O]."""
+    codes = matrix.codes.reshape(*matrix.scale.shape, -1).swapaxes(0, 1)
+    by_group = [np.ascontiguousarray(x.T) for x in _arrays(matrix)[1:]]
+    dtype = ml_dtypes.int4 if matrix.bits == 4 else codes.dtype
+    return _like(matrix, [np.asarray(codes, dtype, order="C"), *by_group])
 
 
 def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
@@ -62,8 +98,8 @@ def _like(tensor: np.ndarray | Codes, arrays: list[np.ndarray]) -> np.ndarray | 
     return tensor._replace(**dict(zip(Codes._fields, arrays, strict=False))) if isinstance(tensor, Codes) else arrays[0]
 
 
-def stacks(shapes: dict[str, tuple[int, ...]], family: Family) -> dict[str, Stack]:
-    """Returns where each parameter, of these shapes by key, stands in a folder of a family."""
+def stacks(shapes: dict[str, tuple[int, ...]], family: Family, form: tuple[tuple[str, str], ...] = ()) -> dict[str, Stack]:
+    """Returns where each parameter, of these shapes by key, stands in a folder of a family, in one of its forms."""
     whole = any(key.startswith("experts.") for key in family.fused)
     together: dict[str, tuple[str, tuple[str, ...]]] = {}
     for key, names in family.fused.items():
@@ -71,25 +107,25 @@ def stacks(shapes: dict[str, tuple[int, ...]], family: Family) -> dict[str, Stac
         together |= {f"{module}.{name}": (stored, names) for name in names}
 
     def theirs(key: str) -> str:
-        for own, their in family.renamed:
+        for own, their in (*form, *family.renamed):
             key = key.replace(own, their)
         return key
 
     def stack(key: str, shape: tuple[int, ...]) -> Stack:
         module, name, kind = ("", *key.split("."))[-3:]
-        path, axis, part = key.removesuffix(f"{name}.{kind}"), int(module == "experts"), ()
+        path, count, own = key.removesuffix(f"{name}.{kind}"), shape[0] if module == "experts" else 0, None
         stored, names = together.get(f"{module}.{name}", (name, (name,)))
+        shape = shape[1:] if count else shape
         if len(names) > 1:
-            rows, at = [shapes[f"{path}{each}.{kind}"][axis] for each in names], names.index(name)
+            rows, at = [shapes[f"{path}{each}.{kind}"][int(count > 0)] for each in names], names.index(name)
             own = slice(at, None, len(names)) if family.turned else slice(sum(rows[:at]), sum(rows[: at + 1]))
-            part, shape = (slice(None),) * axis + (own,), (*shape[:axis], sum(rows), *shape[axis + 1 :])
-        if axis and not whole:
-            keys = tuple(theirs(f"{path}{i}.{stored}.{kind}") for i in range(shape[0]))
-            return Stack(keys, tuple(shape[1:]), True)
-        if not axis:
-            return Stack((theirs(f"{path}{stored}.{kind}"),), tuple(shape), False, part)
-        turned = family.turned and kind == "weight"
-        suffix = "" if kind == "weight" else f"_{kind}"
-        return Stack((theirs(f"{path}{stored}{suffix}"),), (shape[0], *shape[:0:-1]) if turned else shape, False, part, turned)
+            shape = (sum(rows), *shape[1:])
+        if not count:
+            return Stack((theirs(f"{path}{stored}.{kind}"),), shape, rows=own)
+        if not whole:
+            return Stack(tuple(theirs(f"{path}{i}.{stored}.{kind}") for i in range(count)), shape, count, rows=own)
+        turned, suffix = family.turned and kind == "weight", "" if kind == "weight" else f"_{kind}"
+        shape = (count, *(shape[::-1] if turned else shape))
+        return Stack((theirs(f"{path}{stored}{suffix}"),), shape, count, whole, own, turned)
 
     return {key: stack(key, tuple(shape)) for key, shape in shapes.items()}

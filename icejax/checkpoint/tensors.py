@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +59,30 @@ class Tensors:
         """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
         return self.sources[key].read(self._parts(key))
 
+    def parameters(
+        self, dtypes: Mapping[str, np.dtype], *, kept: Set[str], on_cpu: bool
+    ) -> Iterator[tuple[str, np.ndarray | Codes]]:
+        """Yields every parameter with its key, in `dtypes`, or as codes if it is of `kept`; reads every tensor once.
+
+        `on_cpu` says that narrow numbers of `kept` take the forms that a CPU needs.
+        """
+        together: dict[tuple[str, ...], list[str]] = {}
+        for key, stack in self.stacks.items():
+            together.setdefault(stack.keys, []).append(key)
+        for keys, made in together.items():
+            source, parts = self.sources[keys[0]], {}
+            if self.stacks[made[0]].whole or len(made) > 1:
+                parts = self._parts(keys[0])
+            for key in made:
+                stack = self.stacks[key]
+                if stack.whole:
+                    matrices = (source.read(parts, expert=i) for i in range(stack.experts))
+                else:
+                    matrices = [source.read(parts)] if parts else map(self.read, keys)
+                how = dict(dtype=dtypes[key], codes=key in kept, on_cpu=on_cpu, method=source.method)
+                yield key, stack.join(matrices, **how)
+            del parts, matrices  # or they would be there beside the next ones
+
     def alike(self, stack: Stack) -> bool:
         """Says whether all tensors of a parameter are of one form: no codes, or codes in one layout with the same parts."""
         return len(set(map(self._form, stack.keys))) == 1
@@ -70,9 +94,16 @@ class Tensors:
             return None
         return layout, *(part.removeprefix(layout.prefix(key)) for part in self.sources[key].parts if part in self.stored)
 
-    def written(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields what a folder with the same parameters holds, some tensors at a time, one time a source."""
-        return (source.written(self._parts(key)) for key, source in self.sources.items())
+    def about(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns shape and dtype, as safetensors names it, of each tensor that `written` yields."""
+        stored = {key: (tensor.shape, tensor.dtype) for key, tensor in self.stored.items()}
+        found = (each.about({part: stored[part] for part in each.parts if part in stored}) for each in self.sources.values())
+        return {key: each for some in found for key, each in some.items()}
+
+    def written(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields what a folder with the same parameters holds, with its keys; those of one parameter at a time are there."""
+        for key, source in self.sources.items():
+            yield from source.written(self._parts(key)).items()
 
     def _parts(self, key: str) -> dict[str, np.ndarray]:
         return {part: self.stored[part].read() for part in self.sources[key].parts if part in self.stored}
@@ -87,22 +118,25 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 
     Raises:
         InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; or matrices
-            that are to be rounded are codes already, of all experts, or of columns that make no whole groups.
+            that are to be rounded are codes already, or of columns that make no whole groups.
     """
     raw = huggingface.read_json(folder / "config.json")
     of, method = family(raw), formats.method(raw)
-    ignored, made_of = of.ignored_keys(raw), stacks(shapes, of)
+    ignored, there = of.ignored_keys(raw), list(stored_in(folder))
+    forms, keys = [stacks(shapes, of, form) for form in of.forms], {key for key, _ in there}
+    made_of = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
     each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
     if quantize is not None:
         ranges.one_of("quantize", quantize, tuple(METHODS))
         if method is not None:
             raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
-        if whole := [key for key, shape in each.items() if len(shape) == 3]:
-            raise InputError(f"experts in one tensor cannot be rounded: leave quantize out ({listed(whole)})")
-    sources = formats.sources(raw, each, rounding=METHODS.get(quantize))
+    by_form = [[key for stack in form.values() for key in stack.keys] for form in (made_of, *forms)]
+    names = {key: others for key, *others in zip(*by_form, strict=True)}
+    sources = formats.sources(raw, each, rounding=METHODS.get(quantize), names=names)
+    formats.check_groups(sources, {key: stack.columns for stack in made_of.values() for key in stack.keys})
     expected = {key: part for each in sources.values() for key, part in each.parts.items()}
     faults, stored, passed = [], {}, []
-    for key, tensor in _stored(folder):
+    for key, tensor in there:
         if ignored.fullmatch(key):
             passed.append(key)
             continue
@@ -119,7 +153,7 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
         if len(dtypes) > 1:
             faults.append(f"{each.keys[0]} to {each.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
     if HEAD in stored and HEAD not in expected and not faults:
-        if not np.array_equal(*(stored[key].read() for key in (HEAD, EMBEDDING))):
+        if not all(map(np.array_equal, *(stored[key].read() for key in (HEAD, EMBEDDING)))):  # by rows, or beside a third
             faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
     if faults:
         told = "" if method is None else f" (weights quantised by {method})"
@@ -130,7 +164,7 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     return Tensors(quantised, made_of, sources, stored)
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
+def stored_in(folder: Path) -> Iterator[tuple[str, Stored]]:
     """Yields key and tensor of all that a folder holds, in either form."""
     path = folder / ORBAX
     if path.is_dir():
