@@ -70,13 +70,24 @@ def exact(
     Returns:
         The layer's output, and what `keep` returned.
     """
+    return exact_with_experts(layer, x, lengths, keep)[:2]
+
+
+def exact_with_experts(
+    layer: DecoderLayer,
+    x: Float[Array, "B T D"],
+    lengths: Int[Array, " B"],
+    keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept],
+) -> tuple[Float[Array, "B T D"], Kept, Int[Array, "B T k"] | None]:
+    """Returns what `exact` does, and which experts each token took; None of a layer without experts."""
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
     *heads, expanded = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
         attend = functools.partial(causal, lengths=lengths, window=layer.config.window, scoring=layer.scoring)
         attended = attend(*heads) if expanded is None else _by_groups(attend, expanded)
     kept = keep(*heads, attended)
-    return layer.leave(x, attended, expanded=expanded is not None), kept
+    x, experts = layer.leave(x, attended, expanded=expanded is not None)
+    return x, kept, experts
 
 
 def _by_groups(attend: Callable[..., Attended], expanded: Expanded) -> Attended:

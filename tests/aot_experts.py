@@ -1,7 +1,7 @@
 """Compiles decode steps with experts for a device that is not there: ``python -m tests.aot_experts h100 8`` prints what was made.
 
-Its arguments: the target, the batch size and a model type, `qwen3_moe` unless said. A JSON line for each kind of weights. Needs the
-compilers: ``pip install -e '.[aot]'``.
+Its arguments: the target, the batch size, a model type, `qwen3_moe` unless said, and how many experts of each layer are on the
+device, with all of them in host memory; unless said all are. A JSON line for each kind of weights. Needs the compilers: ``pip install -e '.[aot]'``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import sys
 from flax import nnx
 
 from bench.program import hlo
-from bench.program.compile import compile_for, decode_step, without_devices
+from bench.program.compile import compile_for, decode_step, hosted_shapes, on_host, without_devices
 from bench.program.targets import TARGETS, Target
+from bench.sizes import nbytes
 from icejax import compiler
 from icejax.cache import Full
+from icejax.checkpoint.load import of_experts
 from icejax.models import CausalLM, family
 from tests.aot_quantized import coded
 
@@ -44,7 +46,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def main(name: str, batch: str, model_type: str = "qwen3_moe") -> None:
+def main(name: str, batch: str, model_type: str = "qwen3_moe", resident: str = "") -> None:
     without_devices()
     raw = SIZES | RAW[model_type] | {"model_type": model_type}
     target, config = TARGETS[name], family(raw).read_config(raw)
@@ -52,7 +54,18 @@ def main(name: str, batch: str, model_type: str = "qwen3_moe") -> None:
         model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
         if kind is not None:
             coded(model, *kind, inside=".experts.")
+        if resident:
+            put_on_host(model, int(resident))
         print(json.dumps(dict(kind=kind) | said(model, target, int(batch))), flush=True)
+
+
+def put_on_host(model: CausalLM, resident: int) -> None:
+    """Puts the experts of an abstract model into host memory, and so many of each layer on the device."""
+    state = nnx.state(model)
+    for path, weight in nnx.to_flat_state(state):
+        if of_experts(".".join(map(str, path))):
+            weight.set_value(hosted_shapes(weight.get_value(), resident))
+    nnx.update(model, state)
 
 
 def said(model: CausalLM, target: Target, batch: int) -> dict:
@@ -65,6 +78,7 @@ def said(model: CausalLM, target: Target, batch: int) -> dict:
     fused = {x.calls for x in module.all() if x.opcode == "fusion"}
     made = [x for name, lines in module.computations.items() if name not in fused for x in lines.values()]
     sizes = [array.elements for x in made if x.opcode not in GIVEN for array in x.arrays]
+    tables = {x.shape: x for x in step.arguments[0] if on_host(x)}.values()
     return dict(
         matrix_elements=config.hidden_size * config.experts.size,
         experts=config.experts.count,
@@ -72,6 +86,9 @@ def said(model: CausalLM, target: Target, batch: int) -> dict:
         largest=max(sizes),
         argument_bytes=compiled.memory.argument_size_in_bytes,
         temp_bytes=compiled.memory.temp_size_in_bytes,
+        host_temp_bytes=compiled.memory.host_temp_size_in_bytes,
+        table_bytes=sum(map(nbytes, tables)),
+        table_copies=[y for x in tables for y in hlo.pool_copies(module, x.shape, x.dtype.itemsize)],
     )
 
 

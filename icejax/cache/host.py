@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from icejax import memory
 from icejax.cache.backends import BACKENDS, CHOOSING
 from icejax.cache.page_format import bits_dtype, decode, encode
-from icejax.errors import InputError
 
 EXTENT = 64  # pages
 MISSING = 32  # pages that are fetched at once where others are at hand
@@ -170,19 +168,11 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     bits, platform = bits_dtype(dtype), memory.platform()
     if platform == "gpu":
         shape = _addressable(shape, bits)
-    need, free = int(np.prod(shape)) * bits.itemsize, psutil.virtual_memory().available
-    if need > (free if limit is None else min(free, limit)):
-        there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
-        raise InputError(
-            f"the cache needs {need / 2**30:.1f} GiB of host memory and {there}: "
-            "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
-            "or (not on TPU) --cache-option page_dtype=int8"
-        )
-    if platform == "gpu" and need > (most := memory.pinned_limit()):
-        raise InputError(
-            f"the cache needs {need / 2**30:.1f} GiB of pinned memory and XLA takes at most {most / 2**30:.0f}: "
-            f"set {memory.PINNED_LIMIT}={need // 2**30 + 8} before JAX starts"
-        )
+    advice = (
+        "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
+        "or (not on TPU) --cache-option page_dtype=int8"
+    )
+    memory.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
     if platform == "cpu":  # an array over numpy's own memory could not be written in place later
         return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), memory.HOST), out_shardings=memory.on_host())()
     return jax.device_put(np.zeros(shape, bits), memory.on_host())

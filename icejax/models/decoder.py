@@ -16,8 +16,10 @@ from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertsBeside, ExpertStack, Router
 from icejax.models.latent import Expanded, LatentAttention
 from icejax.models.linear import Linear, norm_of, normalised
-from icejax.ops.attention import EINSUM, Attended, Scoring
+from icejax.ops.attention import Attended, Scoring
 from icejax.ops.gated import ACTIVATIONS
+from icejax.ops.hosted import Hosted
+from icejax.ops.quantized import product, rows
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
@@ -103,13 +105,15 @@ class SparseMLP(nnx.Module):
         if experts.shared_gated:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
+        """Returns what comes of tokens, and which experts each took."""
         tokens = x.reshape(-1, x.shape[-1])
-        out = self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
+        ids, weights = self.gate(tokens)
+        out, ids = self.experts(tokens, ids, weights).reshape(x.shape), ids.reshape(*x.shape[:2], -1)
         if not self.config.shared:
-            return out
+            return out, ids
         shared = self.shared_expert(x)
-        return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared)
+        return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared), ids
 
 
 class Entered(NamedTuple):
@@ -172,10 +176,24 @@ class DecoderLayer(nnx.Module):
         """Returns what the attention block makes of its heads."""
         return self.self_attn.output(heads)
 
-    def leave(self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False) -> Float[Array, "B T D"]:
+    @property
+    def experts(self) -> ExpertStack | None:
+        """Those its tokens choose among."""
+        if self.config.experts is None:
+            return None
+        return (self.beside if self.config.experts.beside else self.mlp).experts
+
+    @property
+    def hosted(self) -> Hosted | None:
+        """Matrices of its experts, if they are in host memory."""
+        return None if self.experts is None else self.experts.hosted
+
+    def leave(
+        self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"] | None]:
         """Returns the layer's output from its input and from what the queries of `enter` attended to.
 
-        `expanded` says that its expanded queries did.
+        Also which experts each token took; None without experts. `expanded` says that its expanded queries attended.
         """
         heads = self.self_attn.beside_sinks(attended) if self.config.sinks else attended.out
         x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
@@ -185,14 +203,17 @@ class DecoderLayer(nnx.Module):
             if chunk == tokens:
                 return self._mlp(x)
             chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
-            return lax.map(self._mlp, chunks).swapaxes(0, 1).reshape(x.shape)
+            made = lax.map(self._mlp, chunks)
+            return jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(batch, tokens, -1), made)
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
-        out = self.mlp(self.post_attention_layernorm(x))
-        if self.config.experts is not None and self.config.experts.beside:
-            out = self.beside(x, out)
+    def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        out, took = self.mlp(self.post_attention_layernorm(x)), None
+        if isinstance(self.mlp, SparseMLP):
+            out, took = out
+        elif self.config.experts is not None:
+            out, took = self.beside(x, out)
         out = x + self.post_mlp_layernorm(out)
-        return out * self.layer_scalar[...][None, None] if self.scaled else out
+        return out * self.layer_scalar[...][None, None] if self.scaled else out, took
 
 
 class Embedding(nnx.Module):
@@ -200,10 +221,10 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, features: int, *, scale: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
-        self.scale = scale
+        self.scale, self.dtype = scale, dtype
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = jnp.take(self.weight[...], tokens, axis=0)
+        x = rows(self.weight.get_value(), tokens, self.dtype)
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
 
 
@@ -239,5 +260,5 @@ class CausalLM(nnx.Module):
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""
         head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        logits, cap = EINSUM("btd,vd->btv", self.model.norm(x), head[...]), self.config.final_logit_softcapping
+        logits, cap = product(self.model.norm(x), head.get_value()), self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)

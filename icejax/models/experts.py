@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, ModelConfig, Routing
 from icejax.models.linear import norm_of, normalised
-from icejax.ops.attention import EINSUM
 from icejax.ops.experts import Stack, mixed
+from icejax.ops.hosted import Hosted
+from icejax.ops.quantized import product
 from icejax.ops.topk import best
 
 
@@ -32,7 +33,7 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """Returns the experts of every token, best first, and their fp32 weights."""
         with jax.named_scope("route"):
-            logits, routing = EINSUM("td,ed->te", x, self.weight[...]), self.routing
+            logits, routing = product(x[None], self.weight.get_value())[0], self.routing
             if routing.biased:
                 logits = logits + self.bias[...].astype(jnp.float32)[None, :]
             scores = jax.nn.softmax(logits, axis=-1) if routing.score == "softmax" else jax.nn.sigmoid(logits)
@@ -55,7 +56,10 @@ def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
 
 
 class Matrices(nnx.Module):
-    """The same matrix of every expert, or codes (`ops.quantized.Grouped`) in their place, and its bias."""
+    """The same matrix of every expert, and its bias.
+
+    Codes (`ops.quantized.Grouped`) may stand in its place, or what is in host memory of either (`ops.hosted.Hosted`).
+    """
 
     def __init__(self, *shape: int, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
@@ -72,9 +76,28 @@ class ExpertStack(nnx.Module):
         self.down_proj = matrices(features, experts.size)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        parts = self.gate_proj, self.up_proj, self.down_proj
-        biases = (part.bias[...] for part in parts if self.form.biased)
-        return mixed(x, Stack(*(part.weight.get_value() for part in parts), *biases), ids, weights, form=self.form)
+        biases = (part.bias[...] for part in self._parts if self.form.biased)
+        return mixed(x, Stack(*(part.weight.get_value() for part in self._parts), *biases), ids, weights, form=self.form)
+
+    @property
+    def _parts(self) -> tuple[Matrices, ...]:
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    @property
+    def hosted(self) -> Hosted | None:
+        """The first matrices, if they are in host memory."""
+        found = self.gate_proj.weight.get_value()
+        return found if isinstance(found, Hosted) else None
+
+    @property
+    def bytes_from_host(self) -> int:
+        """What comes from host memory with an expert; 0 if none is there."""
+        return 0 if self.hosted is None else sum(part.weight.get_value().expert_bytes for part in self._parts)
+
+    def settle(self, whole: ExpertStack, taken: Int[Array, " E"]) -> None:
+        """Puts on the device those experts in host memory that are taken most often; `whole`: the same, all on the device."""
+        for part, every in zip(self._parts, whole._parts, strict=True):
+            part.weight.set_value(part.weight.get_value().settled(every.weight.get_value(), taken))
 
 
 class ExpertsBeside(nnx.Module):
@@ -86,9 +109,12 @@ class ExpertsBeside(nnx.Module):
         self.experts = ExpertStack(features, experts, dtype=dtype)
         self.mlp_norm, self.pre_norm, self.post_norm = (norm_of(config, features, dtype=dtype) for _ in range(3))
 
-    def __call__(self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Returns what comes of a layer's tokens before any norm, and of what its MLP has `made` of them."""
+    def __call__(
+        self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
+        """Returns what comes of a layer's tokens before any norm, and of what its MLP has `made` of them, and their experts."""
         tokens = x.reshape(-1, x.shape[-1])
         asked = normalised(tokens, self.eps).astype(x.dtype) * (self.scale[...] * x.shape[-1] ** -0.5)[None]
-        found = self.experts(self.pre_norm(tokens), *self.router(asked))
-        return self.mlp_norm(made) + self.post_norm(found.reshape(x.shape))
+        ids, weights = self.router(asked)
+        found = self.experts(self.pre_norm(tokens), ids, weights)
+        return self.mlp_norm(made) + self.post_norm(found.reshape(x.shape)), ids.reshape(*x.shape[:2], -1)

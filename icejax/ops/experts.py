@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import ExpertForm
 from icejax.ops.gated import gated
+from icejax.ops.hosted import Hosted, is_hosted
 from icejax.ops.quantized import Grouped, product
+from icejax.ops.topk import inverse
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
 PLAIN = ExpertForm()
@@ -24,11 +26,14 @@ LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
 
 class Stack(NamedTuple):
-    """The weights of all experts, or their codes in the same place, and what is added to products; None: nothing."""
+    """The weights of all experts, or their codes in the same place, and what is added to products; None: nothing.
 
-    gate: jax.Array | Grouped  # dtype[E, F, D]
-    up: jax.Array | Grouped  # dtype[E, F, D]
-    down: jax.Array | Grouped  # dtype[E, D, F]
+    All three matrices of an expert are in host memory, or none is.
+    """
+
+    gate: jax.Array | Grouped | Hosted  # dtype[E, F, D]
+    up: jax.Array | Grouped | Hosted  # dtype[E, F, D]
+    down: jax.Array | Grouped | Hosted  # dtype[E, D, F]
     gate_bias: jax.Array | None = None  # dtype[E, F]
     up_bias: jax.Array | None = None  # dtype[E, F]
     down_bias: jax.Array | None = None  # dtype[E, D]
@@ -38,12 +43,38 @@ def mixed(
     x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T D"]:
     """Returns the sum of what the experts `ids` make of each token, times their fp32 `weights`, in the dtype of `x`."""
-    if len(x) > FEW:
-        parts = in_blocks(x, experts, ids, form=form)
-    else:
-        few, one = (functools.partial(each, form=form) for each in (by_sum, one_by_one))
-        parts = lax.platform_dependent(x, experts, ids, cuda=few, rocm=few, default=one)
+    parts = (_in_two if is_hosted(experts.gate) else _in_one)(x, experts, ids, form)
     return (parts.astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
+
+
+def _in_one(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> jax.Array:
+    """Returns what each expert makes of its token, in the form that is best for so many."""
+    if len(x) > FEW:
+        return in_blocks(x, experts, ids, form=form)
+    few, one = (functools.partial(each, form=form) for each in (by_sum, one_by_one))
+    return lax.platform_dependent(x, experts, ids, cuda=few, rocm=few, default=one)
+
+
+def _in_two(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> jax.Array:
+    """Returns `_in_one` of experts in host memory: what those on the device make, and what those that come from the host do.
+
+    Both make something of every token, and one of it is taken: side by side in one array the resident ones would be copied.
+    """
+    matrices, biases, lead = experts[:3], experts[3:], experts.gate
+    if ids.size < len(lead.slot):  # a place for each pair of a token and an expert, or for each expert
+        asked, wanted, place = ids.reshape(-1), lead.missing(ids).reshape(-1), jnp.minimum(lead.first(ids)[ids], ids.size - 1)
+    else:
+        asked = jnp.arange(len(lead.slot), dtype=jnp.int32)
+        wanted, place = (lead.first(ids) < ids.size) & (lead.slot < 0), ids
+
+    def stack(kept: list[jax.Array | Grouped], numbers: jax.Array) -> Stack:
+        return Stack(*kept, *(None if x is None else x[numbers] for x in biases))
+
+    with jax.named_scope("fetch"):
+        come = stack([x.fetched(asked, wanted) for x in matrices], asked)
+    slot = lead.slot[ids]
+    here = _in_one(x, stack([x.resident for x in matrices], lead.held()), jnp.maximum(slot, 0), form)
+    return jnp.where((slot >= 0)[..., None], here, _in_one(x, come, place, form))
 
 
 def by_sum(
@@ -91,7 +122,7 @@ def in_blocks(
         return lax.dynamic_update_slice_in_dim(out, made, at, axis=0)
 
     out = lax.fori_loop(0, ends[-1], fill, jnp.zeros((pairs + block, x.shape[1]), x.dtype))
-    return out[jnp.argsort(order)].reshape(*ids.shape, -1)
+    return out[inverse(order)].reshape(*ids.shape, -1)
 
 
 def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:

@@ -40,6 +40,14 @@ def ranks(worth: Float[Array, "*R n"]) -> Int[Array, "*R n"]:
     return lax.platform_dependent(worth, cpu=_ranks_sorted, default=_ranks)
 
 
+def inverse(order: Int[Array, "*R n"]) -> Int[Array, "*R n"]:
+    """Returns at which place of its row's `order`, which names each of n once, each stands: without another sort."""
+    flat = order.reshape(-1, order.shape[-1])
+    places = jnp.broadcast_to(jnp.arange(flat.shape[1], dtype=jnp.int32)[None], flat.shape)
+    found = jnp.zeros(flat.shape, jnp.int32).at[jnp.arange(len(flat))[:, None], flat].set(places, unique_indices=True)
+    return found.reshape(order.shape)
+
+
 def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R {size}"]:
     """Returns which of `size` values the indices name."""
     values = jnp.arange(size, dtype=jnp.int32).reshape(*(1,) * (indices.ndim - 1), size, 1)
@@ -73,11 +81,7 @@ def _largest_counted(worth: jax.Array, room: jax.Array) -> jax.Array:
 
 
 def _ranks_sorted(worth: jax.Array) -> jax.Array:
-    flat = worth.reshape(-1, worth.shape[-1])
-    order = jnp.argsort(-flat, axis=-1, stable=True)
-    places = jnp.broadcast_to(jnp.arange(flat.shape[1], dtype=jnp.int32)[None], flat.shape)
-    ranks = jnp.zeros(flat.shape, jnp.int32).at[jnp.arange(len(flat))[:, None], order].set(places, unique_indices=True)
-    return ranks.reshape(worth.shape)
+    return inverse(jnp.argsort(-worth, axis=-1, stable=True))
 
 
 def _ranks(worth: jax.Array) -> jax.Array:
