@@ -33,6 +33,7 @@ from icejax.cache import (
     ShadowKV,
     SnapKV,
     Streaming,
+    Tolerant,
     TopK,
     TopKPages,
     TopP,
@@ -64,7 +65,7 @@ class Row:
 POLICIES = (
     Row("full", Full(), lambda budget: Full()),
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
-    Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8)),
+    Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8), slow=True),
     Row("clustered-no-tail", Clustered(budget=64, tail=False), lambda budget: Clustered(budget=budget, tail=False)),
     Row("clustered-int8", Clustered(budget=64, digest_dtype="int8"), lambda n: Clustered(budget=n, digest_dtype="int8")),
     Row(
@@ -81,6 +82,9 @@ POLICIES = (
         "clustered-no-sinks-compacted",
         Clustered(budget=64, sinks=0, compact_every=32),
         lambda n: Clustered(budget=n, sinks=0, compact_every=32),
+    ),
+    Row(
+        "tolerant", Tolerant(budget=64, tolerance=0.2), lambda n: Tolerant(budget=64, tolerance=1e-12, max_budget=n), slow=True
     ),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),

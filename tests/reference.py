@@ -147,6 +147,29 @@ class Reference:
         q = q.astype(np.float64)
         self.k, self.v = np.vstack([self.k, k]), np.vstack([self.v, v])
         self.window.append(len(self.k) - 1)
+        out, _ = self.look(q, np.asarray([*self.sinks, *self.window], int))
+        self.steps += 1
+        if self.steps % self.policy.page_size == 0:
+            end = len(self.k) - self.policy.window_of.fill  # of the window's oldest page
+            page, self.window = [t for t in self.window if t < end], [t for t in self.window if t >= end]
+            self.pages.append(np.asarray(page, int))
+        if self.policy.compact_every and self.steps % self.policy.compact_every == 0:
+            count = self.policy.compact_every // self.policy.page_size
+            tokens = np.concatenate(self.pages[-count:])
+            keys = np.zeros((self.policy.compact_every, q.shape[-1]))
+            keys[: len(tokens)] = self.k[tokens]
+            packed = pack(keys, np.arange(len(keys)) < len(tokens), self.policy.page_size)
+            self.pages[-count:] = [tokens[page] for page in packed]
+            if self.policy.value_fit:
+                self.fit.add(self.k, self.v, self.pages[-count:])
+        return out
+
+    def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the attention output [G, H] of queries beside tokens that are attended exactly, and `uneven` [G].
+
+        That is how far the weights of tokens not attended exactly are from those they count with: the root of the summed squares,
+        of pages not fetched as expected of normal scores, over the norm of the output.
+        """
         levels = [[self.node(list(page[:, None])) for page in self.pages]]
         while len(levels[-1]) > tree.TOP:
             runs = range(0, len(levels[-1]), tree.FAN_OUT)
@@ -167,35 +190,29 @@ class Reference:
         # Softmax moves the mean key of a node along the query, and with it the mean value.
         rest = [(s, tokens, self.v[tokens].mean(0) + self.moved(q, tokens) @ self.fit.matrix) for s, tokens in rest]
         # Of the tokens fetched the best are attended exactly, the others of a page by their own weight and mean value.
-        resident = np.asarray([*self.sinks, *self.window], int)
         fetched = np.concatenate([np.zeros(0, int), *(nodes[i] for i in best)])
         s = q @ self.k.T / q.shape[-1] ** 0.5
         everything = np.concatenate([s[:, resident], s[:, fetched], *(s[:, None] for s, *_ in rest)], axis=1)
         share = np.exp(s[:, fetched] - everything.max(-1, keepdims=True))
         share /= np.exp(everything - everything.max(-1, keepdims=True)).sum(-1, keepdims=True)
         kept = fetched[np.argsort(-share.sum(0), kind="stable")[: self.policy.budget - len(resident)]]
+        base = np.logaddexp.reduce(everything, axis=1)
+        uneven = sum(np.exp(2 * (x - base)) * self.alone(q, tokens) for x, tokens, _ in rest)
         others = [np.setdiff1d(nodes[i], kept) for i in best] if self.policy.tail else []
         for tokens in filter(len, others):
             total = np.logaddexp.reduce(s[:, tokens], axis=1)
             key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[tokens].mean(0)
+            uneven = uneven + np.square(np.exp(s[:, tokens] - base[:, None])).sum(1) - np.exp(2 * (total - base)) / len(tokens)
             rest.append((total, tokens, self.v[tokens].mean(0) + key @ self.fit.matrix))
         exact = np.concatenate([resident, kept])
         logits = np.concatenate([s[:, exact], *(s[:, None] for s, *_ in rest)], axis=1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         out = weights[:, : len(exact)] @ self.v[exact]
         out += sum(w[:, None] * value for w, (*_, value) in zip(weights[:, len(exact) :].T, rest, strict=True))
-        self.steps += 1
-        if self.steps % self.policy.page_size == 0:
-            end = len(self.k) - self.policy.window_of.fill  # of the window's oldest page
-            page, self.window = [t for t in self.window if t < end], [t for t in self.window if t >= end]
-            self.pages.append(np.asarray(page, int))
-        if self.policy.compact_every and self.steps % self.policy.compact_every == 0:
-            count = self.policy.compact_every // self.policy.page_size
-            tokens = np.concatenate(self.pages[-count:])
-            keys = np.zeros((self.policy.compact_every, q.shape[-1]))
-            keys[: len(tokens)] = self.k[tokens]
-            packed = pack(keys, np.arange(len(keys)) < len(tokens), self.policy.page_size)
-            self.pages[-count:] = [tokens[page] for page in packed]
-            if self.policy.value_fit:
-                self.fit.add(self.k, self.v, self.pages[-count:])
-        return out / weights.sum(-1, keepdims=True)
+        out /= weights.sum(-1, keepdims=True)
+        return out, np.sqrt(np.maximum(uneven, 0)) / np.linalg.norm(out, axis=-1)
+
+    def alone(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns by how much single tokens' shares of a node vary in all, of normal scores, [G]."""
+        wide = np.square(q / q.shape[-1] ** 0.5) @ self.k[tokens[1:] if len(tokens) > 1 else tokens].var(0)
+        return np.minimum(np.expm1(np.minimum(wide, 2 * TAIL_CLAMP)) / len(tokens), 1)

@@ -23,6 +23,7 @@ class Found:
         counts: tokens of each; 0 where there is no page.
         bias: added to the scores that each query head, or all, give its keys: -inf hides the page; None: nothing.
         rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
+        uneven: how far the weights of tokens of the rest are from their means, as `tree.Selection` has it; None: not known.
         from_keys: values from keys, for tokens found that are not attended exactly; None: they count as their mean.
         choice: what followers need to find the same.
     """
@@ -31,6 +32,7 @@ class Found:
     counts: jax.Array  # i32[B, K, M]
     bias: jax.Array | None = None  # f32[B, K, G or 1, M]
     rest: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
+    uneven: jax.Array | None = None  # f32[B, K, G]
     from_keys: FromKeys | None = None
     choice: Any = None
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.blocks import attend_pages
 from icejax.cache.found import Found
+from icejax.cache.host import Fetched
 from icejax.cache.index import PageIndex
 from icejax.cache.page_format import stacked
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
@@ -167,6 +168,14 @@ class Retrieval(CachePolicy):
         near = (*heads.of_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
             found = self.find(heads, state.index, view)
+        attended, found, state = self.look(replace(state, window=window), heads, near, found, view)
+        state = replace(state, ids=jnp.where(found.counts > 0, found.ids, NOTHING))
+        shape = heads.q.shape[:3]
+        attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
+        return Outcome(state, attended, tokens=_counted(mask, found, state.weights), shared=Shared(choice=found.choice))
+
+    def look(self, state: PagedState, heads: Heads, near: Near, found: Found, view: View) -> tuple[Attended, Found, PagedState]:
+        """Returns what the queries of a decoded token attend to, what was looked at for it, and the state with that."""
         with jax.named_scope("fetch"):
             there, pool = found.counts > 0, replace(view.pool, singly=self.by_slot)
             if self.resident:
@@ -174,19 +183,13 @@ class Retrieval(CachePolicy):
             else:
                 pages, fetched = pool.fetch_live(found.ids, there)
         with jax.named_scope("attend"):
-            slots_mask = jnp.arange(self._unit)[None, None, None, :] < found.counts[..., None]  # tokens come first
-            attended, weights = self.attend(heads, near, (*heads.of_planes(pages), slots_mask), found)
-        state = replace(
-            state,
-            window=window,
-            ids=jnp.where(there, found.ids, NOTHING),
-            weights=weights,
-            held=pages if self.resident else state.held,
-            fetched=fetched,
-        )
-        shape = heads.q.shape[:3]
-        attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
-        return Outcome(state, attended, tokens=_counted(mask, found, weights), shared=Shared(choice=found.choice))
+            attended, weights = self.attend(heads, near, self._of_planes(heads, pages, found.counts), found)
+        held = pages if self.resident else state.held
+        return attended, found, replace(state, weights=weights, held=held, fetched=fetched)
+
+    def _of_planes(self, heads: Heads, pages: Fetched, counts: Int[Array, "B K M"]) -> Pages:
+        """Returns keys, values and mask of planes of pages that hold so many tokens."""
+        return *heads.of_planes(pages), jnp.arange(self._unit)[None, None, None, :] < counts[..., None]  # tokens come first
 
     def extend(self, state: PagedState, heads: Heads, view: View) -> Outcome:
         """Appends more text, which attends exactly to all before it: the pages come from the pool block by block."""

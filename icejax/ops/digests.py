@@ -128,11 +128,13 @@ class Scores(NamedTuple):
         choice: estimated log-sum-exp to choose pages by; -inf of an empty one.
         weight: the same to weigh them by, a wide page's bounded.
         lean: how much of s q variance softmax moves the mean key of a page; by the rule `mean` nothing.
+        wide: variance of the scores of a page's keys, bounded; by the rule `mean` nothing.
     """
 
     choice: jax.Array
     weight: jax.Array
     lean: jax.Array | float
+    wide: jax.Array | float
 
 
 def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scoring: Scoring) -> Scores:
@@ -149,7 +151,7 @@ def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-or
     first, outlier = _products(scaled, digests.mean), _products(scaled, digests.outlier)
     if rule == "mean":
         first += (outlier - first) / jnp.maximum(count, 1.0)
-        return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0)
+        return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0, 0.0)
     first, outlier = scoring.capped(first), scoring.capped(outlier)
     slope = scoring.slope(first)
     second = 0.5 * slope**2 * _products(jnp.square(scaled), digests.variance)
@@ -157,7 +159,7 @@ def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-or
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
     bounded = jnp.minimum(second, TAIL_CLAMP)
     lean = slope * jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
-    return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean)
+    return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean, 2 * bounded)
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:

@@ -53,8 +53,11 @@ def attend_paged(
     room: Int[Array, " R"],
     most: int,
     tail: bool,
-) -> tuple[Attended, Float[Array, "R M p"]]:
-    """Returns the attention in fp32, and what the page tokens attended exactly weigh, summed over heads; 0 for the others.
+) -> tuple[Attended, Float[Array, "R M p"], Float[Array, "R G"]]:
+    """Returns the attention in fp32, what the page tokens attended exactly weigh, summed over heads, and how uneven others are.
+
+    That is 0 of tokens that are not attended exactly; of these the summed squares of how far their weights are from the mean
+    of their page's.
 
     Exact are all resident tokens and the `room` page tokens of largest attention weight, summed over the query heads. Every
     other token of a page counts with its exact weight and the mean value of its page's others, and what its keys tell of its
@@ -88,6 +91,7 @@ def attend_paged(
         alike = jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
         apart = paged - exact - alike
         exact += alike
+    uneven = jnp.square(apart / total[..., None]).sum(-1) if tail else jnp.zeros_like(total)
     weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)
     out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
     out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, values_paged.shape[-1]))
@@ -96,7 +100,7 @@ def attend_paged(
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
     exactly = Attended(out, jnp.log(weight) + highest)
-    return Attended(*merge_by_lse(*exactly, *rest)) if tail else exactly, weights
+    return Attended(*merge_by_lse(*exactly, *rest)) if tail else exactly, weights, uneven
 
 
 def _none_waits(*parts):

@@ -31,6 +31,8 @@ class Selection:
         counts: tokens of each.
         tail_out: attention output of everything else, by its digests; of whole keys where digests have no values.
         tail_lse: estimated log-sum-exp of everything else; -inf if there is nothing.
+        tail_uneven: summed squares of how far the weights of its tokens are from the mean of their node, expected of
+            scores that are normal; the weight of all of it is 1.
         path: the nodes opened at every level, highest first, and the pages chosen, as indices of what had come to light.
     """
 
@@ -38,6 +40,7 @@ class Selection:
     counts: jax.Array  # i32[B, K, M]
     tail_out: jax.Array  # f32[B, K, G, Hv]
     tail_lse: jax.Array  # f32[B, K, G]
+    tail_uneven: jax.Array  # f32[B, K, G]
     path: tuple[jax.Array, ...]  # i32[B, K, n]
 
 
@@ -148,8 +151,9 @@ def walk(
     if not tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
-        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, tuple(visited))
-    return Selection(page_ids, counts, *tail_of(q, rest, from_keys, scoring=scoring), tuple(visited))
+        return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, jnp.zeros_like(empty), tuple(visited))
+    out, lse = tail_of(q, rest, from_keys, scoring=scoring)
+    return Selection(page_ids, counts, out, lse, uneven_of(rest, lse), tuple(visited))
 
 
 def tail_of(
@@ -173,6 +177,20 @@ def tail_of(
         moved = sum(spread(w * scores.lean, digests) for w, (scores, digests) in zip(weights, rest, strict=True))
         out += from_keys(moved * scoring.scale * q.astype(jnp.float32))
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
+
+
+def uneven_of(rest: list[tuple[Scores, Digests]], lse: Float[Array, "B K G"]) -> Float[Array, "B K G"]:
+    """Returns `Selection.tail_uneven` of nodes whose log-sum-exp is known.
+
+    Of n tokens with normal scores of variance d^2 the weights, which add up to 1, vary by (exp(d^2) - 1) / n in all.
+    """
+    base = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
+    uneven = jnp.zeros_like(lse)
+    for scores, digests in rest:
+        count = jnp.maximum(digests.count[:, :, None].astype(jnp.float32), 1.0)
+        alone = jnp.minimum(jnp.expm1(scores.wide) / count, 1.0)
+        uneven += (jnp.exp(2 * (scores.weight - base)) * alone).sum(-1)
+    return uneven
 
 
 def _worth(scores: Float[Array, "B K G P"], group: Group, wanted: int) -> Float[Array, "B K P"]:

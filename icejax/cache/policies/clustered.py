@@ -161,16 +161,20 @@ class Clustered(Retrieval):
         return DigestTree(self.digest_dtype, self.value_fit and self.tail and self.score == "second-order")
 
     def find(self, heads: Heads, index: Digested, view: View) -> Found:
+        return self._found(heads, index, view, self.num_fetched(index.levels[0].count.shape[-1]))
+
+    def _found(self, heads: Heads, index: Digested, view: View, fetched: int) -> Found:
+        """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
+        most = self.num_fetched(index.levels[0].count.shape[-1])
         queries = heads.by_group()
         guess = view.guess() if self.prefetch and view.guess is not None else None
         from_keys = self.index.from_keys(index)
-        fetched = self.num_fetched(index.levels[0].count.shape[-1])
         walked = tree.walk(
             queries,
             index.levels,
             scoring=heads.scoring,
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
-            opened=max(self.opened, 2 * -(-fetched // tree.FAN_OUT)),
+            opened=max(self.opened, 2 * -(-most // tree.FAN_OUT)),
             selected=fetched,
             tail=self.tail,
             rule=self.score,
@@ -180,24 +184,30 @@ class Clustered(Retrieval):
             from_keys=from_keys,
         )
         rest = Attended(walked.tail_out[..., : heads.v.shape[-1]], walked.tail_lse)  # of a latent layer whole keys
-        return Found(walked.page_ids, walked.counts, rest=rest, from_keys=from_keys, choice=walked.path)
+        return Found(walked.page_ids, walked.counts, None, rest, walked.tail_uneven, from_keys, walked.path)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
             return super().attend(heads, near, pages, found)
-        attended, weights = attend_paged(
+        return self._attended(heads, near, pages, found, self.budget)[:2]
+
+    def _attended(
+        self, heads: Heads, near: Near, pages: Pages, found: Found, budget: int | Int[Array, "B K"]
+    ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
+        """Returns the same of a budget, and how uneven the weights of page tokens are that are not attended exactly."""
+        attended, weights, uneven = attend_paged(
             joined(heads.by_group()),
             tuple(map(joined, near)),
             tuple(map(joined, pages)),
             tuple(map(joined, found.rest)),
             jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
-            room=joined(self.budget - near[2].sum(-1)),
+            room=joined(budget - near[2].sum(-1)),
             most=self._most_paged,
             tail=self.tail,
         )
-        shape = pages[2].shape
-        return Attended(*(x.reshape(*shape[:2], *x.shape[1:]) for x in attended)), weights.reshape(shape)
+        by_row = jax.tree.map(lambda x: x.reshape(*pages[2].shape[:2], *x.shape[1:]), (attended, weights, uneven))
+        return Attended(*by_row[0]), *by_row[1:]
 
 
 class Follower(Clustered):
