@@ -13,8 +13,14 @@ import numpy as np
 from flax import nnx
 
 import icejax
+from icejax import memory
+from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.narrow import for_cpu
 from icejax.generation import ASSETS
 from icejax.models import CausalLM, family
+from icejax.models.latent import BY_HEAD
+from icejax.ops.quantize import quantize
+from icejax.ops.quantized import Grouped
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
 _PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)
@@ -28,10 +34,33 @@ SHAPES = {
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
+    "llama-2-70b": _LLAMA | dict(
+        vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, tie_word_embeddings=False,
+    ),
+    "codestral-22b": _LLAMA | dict(
+        model_type="mistral", vocab_size=32768, hidden_size=6144, intermediate_size=16384, num_hidden_layers=56,
+        num_attention_heads=48, num_key_value_heads=8, head_dim=128, sliding_window=None, tie_word_embeddings=False,
+    ),
+    "deepseek-r1-distill-qwen-7b": _LLAMA | dict(
+        model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+    ),
     "deepseek-v2-lite": dict(
         model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_hidden_layers=27,
         num_attention_heads=16, max_position_embeddings=2**21, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
+    ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, max_position_embeddings=2**21, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, rope_theta=1e6, tie_word_embeddings=False,
+    ),
+    "deepseek-r1": dict(
+        model_type="deepseek_v3", vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61,
+        num_attention_heads=128, max_position_embeddings=2**21, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4,
+        num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3, tie_word_embeddings=False,
     ),
     "attention": _LLAMA | _PUBLISHED | dict(
         vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=32,
@@ -55,16 +84,41 @@ def model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
         loaded.config = replace(loaded.config, max_position_embeddings=2**21)
         return loaded
     raw = raw_config(name, layers=layers)
-    config = replace(family(raw).read_config(raw), eos_token_ids=())
-    graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
+    config = family(raw).read_config(raw)
+    return drawn(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
+
+
+def drawn(model: CausalLM) -> CausalLM:
+    """Returns a model of shapes with random weights for them, rounded where they are codes; it has no end of a text.
+
+    They stand as those of a checkpoint would on this platform.
+    """
+    graph, state = nnx.split(model)
     noise = jnp.asarray(np.random.default_rng(0).standard_normal(NUMBERS), jnp.float32)
 
-    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+    def draw(path: tuple, x: jax.ShapeDtypeStruct | Grouped) -> jax.Array | Grouped:
+        made, by_head = numbers(x), jax.tree_util.keystr(path[:-1], simple=True, separator=".").endswith(BY_HEAD)
+        return made if memory.platform() != "cpu" or by_head else _on_a_cpu(made)
+
+    def numbers(x: jax.ShapeDtypeStruct | Grouped) -> jax.Array | Grouped:
+        if isinstance(x, Grouped):
+            *_, groups, _, columns = x.codes.shape
+            deviation = jnp.float32((groups * columns) ** -0.5)
+            wide = _repeated(noise, deviation, shape=x.codes.shape, dtype=jnp.dtype("float32"))
+            codes, scale = quantize(wide, x.codes.dtype, axis=-1, scale_dtype="bfloat16")
+            return Grouped(codes, scale[..., 0].astype(x.scale.dtype), None)
         if len(x.shape) == 1:
             return jnp.ones(x.shape, x.dtype)
         return _repeated(noise, jnp.float32(x.shape[1] ** -0.5), shape=x.shape, dtype=x.dtype)
 
-    return nnx.merge(graph, jax.tree.map(draw, state))
+    made = nnx.merge(graph, jax.tree.map_with_path(draw, state, is_leaf=lambda x: isinstance(x, Grouped)))
+    made.config = replace(made.config, eos_token_ids=())
+    return made
+
+
+def _on_a_cpu(x: jax.Array | Grouped) -> jax.Array | Grouped:
+    found = for_cpu(Codes(np.asarray(x.codes), np.asarray(x.scale), None) if isinstance(x, Grouped) else np.asarray(x))
+    return Grouped(jnp.asarray(found.codes), jnp.asarray(found.scale), None) if isinstance(found, Codes) else x
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -41,12 +41,18 @@ def rows(arguments: argparse.Namespace):
     models = {}
     for name in arguments.weights.split(","):
         ranges.one_of("--weights", name, (PLAIN, *METHODS))
-        sizes = dict(dtype=arguments.dtype, layers=arguments.layers, rounding=METHODS.get(name))
+        sizes = dict(
+            dtype=arguments.dtype,
+            layers=arguments.layers,
+            rounding=METHODS.get(name),
+            experts_on_host=arguments.experts_on_host,
+        )
         models[name] = compile.abstract_model(arguments.shape, **sizes)
     every = itertools.product(named, contexts, batches, policies.items(), models.items())
     for target, context, batch, (cache, policy), (weights, model) in every:
         what = dict(target=target.name, shape=arguments.shape, layers=model.config.num_hidden_layers, dtype=arguments.dtype)
         what |= dict(weights=arguments.dtype if weights == PLAIN else weights)
+        what |= {} if arguments.experts_on_host is None else dict(experts_on_host=arguments.experts_on_host)
         what |= dict(context=context, batch=batch, cache=cache, options=options if cache == "clustered" else {}, flags=flags)
         sizes = dict(batch=batch, context=context, new_tokens=arguments.new_tokens, backend=arguments.fetch_backend)
         step = compile.decode_step(model, policy, target, **sizes)
@@ -67,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the shape")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights", default=PLAIN, help=f"comma-separated, of {', '.join((PLAIN, *METHODS))}")
+    parser.add_argument("--experts-on-host", type=int, metavar="N", help="of each layer N experts are on the device")
     parser.add_argument("--context", default="131072", help="tokens, comma-separated (default: %(default)s)")
     parser.add_argument("--batch", default="1", help="comma-separated (default: %(default)s)")
     parser.add_argument("--cache", default="clustered", help="comma-separated, of the cache's names (default: %(default)s)")

@@ -23,15 +23,17 @@ from bench.program.targets import Target
 from icejax import decoding, memory
 from icejax.cache.backends import BACKENDS
 from icejax.cache.extents import extents_for
+from icejax.cache.fetch import ORDER, Reader
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint import formats
-from icejax.checkpoint.load import abstract
+from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.rounding import Method
 from icejax.decoding import DecodeState
 from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
+from icejax.ops.hosted import Hosted, is_hosted, packed
 from icejax.ops.quantized import Grouped
 from icejax.plan import Plan, make_plan
 from icejax.rows import nobody
@@ -79,21 +81,39 @@ def without_devices() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def abstract_model(name: str, *, dtype: str, layers: int | None = None, rounding: Method | None = None) -> CausalLM:
-    """Returns the model of a shape, with shapes for arrays; the matrices that `rounding` takes are codes."""
+def abstract_model(
+    name: str, *, dtype: str, layers: int | None = None, rounding: Method | None = None, experts_on_host: int | None = None
+) -> CausalLM:
+    """Returns the model of a shape, with shapes for arrays; the matrices that `rounding` takes are codes.
+
+    Args:
+        experts_on_host: as of `load_model`; what is to be read by is said by `decode_step`.
+    """
     raw = shapes.raw_config(name, layers=layers)
     graph, leaves, tree = abstract(family(raw).read_config(raw), dtype)
     if rounding is not None:
         found = formats.sources(raw, {key: leaf.shape for key, leaf in leaves.items()}, rounding=rounding)
+        formats.check_groups(found, {key: leaf.shape[-1] for key, leaf in leaves.items()})
         coded = [key for key, source in found.items() if source.layout is not None and not key.endswith(BY_HEAD)]
         leaves |= {key: _codes(leaves[key].shape, rounding) for key in coded}
+    if experts_on_host is not None:
+        leaves |= {key: hosted_shapes(leaf, experts_on_host) for key, leaf in leaves.items() if of_experts(key)}
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves.values()))
 
 
-def _codes(shape: tuple[int, int], rounding: Method) -> Grouped:
-    """Returns the codes of a matrix as they stand on a device, with shapes for arrays."""
-    group = rounding.group or shape[1]
-    grid = (shape[1] // group, shape[0])
+def hosted_shapes(matrices: jax.ShapeDtypeStruct | Grouped, resident: int) -> Hosted:
+    """Returns matrices of experts in host memory, with shapes for arrays."""
+    table, count = jax.eval_shape(packed, matrices), jax.tree.leaves(matrices)[0].shape[0]
+    some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((resident, *x.shape[1:]), x.dtype), matrices)
+    table = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=_pinned())
+    return Hosted(table, some, jax.ShapeDtypeStruct((count,), "int32"), None, Reader(""))
+
+
+def _codes(shape: tuple[int, ...], rounding: Method) -> Grouped:
+    """Returns the codes of a matrix as they stand on a device, or of one of every expert, with shapes for arrays."""
+    *several, rows, columns = shape
+    group = rounding.group or columns
+    grid = (*several, columns // group, rows)
     return Grouped(jax.ShapeDtypeStruct((*grid, group), rounding.dtype), jax.ShapeDtypeStruct(grid, "float32"), None)
 
 
@@ -106,11 +126,19 @@ def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
     """Returns the pool's shape in host memory; None without one."""
     if not plan.pooled:
         return None
-    # Of the shardings only a named one brings its memory into a trace.
-    mesh = jax.sharding.Mesh(np.asarray([memory.device("cpu")]), ("device",))
-    pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=memory.PINNED)
     shape = plan.pool_shape(plan.spec.batch_size * extents_for(plan.pool.pages))
-    return jax.ShapeDtypeStruct(shape, bits_dtype(plan.pool_dtype), sharding=pinned)
+    return jax.ShapeDtypeStruct(shape, bits_dtype(plan.pool_dtype), sharding=_pinned())
+
+
+def on_host(x: jax.ShapeDtypeStruct) -> bool:
+    """Says whether an abstract array is in host memory."""
+    return x.sharding is not None and x.sharding.memory_kind == memory.PINNED
+
+
+def _pinned() -> jax.sharding.NamedSharding:
+    """Returns the sharding of shapes in host memory: only a named one brings its memory into a trace."""
+    mesh = jax.sharding.Mesh(np.asarray([memory.device("cpu")]), ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=memory.PINNED)
 
 
 def decode_step(
@@ -127,13 +155,15 @@ def decode_step(
     if backend is not None and backend not in BACKENDS:
         raise InputError(f"--fetch-backend must be of {', '.join(BACKENDS)}, got {backend!r}{meant(backend, BACKENDS)}")
     graph, weights = nnx.split(model)
+    reader = Reader(backend or ORDER[target.platform][0])
+    weights = jax.tree.map(lambda x: dataclasses.replace(x, read=reader) if is_hosted(x) else x, weights, is_leaf=is_hosted)
     leaves, tree = jax.tree.flatten(weights)
     sizes = dict(batch_size=batch, prompt_tokens=context, new_tokens=new_tokens)
     plan = make_plan(model, policy, platform=target.platform, **sizes)
     if backend is not None and plan.pooled:
         plan = dataclasses.replace(plan, fetch_backend=backend)
     paths = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
-    flat = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    flat = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) for x in leaves]
     program = decoding._programs(graph, tree, plan)[0]
     return Step(plan, program, (flat, abstract_state(plan), abstract_pool(plan)), paths)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bench.program.compile import Step
+from bench.program.compile import Step, on_host
 from bench.program.targets import Target
 from bench.program.work import Work
 from bench.sizes import nbytes
@@ -191,7 +191,8 @@ def floor(target: Target, step: Step) -> dict[str, float]:
     plan, (weights, state, _) = step.plan, step.arguments
     # A table of embeddings that is not the output's too gives one row.
     aside = "embed_tokens" if any("lm_head" in path for path in step.leaves) else None
-    device = sum(nbytes(x) for path, x in zip(step.leaves, weights, strict=True) if not aside or aside not in path)
+    read = (x for path, x in zip(step.leaves, weights, strict=True) if (not aside or aside not in path) and not on_host(x))
+    device = sum(map(nbytes, read))
     pages = 0
     for policy, layer in zip(plan.policies, state.cache.layers, strict=True):
         if not isinstance(policy, Retrieval):

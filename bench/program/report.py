@@ -9,7 +9,7 @@ import jax
 from rich.table import Table
 
 from bench.program import estimate, hlo, thunks, work
-from bench.program.compile import Step, compile_for
+from bench.program.compile import Step, compile_for, on_host
 from bench.program.targets import Target
 from bench.scopes import scope_of
 from bench.sizes import nbytes
@@ -21,7 +21,9 @@ _MODE = "xla_gpu_command_buffer_scheduling_mode"
 def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, Any]:
     """Returns what is counted and estimated of a step; `left_out` and the reason if it does not fit or does not compile."""
     weights, state, pool = step.arguments
-    sizes = dict(weight_bytes=nbytes(weights), state_bytes=nbytes(state), pool_bytes=nbytes(pool))
+    hosted = [x for x in weights if on_host(x)]
+    sizes = dict(weight_bytes=nbytes(weights) - nbytes(hosted), state_bytes=nbytes(state), pool_bytes=nbytes(pool))
+    sizes |= dict(expert_host_bytes=nbytes(hosted)) if hosted else {}
     if (need := sizes["weight_bytes"] + sizes["state_bytes"]) > target.memory:
         have = f"the {target.name} has {target.memory / 2**30:.1f}"
         return sizes | dict(left_out=f"weights and cache take {need / 2**30:.1f} GiB on the device, {have}")
@@ -35,7 +37,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
     some = work.of_gpu(module, listed, scopes) if target.platform == "gpu" else work.of_tpu(module, scopes)
     found, concurrent = work.counts(some), str(options.get(_MODE)).upper() == "CONCURRENT"
     loops = [(x.times, times) for x, times in work.flat(some) if x.kind == "loop" and any(y.kind == "start" for y in x.inner)]
-    memory = made.memory
+    memory, kept = made.memory, {x.shape: x for x in [*hosted, pool] if x is not None}.values()
     return sizes | dict(
         kernels=found.get("kernel", 0),
         launches=work.launches(some) if target.platform == "gpu" else 1,
@@ -53,7 +55,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
         scopes=work.by_scope(some),
         temp_bytes=memory.temp_size_in_bytes,
         host_temp_bytes=memory.host_temp_size_in_bytes,
-        pool_copies=hlo.pool_copies(module, pool.shape, pool.dtype.itemsize) if pool is not None else [],
+        pool_copies=[x for y in kept for x in hlo.pool_copies(module, y.shape, y.dtype.itemsize)],
         concurrent=concurrent,
         ms={
             level: round(estimate.milliseconds(some, rates, concurrent=concurrent), 2)
