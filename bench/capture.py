@@ -20,7 +20,7 @@ class Captured:
     """One layer of one prompt.
 
     Attributes:
-        q: queries f32[Q, N, H] at the answer's positions.
+        q: queries f32[Q, N, H] at the answer's positions, and at those before it that were wished for.
         k, v: keys (after RoPE) and values f32[K, S, H] of all tokens before the answer's first.
         layer: the layer's number.
         guess: the queries by the input of the layer before, as `prefetch` has them; None for the first layer.
@@ -41,12 +41,12 @@ def needle_prompt(rng: np.random.Generator, *, length: int, facts: int) -> tuple
     return list(context.text + asked.text.encode()), list(asked.answer[: task.DIGITS].encode())
 
 
-def capture(model: CausalLM, prompt: list[int], answer: list[int]) -> list[Captured]:
-    """Returns every full-attention layer's queries at the last prompt token and the answer's, and its keys and values."""
+def capture(model: CausalLM, prompt: list[int], answer: list[int], *, last: int = 1) -> list[Captured]:
+    """Returns every full-attention layer's queries at the `last` prompt tokens and the answer's, and its keys and values."""
     length, tokens = len(prompt), prompt + answer[:-1]
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
-    asking, lengths, found = slice(length - 1, len(tokens)), jnp.asarray([len(tokens)]), []
+    asking, lengths, found = slice(length - last, len(tokens)), jnp.asarray([len(tokens)]), []
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
         return *_layer(layer, x, at.before, lengths), None

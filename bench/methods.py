@@ -159,7 +159,9 @@ def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, gu
         weighed = score(q, digests, scoring=scoring)
         weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
         tail_out, tail_lse = tree.tail_of(q, [(weighed, digests)], from_keys, scoring=scoring)
-    return tree.Selection(chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, (chosen,))
+    return tree.Selection(
+        chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, jnp.zeros_like(tail_lse), (chosen,)
+    )
 
 
 @jax.jit(static_argnames=("budget", "tail"))
@@ -172,7 +174,7 @@ def attention(q, k_all, v_all, pages, found: tree.Selection, from_keys=None, *, 
     ]
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
     room = jnp.full(heads, budget - sinks - window)
-    attended, weights = attend_paged(
+    attended, weights, _ = attend_paged(
         q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
         jax.tree.map(lambda x: x[0], from_keys), scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window,
         tail=tail,

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int
 
 from icejax import compiler
 from icejax.cache import host
-from icejax.cache.policy import Heads, KVCache, Lengths, Shared, View
+from icejax.cache.policy import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.ops.hosted import serving
 from icejax.plan import Plan
 from icejax.sampling import Samplings, choose, folded
 from icejax.walk import Place, walk
 
+COUNTS = 7  # numbers that a step brings of each row beside its token
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
 
 
@@ -53,11 +56,13 @@ class Step:
 
     Attributes:
         tokens_and_pages: the chosen tokens or NOT_FINITE, the pages (single slots where the policy finds those) attended to
-            exactly, those brought from the host and those needed, over layers and KV heads: one array, for one transfer.
+            exactly, those brought from the host and those needed, over layers and KV heads, and where experts are in host
+            memory those taken and those brought from it, over layers; a policy's estimate of the step's relative error in
+            millionths, and the tokens attended exactly, means over layers and KV heads: one array, for one transfer.
         logits: of the chosen tokens.
     """
 
-    tokens_and_pages: jax.Array  # i32[4, B]
+    tokens_and_pages: jax.Array  # i32[1 + COUNTS, B]
     logits: jax.Array  # f32[B, V]
 
 
@@ -113,11 +118,28 @@ class Decoding:
         return state, brought, pool
 
 
+def _own(reports: list[Report], batch: int) -> Int[Array, "2 B"]:
+    """Returns what the policies of layers estimate of their errors, in millionths, and tokens attended exactly; 0 of none."""
+    own = [report.own for report in reports if report.own is not None]
+    if not own:
+        return jnp.zeros((2, batch), jnp.int32)
+    scale = jnp.asarray([1e6, 1.0])[:, None]
+    return jnp.clip(jnp.round(sum(own) / len(own) * scale), 0, 1e9).astype(jnp.int32)
+
+
+def _experts(layer: DecoderLayer, taken: jax.Array | None, live: jax.Array) -> Int[Array, "2 B"]:
+    """Returns how many experts rows that are live have taken, and how many of them came from the host."""
+    if layer.hosted is None:
+        return jnp.zeros((2, len(live)), jnp.int32)
+    missing = layer.hosted.missing(taken[:, 0]).sum(1, dtype=jnp.int32)
+    return jnp.stack([jnp.where(live, taken.shape[-1], 0), missing])
+
+
 @functools.lru_cache(maxsize=16)
 def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     @functools.partial(jax.jit, donate_argnums=1, compiler_options=compiler.OPTIONS.get(plan.platform))
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
-        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        model = nnx.merge(graph, serving(jax.tree.unflatten(tree, leaves), ~state.done))
         lengths = state.cache.lengths
         where = lengths.seen[:, None], lengths.seen + 1
 
@@ -126,15 +148,19 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             heads = Heads(*layer.enter(x, *where)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
             view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
             outcome = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
-            return layer.leave(x, outcome.attended), outcome.state, outcome.shared or at.shared
+            x, experts = layer.leave(x, outcome.attended)
+            return x, (outcome.state, _experts(layer, experts, ~state.done)), outcome.shared or at.shared
 
-        outputs, states = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
+        outputs, kept = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
+        states, experts = zip(*kept, strict=True)
         logits = model.logits(outputs[-1])[:, 0]
         cache = KVCache(states, dataclasses.replace(lengths, clock=lengths.clock + 1), state.cache.table)
         state = chosen(logits, dataclasses.replace(state, cache=cache), plan)
         pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
-        pages = sum((plan.policies[i].report(states[i], cache.lengths).found for i in plan.pooled), pages)
-        return state, Step(jnp.concatenate([state.last_tokens[None], pages]), logits)
+        reports = [plan.policies[i].report(states[i], cache.lengths) for i in plan.pooled]
+        pages = sum((report.found for report in reports), pages)
+        own = _own(reports, len(state.last_tokens))
+        return state, Step(jnp.concatenate([state.last_tokens[None], pages, sum(experts), own]), logits)
 
     @jax.jit
     def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
+from icejax.ops.hosted import is_hosted, on_device
 from icejax.plan import ladder
 from icejax.walk import exact, walk
 
@@ -21,16 +23,23 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
 
     Takes a pass over the weights, and, where all of them are finite, another prefill.
     """
-    paths = jax.tree.leaves_with_path(nnx.state(model))
-    weights = {jax.tree_util.keystr(path, simple=True, separator=".").replace(".value", ""): leaf for path, leaf in paths}
+    paths = jax.tree.leaves_with_path(nnx.state(model), is_leaf=is_hosted)
+    weights = {
+        jax.tree_util.keystr(path, simple=True, separator=".").replace(".value", "").replace(".codes", ""): leaf
+        for path, leaf in paths
+    }
     for name in sorted(weights, key=lambda name: name.startswith("lm_head")):  # the head comes last, as it runs
-        if not jnp.isfinite(weights[name]).all():
-            return f"{name} holds {'NaN' if jnp.isnan(weights[name]).any() else 'an infinity'}: fetch the checkpoint again"
+        for part in jax.tree.leaves(on_device(weights[name])):
+            part = lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
+            if not jnp.isfinite(part).all():
+                return f"{name} holds {'NaN' if jnp.isnan(part).any() else 'an infinity'}: fetch the checkpoint again"
     advice = "its weights and its config.json do not fit" if model.dtype == "float32" else "try --dtype float32"
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths = jnp.asarray([len(tokens)], jnp.int32)
-    outputs = walk(model, model.model.embed_tokens(jnp.asarray(padded)), lambda layer, x, _: _output(layer, x, lengths))
+    outputs = walk(
+        model, model.model.embed_tokens(jnp.asarray(padded)), lambda layer, x, _: _output(on_device(layer), x, lengths)
+    )
     for i, (x, _) in enumerate(outputs):
         if not jnp.isfinite(x[:, : len(tokens)]).all():
             return f"the output of layer {i} is not finite in {model.dtype}: {advice}"

@@ -21,6 +21,7 @@ from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import Attended
+from icejax.ops.hosted import on_device
 from icejax.plan import Plan, make_plan
 from icejax.walk import Place, exact, walk
 
@@ -117,7 +118,7 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
         spec = replace(plan.spec_of(at.number), latent=False)  # with a plane for the positions
-        return _layer(layer, x, new, at.shared, policy=plan.policies[at.number], spec=spec)
+        return _layer(on_device(layer), x, new, at.shared, policy=plan.policies[at.number], spec=spec)
 
     positions = {}
     for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):

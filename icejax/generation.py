@@ -31,7 +31,12 @@ MAX_NEW_TOKENS = 256
 
 
 def load(
-    path: str | Path = ASSETS, *, dtype: str | None = None, quantize: str | None = None, progress: Progress | None = None
+    path: str | Path = ASSETS,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    experts_on_host: int | bool | None = None,
+    progress: Progress | None = None,
 ) -> tuple[CausalLM, Any]:
     """Returns the model and the tokenizer of a Hugging Face folder, an icejax folder or a hub id; the bundled ones without.
 
@@ -45,7 +50,8 @@ def load(
     folder = resolve(path)
     read_config(folder)
     tokenizer = load_tokenizer(folder)
-    return load_model(folder, dtype=dtype, quantize=quantize, progress=progress), tokenizer
+    options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=progress)
+    return load_model(folder, **options), tokenizer
 
 
 def stream_generate(

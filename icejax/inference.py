@@ -1,7 +1,7 @@
 """Prompts, and more text behind them: pure array code that knows nothing of text.
 
 Prefill is layer-major: one program runs one layer over the whole prompt, so the device holds the weights, the
-prompt's activations and one layer's keys and values.
+prompt's activations and one layer's keys and values; where experts are in host memory, one layer's experts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import table_for
 from icejax.cache.policy import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.spec import CacheSpec
-from icejax.decoding import DecodeState, Step, chosen, view_of
+from icejax.decoding import COUNTS, DecodeState, Step, chosen, view_of
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention import Attended
+from icejax.ops.hosted import on_device
 from icejax.plan import Plan, ladder
 from icejax.sampling import Sampling, folded, row_keys, row_options
-from icejax.walk import Place, exact, walk
+from icejax.walk import Place, exact_with_experts, walk
 
 
 def prefill(
@@ -42,6 +44,8 @@ def prefill(
     layers: Iterable[tuple[jax.Array, tuple[Any, jax.Array | None]]] | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Runs the prompts and chooses the first new token.
+
+    Of experts in host memory those that the prompts take most often are on the device from now on, in each layer.
 
     Args:
         prompts: token ids, one list per row.
@@ -72,11 +76,15 @@ def prefill(
     states = []
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
-        return _prefill_layer(layer, x, prompt_lengths, at.shared, **sizes)
+        sizes, whole = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number)), on_device(layer)
+        *out, taken = _prefill_layer(whole, x, prompt_lengths, at.shared, **sizes)
+        if layer.hosted is not None:
+            layer.experts.settle(whole.experts, taken)
+        return out
 
     if layers is None:
-        layers = walk(model, _embed(model, jnp.asarray(_padded(prompts, plan.spec))), run)
+        # As in `extend`, and because experts from the host are bound to the device too.
+        layers = walk(model, jax.device_put(_embed(model, jnp.asarray(_padded(prompts, plan.spec))), memory.device()), run)
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
@@ -121,6 +129,7 @@ def extend(
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
         i, pages = at.number, plan.pages(at.number, pool, table)  # of the pool with the pages of the layers before
+        layer = on_device(layer)
         return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, at.shared, policy=plan.policies[i])
 
     for i, (x, (layer_state, pages, filled)) in enumerate(walk(model, first, run)):
@@ -148,7 +157,7 @@ def _extend_layer(
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
     outcome = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
-    return layer.leave(x, outcome.attended), (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
+    return layer.leave(x, outcome.attended)[0], (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
 
 
 @jax.jit
@@ -169,13 +178,20 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         return kept(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
-    x, outcome = exact(layer, x, new, keep)
-    return x, (outcome.state, outcome.pages), outcome.shared or shared
+    x, outcome, experts = exact_with_experts(layer, x, new, keep)
+    taken = None if experts is None else _counted(experts, new, layer.config.experts.count)
+    return x, (outcome.state, outcome.pages), outcome.shared or shared, taken
+
+
+def _counted(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:
+    """Returns how often tokens that are no padding take each expert."""
+    there = jnp.arange(experts.shape[1])[None, :] < lengths[:, None]
+    return jnp.zeros(count, jnp.int32).at[experts].add(there[..., None].astype(jnp.int32))
 
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
     """What a prompt brought: a token, and no pages."""
-    return Step(jnp.pad(state.last_tokens[None], ((0, 3), (0, 0))), logits)
+    return Step(jnp.pad(state.last_tokens[None], ((0, COUNTS), (0, 0))), logits)
 
 
 @jax.jit

@@ -44,6 +44,12 @@ class GenerationResponse:
         pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads;
             single tokens where the policy fetches those.
         hit_rate: share of the pages needed that were on the device already (`Clustered.resident`); None without pages.
+        estimated_error: the cache's own estimate of the relative error of its attention, mean over steps, layers and heads;
+            None of a policy that has none, and before the second token.
+        budget_used: tokens attended exactly, mean over steps, layers and KV heads; None likewise.
+        expert_hit_rate: share of the experts taken by tokens after the first that were on the device already, or came for an
+            earlier row; None unless experts are in host memory.
+        expert_bytes_per_token: bytes of experts that came from there, for each of these tokens; None likewise.
     """
 
     row: int
@@ -67,6 +73,10 @@ class GenerationResponse:
     pages_selected: int
     pages_fetched: int
     hit_rate: float | None
+    estimated_error: float | None
+    budget_used: float | None
+    expert_hit_rate: float | None
+    expert_bytes_per_token: float | None
     fetch_backend: str | None
     device: str
     dtype: str

@@ -17,7 +17,7 @@ from icejax.cache import Clustered, name_of
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
-from icejax.decoding import DecodeState, Decoding, Step
+from icejax.decoding import COUNTS, DecodeState, Decoding, Step
 from icejax.errors import InputError
 from icejax.folder import Claim, claim
 from icejax.generation import MAX_NEW_TOKENS
@@ -289,5 +289,5 @@ class Session:
         )
         none = jnp.zeros(1, jnp.int32)
         state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
-        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * 4), jnp.zeros((1, 1))), pool)
+        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * (1 + COUNTS)), jnp.zeros((1, 1))), pool)
         return session

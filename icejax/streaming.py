@@ -15,7 +15,7 @@ from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
-from icejax.decoding import NOT_FINITE, DecodeState, Decoding, Step
+from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
 from icejax.detokenize import Detokenizer, stop_strings
 from icejax.diagnose import not_finite
 from icejax.errors import InputError
@@ -100,6 +100,10 @@ def stream(
                 pages_selected=int(row.pages[0]),
                 pages_fetched=int(row.pages[1]),
                 hit_rate=float(1 - row.pages[1] / row.pages[2]) if row.pages[2] else None,
+                estimated_error=row.pages[5] / 1e6 / (count - 1) if row.pages[6] else None,
+                budget_used=row.pages[6] / (count - 1) if row.pages[6] else None,
+                expert_hit_rate=float(1 - row.pages[4] / row.pages[3]) if row.pages[3] else None,
+                expert_bytes_per_token=still["expert_bytes"] * int(row.pages[4]) / (count - 1) if row.pages[3] else None,
                 **still["fields"],
             )
         if first and any(row.finish_reason is None for row in rows):
@@ -125,7 +129,8 @@ class Row:
     ) -> None:
         self.tokenizer, self.prompt, self.number = tokenizer, tuple(prompt), number
         self.tokens: list[int] = []
-        self.pages = np.zeros(3, np.int64)  # attended to exactly, brought from the host, needed
+        # Attended to exactly, brought from the host, needed; experts taken and brought; the error and tokens attended exactly.
+        self.pages = np.zeros(COUNTS, np.int64)
         self.finish_reason: str | None = None
         self._text = Detokenizer(tokenizer, stop)
         self._eos, self._limit = eos, limit
@@ -164,4 +169,6 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
         dtype=model.dtype,
     )
     specs = map(plan.spec_of, range(config.num_hidden_layers))
-    return dict(fields=fields, token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item)
+    token_bytes = sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item
+    expert_bytes = max(0 if layer.experts is None else layer.experts.bytes_from_host for layer in model.model.layers)
+    return dict(fields=fields, token_bytes=token_bytes, expert_bytes=expert_bytes)

@@ -17,6 +17,7 @@ from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
+from icejax.ops.hosted import on_device
 from icejax.plan import Plan, make_plan
 from icejax.walk import Place, walk
 from tests import tolerances
@@ -36,7 +37,8 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
     new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return inference._prefill_layer(layer, x, new, None, policy=plan.policies[at.number], spec=plan.spec_of(at.number))
+        sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
+        return inference._prefill_layer(on_device(layer), x, new, None, **sizes)[:3]
 
     *_, (x, _) = walk(model, inference._embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]

@@ -115,9 +115,8 @@ def test_the_kernel_copies_single_slots_of_rows_that_go_on(on_gpu, planes):
     assert count.tolist() == [2, 0] and not np.stack(found)[:, 1].any()
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"resident": True, "page_dtype": "int8"}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"resident": True, "page_dtype": "int8"}], ids=str)
 def test_a_text_is_the_same(request, bundled, options):
     """One row ends before the other; a page leaves the window."""
     model, tokenizer = bundled

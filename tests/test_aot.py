@@ -33,6 +33,7 @@ OTHERS += [(target, "insert", backend, "4") for target, backend in HERE]
 GRAPHS = (
     "--context 131072 --batch 1,4,8",
     "--context 131072 --batch 1,4,8 --cache-option resident=true",
+    "--context 131072 --batch 1,4 --cache tolerant",
     "--context 131072 --cache full",
     "--context 32768 --batch 4,8 --cache full",
 )
@@ -121,6 +122,27 @@ def test_a_step_copies_no_experts(family, kinds, target, batch):
     for found in coded:
         bits = 4 if found["kind"][0] in ("int4", "float4_e2m1fn") else 8
         assert found["argument_bytes"] < plain["argument_bytes"] * (bits + 2) / 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_step_brings_experts_from_the_host_and_copies_no_table(family, target, batch):
+    for found in said(target, "tests.aot_experts", target, str(batch), family, "64"):
+        assert found["table_bytes"] and not found["table_copies"], found["kind"]
+        brought = batch * found["chosen"] * found["matrix_elements"]
+        # The bits that come of three matrices, those as numbers of the model's dtype, and little else.
+        assert found["temp_bytes"] < 3 * 5 * brought and found["host_temp_bytes"] < found["table_bytes"] / 10, found
+
+
+@pytest.mark.slow
+def test_the_step_with_experts_in_host_memory_is_one_graph():
+    line = "--shape qwen3-30b-a3b --layers 2 --weights plain,int4 --experts-on-host 64 --cache full,clustered --context 4096"
+    for row in said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
+        assert (row["launches"], row["graph_launches"], row["blocking"]) == (1, 1, 0) and not row["pool_copies"]
+        expert = row["expert_host_bytes"] / (2 * 128)
+        assert 2 * 8 * expert <= row["bus_bytes"] < 2 * 8 * expert * 1.1 + 2**20
 
 
 @pytest.mark.slow

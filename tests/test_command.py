@@ -24,7 +24,7 @@ from icejax.response import GenerationResponse
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(
     """text token_ids logprobs prompt_tokens new_tokens finish_reason ttft_s compile_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
-    digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched hit_rate fetch_backend device dtype""".split()
+    digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched hit_rate estimated_error budget_used expert_hit_rate expert_bytes_per_token fetch_backend device dtype""".split()
 )
 
 
@@ -146,6 +146,9 @@ BAD = {
     "no chat template": (["--prompt", "x", "--chat"], "the tokenizer has no chat template: choose a model that has one, or give icejax.generate the prompt as it is (without --chat)"),
     "small budget": (["--prompt", "x", "--budget", "30"], "budget must hold 5 sinks, a window of 21 and a page of 16: at least 42, got 30"),
     "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
+    "tolerance of nothing": (["--prompt", "x", "--tolerance", "0"], "tolerance must be a number above 0 and at most 1000, got 0.0"),
+    "tolerance of another cache": (["--prompt", "x", "--tolerance", "0.1", "--cache", "full"], "cache 'full' has no option 'tolerance': it has none"),
+    "largest budget alone": (["--prompt", "x", "--max-budget", "512"], "cache 'clustered' has no option 'max_budget'"),
     "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),
     "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of adakv, arkvale, clustered"),
     "score": (["--cache-option", "score=best", *SHORT], "score must be one of second-order, mean, got 'best'"),

@@ -15,6 +15,7 @@ from icejax import session as module
 from icejax.cache import Full
 from icejax.commands import generate as command
 from icejax.conversation import addition, with_one_end
+from icejax.decoding import COUNTS
 from icejax.generation import ASSETS
 from icejax.session import Session
 from tests import chat_templates
@@ -76,7 +77,7 @@ class Scripted:
         for i, token in enumerate(ids):
             if i < len(ids) - self.leaves:
                 self.cache.append(token)
-            text = rows[0].take(token, np.zeros(3, int))
+            text = rows[0].take(token, np.zeros(COUNTS, int))
             yield SimpleNamespace(token_ids=(token,), text=text)
             if rows[0].finish_reason is not None:
                 return

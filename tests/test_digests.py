@@ -36,7 +36,7 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found, _ = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
+    chosen_by, found, *_ = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):

@@ -173,9 +173,13 @@ def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set
     assert os.environ[memory.PINNED_LIMIT] == "150"
     monkeypatch.setenv(memory.PINNED_LIMIT, "3")
     memory.raise_pinned_limit()
+    held = jax.device_put(np.zeros(2**28, np.uint8), memory.on_host())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(InputError, match=r"needs 4\.0 GiB of pinned memory and XLA takes at most 3: set XLA_PJRT_GPU_HOST"):
-        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+    for taken, said in (([], ""), ([held], r" beside 0\.2 that are taken")):
+        monkeypatch.setattr(jax, "live_arrays", lambda taken=taken: taken)
+        wanted = rf"needs 4\.0 GiB of pinned memory{said} and XLA takes at most 3: set {memory.PINNED_LIMIT}=12 before"
+        with pytest.raises(InputError, match=wanted):
+            host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     monkeypatch.setenv(memory.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")

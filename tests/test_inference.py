@@ -87,7 +87,7 @@ def test_the_same_input_gives_the_same_bits(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_finds_the_bundled_answer(dtype):
     """Pages travel as bit patterns; the answer is that of fp32."""
     model, tokenizer = icejax.load(dtype=dtype)

@@ -64,7 +64,7 @@ BY_DEFAULT = ("clustered", "snapkv")
         pytest.param(policy, (KEYS, VALUES), False, id=f"narrow-{name}", marks=() if name in BY_DEFAULT else pytest.mark.slow)
         for name, policy in (BOTH | APART).items()
     ]
-    + [pytest.param(ALL, (VALUES, KEYS), False, id="wide-clustered")],
+    + [pytest.param(ALL, (VALUES, KEYS), False, id="wide-clustered", marks=pytest.mark.slow)],
 )
 def test_a_budget_for_all_tokens_equals_float64(policy, sizes, latent):
     heads = text(sizes, latent=latent)

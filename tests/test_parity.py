@@ -15,6 +15,7 @@ from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted
 
 LENGTHS = (7, 150)
+DYNAMIC = pytest.param("llama-dynamic", marks=pytest.mark.slow)
 BFLOAT16 = ("gemma3_text-plain", "gemma4_text-experts", "gpt_oss-plain", "glm4-plain", "olmo3-plain", "phi3-long")
 
 
@@ -60,7 +61,7 @@ def test_greedy_text_equals_transformers(row, tmp_path):
     np.testing.assert_array_equal(greedy(ours, Full(), [prompt], 64)[0][0], expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-dynamic", "mistral-window", "qwen3-layer-types"])
+@pytest.mark.parametrize("name", ["llama-gqa", DYNAMIC, "mistral-window", "qwen3-layer-types"])
 @pytest.mark.parametrize("policy", [Full(), Clustered(budget=512)], ids=["full", "clustered"])
 def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
     theirs = families.build(families.row(name))
@@ -78,7 +79,7 @@ def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
     np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=tolerances.LOGITS)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-dynamic", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama-gqa", DYNAMIC, "mistral-window"])
 @pytest.mark.parametrize("policy", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
 def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
     ours = families.load(families.build(families.row(name)), tmp_path)

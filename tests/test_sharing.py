@@ -30,15 +30,8 @@ def model(tmp_path_factory):
     return families.load(built, tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(dict(reuse=3), marks=pytest.mark.slow),
-        pytest.param(dict(prefetch=True), marks=pytest.mark.slow),
-        dict(reuse=2, prefetch=True, resident=True),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(reuse=3), dict(prefetch=True), dict(reuse=2, prefetch=True, resident=True)], ids=str)
 def test_room_for_all_tokens_is_still_the_full_cache(model, options):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 80)

@@ -96,7 +96,7 @@ def _behind(layer: DecoderLayer, x: jax.Array, heads, attended: Attended, seen: 
         return jax.lax.dynamic_update_slice(old, y.astype(old.dtype), (0, seen[0], *(0,) * (old.ndim - 2)))
 
     heads = tuple(put(old, y) for old, y in zip(heads, (own.q, own.k, own.v), strict=True))
-    return layer.leave(x, mine), (heads, Attended(*(put(old, y) for old, y in zip(attended, mine, strict=True))))
+    return layer.leave(x, mine)[0], (heads, Attended(*(put(old, y) for old, y in zip(attended, mine, strict=True))))
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))

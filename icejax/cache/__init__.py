@@ -27,6 +27,7 @@ from icejax.cache.policies.rocketkv import RocketKV
 from icejax.cache.policies.shadowkv import ShadowKV
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.cache.policies.streaming import Streaming
+from icejax.cache.policies.tolerant import Tolerant
 from icejax.cache.policies.topk import TopK
 from icejax.cache.policies.topk_pages import TopKPages
 from icejax.cache.policies.topp import TopP
@@ -60,6 +61,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "shadowkv": ShadowKV,
     "snapkv": SnapKV,
     "streaming": Streaming,
+    "tolerant": Tolerant,
     "topk": TopK,
     "topk-pages": TopKPages,
     "topp": TopP,

@@ -17,7 +17,8 @@ from icejax.errors import InputError, meant, quoted
 def described(name: str) -> dict[str, str]:
     """Returns the options of the policy `name`, and of each what its docstring says and its default."""
     policy = POLICIES[name]
-    told = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(policy).partition("Attributes:\n")[2], re.MULTILINE)
+    docs = "\n".join((inspect.cleandoc(kind.__doc__ or "")).partition("Attributes:\n")[2] for kind in policy.__mro__[::-1])
+    told = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", docs, re.MULTILINE)
     texts = {option: " ".join(text.split()) for option, text in told}
     return {
         field.name: f"{texts.get(field.name, '').rstrip('.')} (default: {str(field.default).lower()})"
@@ -25,7 +26,7 @@ def described(name: str) -> dict[str, str]:
     }
 
 
-def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
+def make_policy(name: str, options: dict[str, str | int | float]) -> CachePolicy:
     """Returns the policy `name` with `options`, text or numbers; InputError that lists the valid names or options."""
     entry = named(name)
     if entry is None:
@@ -40,9 +41,9 @@ def make_policy(name: str, options: dict[str, str | int]) -> CachePolicy:
     return policy(**values)
 
 
-def cache_options(texts: Sequence[str], **named: int | None) -> dict[str, str | int]:
+def cache_options(texts: Sequence[str], **named: int | float | None) -> dict[str, str | int | float]:
     """Returns the options of KEY=VALUE texts, and those named ones that are given."""
-    options: dict[str, str | int] = {}
+    options: dict[str, str | int | float] = {}
     for text in texts:
         key, sign, value = text.partition("=")
         if not sign:
@@ -51,7 +52,7 @@ def cache_options(texts: Sequence[str], **named: int | None) -> dict[str, str | 
     return options | {key: value for key, value in named.items() if value is not None}
 
 
-def _parse(key: str, value: str | int, kind: Any) -> Any:
+def _parse(key: str, value: str | int | float, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         return value  # the policy knows which there are
     choices = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)

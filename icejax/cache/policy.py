@@ -163,7 +163,9 @@ class Outcome:
     tokens: jax.Array | None = None  # f32[2, B]
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots"])
+@functools.partial(
+    jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots", "own"]
+)
 @dataclass(frozen=True)
 class Report:
     """What a layer's state says of the newest step, and of itself.
@@ -174,12 +176,14 @@ class Report:
         slots: tokens that stand on the device, over KV heads, i32[B].
         allocated: slots that there are for them in each row, over KV heads.
         digest_bytes: bytes of the state that describe tokens and are no keys or values.
+        own: the estimate of the step's relative error, and tokens attended exactly, means over KV heads; None: no estimate.
     """
 
     found: jax.Array | None
     slots: jax.Array
     allocated: int
     digest_bytes: int
+    own: jax.Array | None = None  # f32[2, B]
 
 
 class CachePolicy(abc.ABC):

@@ -201,6 +201,9 @@ class Chat:
             table.add_row("first token", f"{last.ttft_s:.2f} s, {last.compile_s:.2f} s of them compiling")
             if last.decode_tps is not None:
                 table.add_row("tokens per second", f"{last.decode_tps:.1f}")
+            if last.expert_hit_rate is not None:
+                brought = f"{last.expert_bytes_per_token / 2**20:.1f} MiB per token from the host"
+                table.add_row("experts", f"{last.expert_hit_rate:.0%} were on the device, {brought}")
         self._console.print(table)
 
     def _tell(self, text: str) -> None:

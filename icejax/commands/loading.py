@@ -29,6 +29,7 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
             arguments.model or generation.ASSETS,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
+            experts_on_host=arguments.experts_on_host,
             progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
         )
 

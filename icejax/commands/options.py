@@ -16,7 +16,8 @@ from icejax.launch import write
 from icejax.ranges import number
 from icejax.sampling import Sampling
 
-DEFAULT_CACHE = "clustered"
+DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
+OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of a cache
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,6 +86,8 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
     group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
+    hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
+    group.add_argument("--experts-on-host", type=int, nargs="?", const=True, metavar="N", help=hosted)
     kept = f"where compiled programs are kept, the last used {programs.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
     group.add_argument("--compile-cache", metavar="DIR", help=kept)
 
@@ -104,6 +107,9 @@ def _add_cache(parser: Parser) -> None:
     known = f"one of {', '.join(names())} (default: {DEFAULT_CACHE}, or the session's)"
     group.add_argument("--cache", metavar="NAME", help=known)
     group.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
+    error = f"relative error above which a KV head attends to more: the cache {TOLERANT}, beside --budget"
+    group.add_argument("--tolerance", type=float, metavar="E", help=error)
+    group.add_argument("--max-budget", type=int, metavar="N", help="tokens it then attends to exactly, with --tolerance")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
     group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
@@ -118,13 +124,13 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 def policy(arguments: argparse.Namespace) -> CachePolicy:
     """Returns the cache policy; InputError for an unknown one or an option that is out of range."""
-    named = cache_options(arguments.cache_option, budget=arguments.budget, page_size=arguments.page_size)
-    return make_policy(arguments.cache or DEFAULT_CACHE, named)
+    named = cache_options(arguments.cache_option, **{name: getattr(arguments, name) for name in OF_CACHE})
+    return make_policy(arguments.cache or (DEFAULT_CACHE if arguments.tolerance is None else TOLERANT), named)
 
 
 def cache_named(arguments: argparse.Namespace) -> bool:
     """Says whether the command line asks for a cache of its own choice, which a session's must then be."""
-    named = (arguments.budget, arguments.page_size)
+    named = (getattr(arguments, name) for name in OF_CACHE)
     return arguments.cache is not None or bool(arguments.cache_option) or any(x is not None for x in named)
 
 

@@ -74,25 +74,26 @@ def table(responses: list[GenerationResponse], console: Console) -> RenderableTy
     budget = f", budget {first.budget}" if first.budget is not None else ""
     title = f"{first.cache} cache{budget}, {first.dtype}, {first.device}"
     figures = [_figures(response) for response in responses]
+    names = max(figures, key=len)  # an answer of one token has no step to tell of
     if console.width >= WIDE:
         table = Table(title=title, box=SIMPLE, pad_edge=False)
-        for name in figures[0]:
+        for name in names:
             table.add_column(name, justify="right")
         for each in figures:
-            table.add_row(*each.values())
+            table.add_row(*(each.get(name, "-") for name in names))
         return table
     fit, tables = max(1, (console.width - 12) // 12), []
     for start in range(0, len(figures), fit):
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)
-        for name in figures[0]:
-            table.add_row(name, *(each[name] for each in figures[start : start + fit]))
+        for name in names:
+            table.add_row(name, *(each.get(name, "-") for each in figures[start : start + fit]))
         tables.append(table)
     return Group(title, *tables)
 
 
 def _figures(r: GenerationResponse) -> dict[str, str]:
-    return {
+    figures = {
         "prompt": str(r.prompt_tokens),
         "new": str(r.new_tokens),
         "ended by": r.finish_reason,
@@ -103,6 +104,11 @@ def _figures(r: GenerationResponse) -> dict[str, str]:
         "KV host": _size(r.host_kv_bytes),
         "full KV": _size(r.full_kv_bytes),
     }
+    if r.estimated_error is not None:
+        figures |= {"error, estimated": f"{r.estimated_error:.1%}", "budget used": f"{r.budget_used:.0f}"}
+    if r.expert_hit_rate is not None:
+        figures |= {"expert hits": f"{r.expert_hit_rate:.0%}", "per token, of experts": _size(int(r.expert_bytes_per_token))}
+    return figures
 
 
 def _size(count: int) -> str:

@@ -38,7 +38,7 @@ def kmeans(
         number, found = jnp.arange(count), valid.sum()
         # number * found // limit, in int32 for any sizes.
         steps = number * (found // limit) + number * (found % limit) // limit
-        first = jnp.argsort(~valid, stable=True)[jnp.minimum(steps, len(valid) - 1)]
+        first = jnp.minimum(jnp.searchsorted(jnp.cumsum(valid), steps + 1), len(valid) - 1)  # so many are there up to it
         first = jnp.where(number[:, None] < limit, vectors[first], 0)
 
         def better(_: jax.Array, centroids: jax.Array) -> jax.Array:
