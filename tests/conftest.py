@@ -21,7 +21,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process th
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 # Cheap to compile, slow to run, which small programs do not feel; `make test-slow` optimises.
-CHEAP = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_multi_thread_eigen=false")
+CHEAP = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_multi_thread_eigen=false",
+    "--xla_cpu_parallel_codegen_split_count=1",  # or both cores compile each, and every part costs
+)
 os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP))
 
 import jax

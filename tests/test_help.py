@@ -74,6 +74,17 @@ def test_the_table_fits_the_terminal(bundled, width, several):
     assert "clustered cache, budget 256, float32" in shown
 
 
+@pytest.mark.parametrize("width", [60, 100, 150])
+def test_the_table_has_what_one_answer_of_a_run_knows(bundled, width):
+    """An answer of one token took no step, so it tells nothing of experts, and may be the first."""
+    short = icejax.generate(*bundled, "import os", max_new_tokens=1)[0]
+    long = replace(short, expert_hit_rate=0.625, expert_bytes_per_token=2.0**21, estimated_error=0.0125, budget_used=99.0)
+    console = Console(width=width, file=io.StringIO())
+    console.print(table([short, replace(long, estimated_error=None), long], console))
+    shown = console.file.getvalue()
+    assert shown.count("62%") == 2 and shown.count("2.0 MiB") == 2 and shown.count("1.2%") == 1 and shown.count("99") == 1
+
+
 def test_bars_name_the_wait_for_a_program():
     column = Speed()
     task = SimpleNamespace(speed=12.34)

@@ -18,7 +18,7 @@ from icejax.compiling import clock
 from icejax.launch import harmless, is_unicode, write
 from icejax.response import GenerationResponse, join
 
-WIDE = 100  # columns from which an answer is a row of the table
+WIDE = 11  # columns of the terminal for each of the table, from which an answer is a row of it
 
 
 class Speed(ProgressColumn):
@@ -75,7 +75,7 @@ def table(responses: list[GenerationResponse], console: Console) -> RenderableTy
     title = f"{first.cache} cache{budget}, {first.dtype}, {first.device}"
     figures = [_figures(response) for response in responses]
     names = max(figures, key=len)  # an answer of one token has no step to tell of
-    if console.width >= WIDE:
+    if console.width >= WIDE * len(names):
         table = Table(title=title, box=SIMPLE, pad_edge=False)
         for name in names:
             table.add_column(name, justify="right")
