@@ -23,7 +23,7 @@ def tolerant(tolerance: float) -> Tolerant:
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "steps"), [(0.3, 5), *(pytest.param(x, 20, marks=pytest.mark.slow) for x in (0.3, 1e9, 1e-9))]
+    ("tolerance", "steps"), [(0.3, 5), *(pytest.param(x, 20, marks=pytest.mark.slow) for x in (0.3, 1e3, 1e-9))]
 )
 def test_the_estimate_and_what_follows_from_it_equal_plain_numpy(tolerance, steps):
     mix = np.random.default_rng(1).standard_normal((layer.SIZE, layer.SIZE)).astype(np.float32) / layer.SIZE**0.5
@@ -114,7 +114,7 @@ def test_an_answer_tells_its_error_and_its_budget():
         return icejax.generate(model, tokenizer, prompt, cache=policy, max_new_tokens=8)[0]
 
     plain, loose, tight = (
-        answer(x) for x in (Clustered(budget=64), Tolerant(budget=64, tolerance=1e9), Tolerant(budget=64, tolerance=1e-3))
+        answer(x) for x in (Clustered(budget=64), Tolerant(budget=64, tolerance=1e3), Tolerant(budget=64, tolerance=1e-3))
     )
     assert plain.estimated_error is plain.budget_used is None
     assert loose.token_ids == plain.token_ids and loose.budget_used == 64 and loose.pages_fetched == plain.pages_fetched
