@@ -84,7 +84,7 @@ def assert_alone(model, policy, prompt, found) -> None:
     np.testing.assert_array_equal(np.argmax(found, -1), tokens[0])
 
 
-@pytest.mark.parametrize("name", ["full", "clustered", *map(slow, ("quest", "snapkv", "streaming", *SINGLY))])
+@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "quest", "snapkv", "streaming", *SINGLY))])
 def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
     """At every phase of the window's page; across compactions, and the rings of sliding layers wrap. Others' rows stay."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
