@@ -30,8 +30,8 @@ from icejax.ranges import whole
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
 SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache
-    "on a CPU narrow weights save memory, not time: a 1.2B model wrote 5.5 tokens per second in int8, 3.0 in bfloat16 and 5.6 in "
-    "float32, in a batch of eight 18.8, 11.1 and 30.4: where float32 fits, leave quantize and dtype out"
+    "on a CPU narrow weights save memory, not time: a 1.2B model wrote 5.5 tokens per second in int8, 3.0 in bfloat16 and 5.6 "
+    "in float32, in a batch of eight 18.8, 11.1 and 30.4: where float32 fits, leave quantize and dtype out"
 )
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
@@ -99,8 +99,6 @@ def load_model(
     kept = {key for key, stack in found.stacks.items() if codes and not key.endswith(BY_HEAD) and found.alike(stack)}
     _tell(found, kept)
     on_cpu = memory.platform() == "cpu"
-    if on_cpu and codes and (found.quantised is not None or dtype == "bfloat16"):
-        LOG.warning(SLOWER)
 
     leaves, dtypes = {}, {key: leaf.dtype for key, leaf in parameters.items()}
     experts = [key for key in parameters if resident and of_experts(key)]
@@ -117,6 +115,8 @@ def load_model(
         del leaf
         if progress is not None:
             progress(key, len(leaves), len(parameters))
+    if on_cpu and codes and (found.quantised is not None or dtype == "bfloat16"):
+        LOG.warning(SLOWER)
     return nnx.merge(graph, jax.tree.unflatten(tree, [leaves[key] for key in parameters]))
 
 
