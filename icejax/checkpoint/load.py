@@ -31,7 +31,7 @@ from icejax.ranges import whole
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
 SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache
     "on a CPU narrow weights save memory, not time: a 1.2B model wrote 5.5 tokens per second in int8, 3.0 in bfloat16 and 5.6 "
-    "in float32, in a batch of eight 18.8, 11.1 and 30.4: where float32 fits, leave quantize and dtype out"
+    "in float32, in a batch of eight 18.8, 11.1 and 30.4"
 )
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all

@@ -108,6 +108,7 @@ def in_blocks(
     """Returns what each expert makes of its token: pairs are sorted by expert, and each has blocks of them to itself."""
     count, pairs = len(jax.tree.leaves(experts)[0]), ids.size
     block = min(max(1 << (pairs // count).bit_length(), LEAST_BLOCK), MOST_BLOCK)
+    # Of more than 16 tokens, so of prompts and large batches: places by running counts would hold pairs times experts.
     order = jnp.argsort(ids.reshape(-1), stable=True)
     taken = (ids.reshape(-1, 1) == jnp.arange(count)[None, :]).sum(0, dtype=jnp.int32)
     first, blocks = jnp.cumsum(taken) - taken, -(-taken // block)

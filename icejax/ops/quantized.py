@@ -79,7 +79,7 @@ def at_once(x: Float[Array, "T I"], weight: Grouped) -> Float[Array, "T O"]:
 
 
 def by_blocks(x: Float[Array, "T I"], weight: Grouped) -> Float[Array, "T O"]:
-    """Returns the product in fp32 by some rows of the matrix after the other: what a CPU widens of it stays in its cache."""
+    """Returns the product in fp32 by some rows of the matrix after the other: a CPU never widens all of it."""
     groups, count, width = weight.codes.shape
     if len(x) * groups == 1 and weight.codes.dtype == jnp.int8 and weight.zero is None:
         # A sum widens what it takes, in two thirds of the time; of bits or of several groups it takes ten times as long.
