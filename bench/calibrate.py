@@ -21,6 +21,7 @@ median of estimate over true error (`ratio`); the same of single heads as `head_
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,14 +36,18 @@ from rich.progress import track
 import icejax
 from bench import panel
 from bench.capture import Captured, capture
+from bench.flags import listed, numbers
 from bench.methods import RERANKED, attention, error, exact, fit_of, form, levels_of, residents, select
 from bench.needle import task
+from bench.needle.evaluate import SHORTEST
 from icejax import memory
+from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
 from icejax.ops.attention import Scoring
 from icejax.ops.digests import TAIL_CLAMP, score
 from icejax.ops.topk import chosen
+from icejax.ranges import whole
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 TASKS = ("multikey-4", "hops", "text")
@@ -92,7 +97,7 @@ def _of_layer(layer: Captured, budget: int, every: int) -> list[dict[str, np.nda
     pages = form(layer, FORMATION, PAGE, *residents(budget))
     levels, fit = levels_of(pages, dtype=None), fit_of(pages)
     if len(levels) > 1:
-        raise ValueError(f"estimates are of prompts whose pages are all scored, got {layer.k.shape[1]} tokens: take fewer")
+        raise InputError(f"estimates are of prompts whose pages are all scored, got {layer.k.shape[1]} tokens: take fewer")
     missing = levels[0].count.shape[2] - pages[2].shape[2]
     pages = tuple(jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in pages)
     deviations = _deviations(pages, fit)
@@ -193,57 +198,60 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def measured(model: CausalLM, arguments: argparse.Namespace, console: Console) -> Iterator[Step]:
     """Yields the steps of all prompts at all budgets."""
-    jobs = [
-        (int(n), seed, name)
-        for n in arguments.lengths.split(",")
-        for seed in range(arguments.seeds)
-        for name in arguments.tasks
-    ]
+    lengths, tasks = numbers("--lengths", arguments.lengths, least=SHORTEST), listed("--tasks", arguments.tasks, TASKS)
+    budgets = numbers("--budgets", arguments.budgets)
+    prompts, seeds = (whole(f"--{name}", getattr(arguments, name), least=1) for name in ("prompts", "seeds"))
+    jobs = list(itertools.product(lengths, range(seeds), tasks))
     for length, seed, name in track(jobs, "capture", console=console, disable=not console.is_terminal):
         rng = np.random.default_rng((seed, length, [*TASKS].index(name)))
-        for _ in range(arguments.prompts):
+        for _ in range(prompts):
             layers = capture(model, *prompt(rng, length=length, name=name), last=LAST)
-            for budget in map(int, arguments.budgets.split(",")):
+            for budget in budgets:
                 yield steps(
                     layers, budget=budget, every=4 if name == "text" else 1, told=dict(length=length, seed=seed, task=name)
                 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
-    parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
-    parser.add_argument(
-        "--lengths", default="4096", help="tokens of the prompts, comma-separated, at most 36,000 (default: 4096)"
-    )
-    parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS), help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts per length, seed and task")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--budgets", default="64,256")
-    arguments = parser.parse_args(argv)
-    where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
+def rows(arguments: argparse.Namespace) -> Iterator[dict]:
+    """Yields a row per model, estimate, measure, length, budget and seed; InputError for options that are not sound."""
     factors: dict[tuple[str, str], float] = {}
     for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
         found = list(measured(model, arguments, Console(stderr=True)))
         least = found[0].told["length"]
         groups = sorted({(step.told["length"], step.told["budget"], step.told["seed"]) for step in found})
-        for by in MEASURES:
-            for name in ESTIMATES:
-                first = [step for step in found if step.told["seed"] == 0 and step.told["length"] == least]
-                chosen_here = (name, by) not in factors
-                factor = factors.setdefault((name, by), constant(first, name, by))
-                for length, budget, seed in groups:
-                    told = dict(length=length, budget=budget, seed=seed)
-                    of = [step for step in found if told.items() <= step.told.items()]
-                    told |= dict(chosen=chosen_here and (length, seed) == (least, 0))
-                    by_task = {
-                        f"coverage_{kind}": row([step for step in of if step.told["task"] == kind], name, by, factor)[
-                            "coverage"
-                        ]
-                        for kind in arguments.tasks
-                    }
-                    told = dict(model=which, estimate=name, by=by, factor=round(factor, 4)) | told
-                    print(json.dumps(told | row(of, name, by, factor) | by_task | where), flush=True)
+        for by, name in itertools.product(MEASURES, ESTIMATES):
+            first = [step for step in found if step.told["seed"] == 0 and step.told["length"] == least]
+            chosen_here = (name, by) not in factors
+            factor = factors.setdefault((name, by), constant(first, name, by))
+            for length, budget, seed in groups:
+                of = dict(length=length, budget=budget, seed=seed)
+                some = [step for step in found if of.items() <= step.told.items()]
+                told = dict(model=which, estimate=name, by=by, factor=round(factor, 4)) | of
+                told |= dict(chosen=chosen_here and (length, seed) == (least, 0)) | row(some, name, by, factor)
+                for kind in dict.fromkeys(step.told["task"] for step in some):
+                    alone = [step for step in some if step.told["task"] == kind]
+                    told[f"coverage_{kind}"] = row(alone, name, by, factor)["coverage"]
+                yield told
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.calibrate", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
+    parser.add_argument(
+        "--lengths", default="4096", help="tokens of the prompts, comma-separated, at most 36,000 (default: 4096)"
+    )
+    parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per length, seed and task")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--budgets", default="64,256")
+    arguments = parser.parse_args(argv)
+    where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
+    try:
+        for found in rows(arguments):
+            print(json.dumps(found | where), flush=True)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0
 
 

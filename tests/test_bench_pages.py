@@ -63,3 +63,21 @@ def test_a_step_knows_something_of_its_error(capsys):
     found = rows["spread", "last 4 tokens"]
     assert found["chosen"] and found["steps"] == 16 and found["coverage"] >= 0.9 and 0.5 < found["spearman"] < 1
     assert found["head_spearman"] > 0.7 and 0.01 < found["error"] < 0.2
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--tasks", "text,words", "--tasks must be of "),
+        ("--lengths", "4k", "--lengths must be whole numbers, comma-separated, got '4k'"),
+        ("--budgets", "0", "--budgets"),
+        ("--lengths", "100", "--lengths"),
+        ("--prompts", "0", "--prompts must be at least 1, got 0"),
+    ],
+)
+def test_options_that_are_not_sound_are_one_line(capsys, option, value, message):
+    with pytest.raises(SystemExit) as end:
+        calibrate.main([option, value])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == ""
+    assert err.startswith(f"python -m bench.calibrate: error: {message}") and err.count("\n") == 1
