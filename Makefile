@@ -19,7 +19,7 @@ test-slow: .venv/installed-dev $(KVPRESS)/installed
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 test-aot: $(AOT)/installed
-	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow tests/test_aot.py
+	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/test_aot.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
