@@ -7,6 +7,9 @@ AOT := .venv-aot
 # kvpress pins transformers; the packages of two formats of weights come along.
 KVPRESS := .venv-kvpress
 
+# What says of whole models that their numbers are right is run once more with programs as users have them.
+OPTIMISED := tests/test_parity.py tests/test_reference.py tests/test_latent.py tests/test_inference.py
+
 .PHONY: run test test-slow test-aot lint
 
 run: .venv/installed
@@ -16,7 +19,8 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile  # more processes would take more than 3 GB
 
 test-slow: .venv/installed-dev $(KVPRESS)/installed
-	XLA_FLAGS= $(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED)
 
 test-aot: $(AOT)/installed
 	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/test_aot.py

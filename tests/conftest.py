@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process th
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-# Cheap to compile, slow to run, which small programs do not feel; `make test-slow` optimises.
+# Cheap to compile, slow to run, which small programs do not feel; `make test-slow` has some optimised too.
 CHEAP = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",

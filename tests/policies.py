@@ -67,7 +67,12 @@ POLICIES = (
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
     Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8), slow=True),
     Row("clustered-no-tail", Clustered(budget=64, tail=False), lambda budget: Clustered(budget=budget, tail=False), slow=True),
-    Row("clustered-int8", Clustered(budget=64, digest_dtype="int8"), lambda n: Clustered(budget=n, digest_dtype="int8")),
+    Row(
+        "clustered-int8",
+        Clustered(budget=64, digest_dtype="int8"),
+        lambda n: Clustered(budget=n, digest_dtype="int8"),
+        slow=True,
+    ),
     Row(
         "clustered-resident",
         Clustered(budget=64, resident=True, compact_every=32),
@@ -77,11 +82,13 @@ POLICIES = (
         "clustered-as-icecache",
         Clustered(budget=64, **PRESETS["icecache"][1]),
         lambda n: Clustered(budget=2 * n, **PRESETS["icecache"][1]),  # pages may be filled in part
+        slow=True,
     ),
     Row(
         "clustered-no-sinks-compacted",
         Clustered(budget=64, sinks=0, compact_every=32),
         lambda n: Clustered(budget=n, sinks=0, compact_every=32),
+        slow=True,
     ),
     Row(
         "tolerant", Tolerant(budget=64, tolerance=0.2), lambda n: Tolerant(budget=64, tolerance=1e-12, max_budget=n), slow=True

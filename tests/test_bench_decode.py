@@ -37,6 +37,7 @@ def test_random_weights_have_the_deviation_of_their_fan_in():
     assert (np.asarray(drawn.norm.weight[...]) == 1).all() and numbers[0].std() > 0 and (numbers[0] != numbers[1]).any()
 
 
+@pytest.mark.slow
 def test_a_filled_clustered_cache_is_whole(model):
     policy = Clustered(budget=64)
     plan = make_plan(model, policy, batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)

@@ -7,7 +7,7 @@ import icejax
 from icejax.cache import Clustered
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("resident", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_short_text_fetches_the_few_pages_it_has(bundled, resident):
     """Far fewer than the 56 a step may fetch; seven steps, before a window page becomes another."""
     states = []

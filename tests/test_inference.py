@@ -122,6 +122,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
 
 
+@pytest.mark.slow
 def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(120)]

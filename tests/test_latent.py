@@ -54,17 +54,19 @@ APART = dict(  # keep latent values apart
     expected=ExpectedAttention(budget=TOTAL),
     restkv=ReSTKV(budget=TOTAL),
 )
-BY_DEFAULT = ("clustered", "snapkv")
+BY_DEFAULT = ("latent-clustered", "latent-quest", "latent-topk", "narrow-snapkv")
 
 
 @pytest.mark.parametrize(
     "policy, sizes, latent",
-    [pytest.param(policy, (KEYS, VALUES), True, id=f"latent-{name}") for name, policy in BOTH.items()]
-    + [
-        pytest.param(policy, (KEYS, VALUES), False, id=f"narrow-{name}", marks=() if name in BY_DEFAULT else pytest.mark.slow)
-        for name, policy in (BOTH | APART).items()
-    ]
-    + [pytest.param(ALL, (VALUES, KEYS), False, id="wide-clustered", marks=pytest.mark.slow)],
+    [
+        pytest.param(*case, id=name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
+        for name, case in (
+            {f"latent-{name}": (policy, (KEYS, VALUES), True) for name, policy in BOTH.items()}
+            | {f"narrow-{name}": (policy, (KEYS, VALUES), False) for name, policy in (BOTH | APART).items()}
+            | {"wide-clustered": (ALL, (VALUES, KEYS), False)}
+        ).items()
+    ],
 )
 def test_a_budget_for_all_tokens_equals_float64(policy, sizes, latent):
     heads = text(sizes, latent=latent)

@@ -56,7 +56,7 @@ def interrupted(line: list[str], after_s: float) -> None:
 
 
 @LINUX
-@pytest.mark.parametrize("moments", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_with_one_line_at_any_moment(endless, moments):
     """While it imports, loads, compiles, prefills and answers."""
     draw = random.Random(moments)

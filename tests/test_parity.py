@@ -91,15 +91,15 @@ def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
         np.testing.assert_allclose(logits[:, i], alone_logits[:, 0], rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.parametrize("options", [{}, pytest.param(dict(page_size=8, sinks=4, window=20), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (5, 30, 60)), 300])
-def test_clustered_with_budget_for_all_equals_full(length, tmp_path):
+def test_clustered_with_budget_for_all_equals_full(length, options, tmp_path):
     ours = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(length, seed=length)
     expected = greedy(ours, Full(), [prompt], 60)
     budget = max(120, length + 60)  # one for the short prompts, which then share their programs
-    for policy in (Clustered(budget=budget), Clustered(budget=budget, page_size=8, sinks=4, window=20)):
-        found = greedy(ours, policy, [prompt], 60)
-        np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
+    found = greedy(ours, Clustered(budget=budget, **options), [prompt], 60)
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain", "deepseek_v3-yarn"])

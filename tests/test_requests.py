@@ -96,7 +96,9 @@ def test_token_ids_are_prompts(bundled):
             icejax.generate(*bundled, bad, **options)
 
 
-@pytest.mark.parametrize("cache", [Full(), icejax.Clustered(budget=2000)], ids=["full", "clustered"])
+@pytest.mark.parametrize(
+    "cache", [pytest.param(Full(), marks=pytest.mark.slow), icejax.Clustered(budget=2000)], ids=["full", "clustered"]
+)
 def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
     """Against a log-softmax in float64 of the logits of one pass over the whole text."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)

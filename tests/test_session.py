@@ -48,6 +48,7 @@ def test_a_second_question_gives_what_one_long_prompt_gives(tmp_path):
     assert second.token_ids == expected.token_ids and len(second.token_ids) == 30
 
 
+@pytest.mark.slow
 def test_each_text_is_asked_with_its_own_sampling(bundled):
     """Only the best token is left of each draw, so that all are as the greedy ones."""
     text, questions = document()
