@@ -121,21 +121,21 @@ def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
 
 def test_the_last_round_before_that_is_compacted_as_the_others(model):
     """A round larger than the prompts: the pages of new tokens begin anew at the step at which it ends."""
-    policy, prompt = Clustered(budget=ROOM, page_size=PAGE, compact_every=128), families.tokens(90)
-    batch = Batch(model, policy, rows=1, longest=100, new=250)
-    batch.step(240)
+    policy, prompt = Clustered(budget=ROOM, page_size=PAGE, compact_every=512), families.tokens(90)
+    batch = Batch(model, policy, rows=1, longest=100, new=1000)
+    batch.step(990)
     batch.join(prompt, 0)
     batch.step(60)
     assert_alone(model, policy, prompt, batch.logits[0])
-    assert batch.plan.growth_pages == 32 and batch.plan.joining_tokens == 31 * PAGE - 128
-    batch = Batch(model, replace(policy, compact_every=256), rows=1)
-    with pytest.raises(InputError, match="rows cannot join a batch with room for 256 new tokens: plan for more"):
+    assert batch.plan.growth_pages == 128 and batch.plan.joining_tokens == 127 * PAGE - 512
+    batch = Batch(model, policy, rows=1, new=500)
+    with pytest.raises(InputError, match="rows cannot join a batch with room for 512 new tokens: plan for more"):
         batch.join(prompt, 0)
 
 
 def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
     """NaN too; at a step where the row has only a part of the round that is sorted."""
-    policy, prompt = replace(EXACT["clustered"], compact_every=64), families.tokens(90)
+    policy, prompt = replace(EXACT["clustered"], compact_every=512), families.tokens(90)
     batch = Batch(model, policy, rows=1)
     batch.pool = jax.device_put(np.full(batch.pool.shape, 0x7FC00000, np.uint32), batch.pool.sharding)
     batch.step(41)
