@@ -78,6 +78,8 @@ class Method:
         walk: by the digest tree, as `Clustered` does; else by a flat scan.
         candidates: pages fetched for each page of tokens attended exactly; None: by the rule of `Clustered`, which counts
             one or two pages more.
+        fetched: pages fetched, whatever `candidates`; None: by that.
+        opened: nodes of the tree opened per level, half of the pages in families at least; None: as `Clustered`.
         value_fit: whether the tail's values are fitted to keys.
     """
 
@@ -85,6 +87,8 @@ class Method:
     tail: bool = True
     walk: bool = True
     candidates: int | None = 1
+    fetched: int | None = None
+    opened: int | None = None
     value_fit: bool = True
     group: tree.Group = "sum"
     digest_dtype: str | None = None
@@ -92,6 +96,7 @@ class Method:
 
 
 RERANKED = Method(candidates=None)
+FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (14, 28, 40)))
 METHODS = (
     Method(tail=False, walk=False),
     Method(walk=False),
@@ -147,7 +152,7 @@ def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, gu
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring = Scoring(q.shape[-1] ** -0.5)
     if method.walk:
-        opened = max(icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
+        opened = max(method.opened or icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
         rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
         return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path, from_keys=from_keys)
     digests, shape = levels[0], levels[0].count.shape[2]

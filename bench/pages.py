@@ -25,6 +25,7 @@ from rich.progress import track
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import (
+    FEWER,
     FORMATIONS,
     METHODS,
     RERANKED,
@@ -44,7 +45,7 @@ from icejax.cache.policies.clustered import pages_for
 from icejax.generation import ASSETS
 
 REPEATS = 5
-METHOD_SETS = ("all", "default", "ours")
+METHOD_SETS = ("all", "default", "ours", "fewer")
 PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
 
 
@@ -82,7 +83,8 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
     sinks, window = residents(budget)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
         page_size = pages[0].shape[3]
-        fetched = min(pages[0].shape[2], pages_for((budget - sinks - window) // page_size, page_size, method.candidates))
+        most = method.fetched or pages_for((budget - sinks - window) // page_size, page_size, method.candidates)
+        fetched = min(pages[0].shape[2], most)
         levels = levels_of(pages, dtype=method.digest_dtype)
         fit = fit_of(pages) if method.value_fit and method.tail else None
         if method.page_dtype is not None:
@@ -136,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         "--methods",
         choices=METHOD_SETS,
         default="all",
-        help="default: the default and what is beside it; ours: no peers' scores",
+        help="default: the default and what is beside it; ours: no peers' scores; fewer: of fewer pages or nodes",
     )
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
@@ -153,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     methods = [*METHODS, *peers] if arguments.methods == "all" and not arguments.quick else METHODS
     if arguments.methods == "default":
         methods = [RERANKED, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False)]
+    elif arguments.methods == "fewer":
+        methods = [*FEWER]
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
