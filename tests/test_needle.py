@@ -101,7 +101,7 @@ def test_byte_tokenizer_is_the_bundled_one():
     assert json.loads(ours.backend_tokenizer.to_str())["model"] == bundled["model"]
 
 
-@pytest.mark.parametrize("cache", [pytest.param("full", marks=pytest.mark.slow), "clustered"])
+@pytest.mark.parametrize("cache", ["full", pytest.param("clustered", marks=pytest.mark.slow)])
 def test_evaluation_of_the_bundled_model(capsys, cache):
     arguments = ["--tasks", "multikey-4", "--lengths", "1024", "--questions", "8", "--cache", cache, "--budget", "128"]
     assert evaluate.main(arguments) == 0

@@ -15,7 +15,7 @@ from tests.run import follows
 
 CAPS = (2.0, 1.0, None)  # of a sliding, a full and a sliding layer
 PROMPT, DECODED, EXTENDED = 133, 20, 40
-BY_DEFAULT = ("clustered", "snapkv")  # over pages, and over what stays on the device
+BY_DEFAULT = ("quest", "snapkv")  # over pages, and over what stays on the device
 
 
 @pytest.fixture

@@ -110,6 +110,7 @@ def test_there_is_no_matrix_where_it_is_more_than_a_quarter_of_the_digests(size,
     assert (index.fit is not None) == there
 
 
+@pytest.mark.slow
 def test_answers_without_it_are_worse():
     """The tail of values that keys tell of, against exact attention over the same tokens."""
     prompt, new = ((q, k, v + 3 * k @ MIX) for q, k, v in draw((256, 200), 8))
