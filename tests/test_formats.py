@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from icejax import generation
 from icejax.checkpoint import formats, load_model
+from icejax.checkpoint.folder import resolve
 from icejax.commands import convert, generate
 from tests import families, quantised
 from tests.quantised import FORMATS
@@ -158,6 +160,19 @@ def test_what_is_not_read_is_one_line(capsys, sound, tmp_path, case):
     shutil.copytree(sound("awq"), tmp_path, dirs_exist_ok=True)
     families.edit_config(tmp_path, quantization_config=config)
     assert message in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "nobody/Some-8B-GGUF", "folder"])
+def test_gguf_is_refused_by_name(capsys, sound, tmp_path, monkeypatch, name):
+    """A file, what the hub has under such a name, which is not asked, and a folder without other weights."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for file in (tmp_path / "model.Q4_K_M.gguf", tmp_path / "folder" / "model.gguf"):
+        file.write_bytes(b"GGUF\x03")
+    message = f"{name} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize\n"
+    assert refused(capsys, name).endswith(message)
+    shutil.copytree(sound("awq"), tmp_path / "folder", dirs_exist_ok=True)
+    assert resolve("folder") == Path("folder")
 
 
 def drop(name):

@@ -22,9 +22,13 @@ def resolve(model: str | Path) -> Path:
     """Returns the folder of `model`: itself, or the snapshot of a hub id, downloaded if need be.
 
     Raises:
-        InputError: there is no such folder, or the hub does not bring it.
+        InputError: there is no such folder, it holds GGUF instead of safetensors, or the hub does not bring it.
     """
     folder = present(Path(model).expanduser())
+    if _is_gguf(folder):
+        raise InputError(
+            f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize"
+        )
     if folder.is_dir():
         if not any(folder.iterdir()):
             raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
@@ -39,6 +43,13 @@ def resolve(model: str | Path) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{model}: no such folder, and the hub does not bring it ({reason})") from None
+
+
+def _is_gguf(folder: Path) -> bool:
+    """Tells a file by its ending, a folder by its files, and what is still on the hub by its name there."""
+    if folder.is_dir():
+        return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and not (folder / ORBAX).exists()
+    return folder.name.lower().endswith("gguf")
 
 
 def copy_companions(source: Path, target: Path) -> None:
