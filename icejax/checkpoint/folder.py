@@ -26,9 +26,7 @@ def resolve(model: str | Path) -> Path:
     """
     folder = present(Path(model).expanduser())
     if _is_gguf(folder):
-        raise InputError(
-            f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize"
-        )
+        raise InputError(f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize")
     if folder.is_dir():
         if not any(folder.iterdir()):
             raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
