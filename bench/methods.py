@@ -79,7 +79,7 @@ class Method:
         candidates: pages fetched for each page of tokens attended exactly; None: by the rule of `Clustered`, which counts
             one or two pages more.
         fetched: pages fetched, whatever `candidates`; None: by that.
-        opened: nodes of the tree opened per level, half of the pages in families at least; None: as `Clustered`.
+        opened: nodes of the tree opened per level; None: as many as `Clustered` opens.
         value_fit: whether the tail's values are fitted to keys.
     """
 

@@ -192,6 +192,7 @@ def test_every_kind_of_part_runs_where_there_is_no_device(tmp_path, monkeypatch)
     assert status == 0 and "What is missing" not in page, page
     titles = "Reading host memory, Text, Needles, Decode, Where a step's time goes, Memory, Prefill".split(", ")
     assert all(f"\n## {title}" in page for title in titles)
+    assert "One large array" in page and all(f"| {n} | 448, uint8" in page for n in ("gather_flat", "host_compute", "slices"))
     files = [*(tmp_path / "out").iterdir()]
     assert len(files) <= 8 and max(file.stat().st_size for file in files) < 2**24
 
