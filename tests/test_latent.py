@@ -54,7 +54,7 @@ APART = dict(  # keep latent values apart
     expected=ExpectedAttention(budget=TOTAL),
     restkv=ReSTKV(budget=TOTAL),
 )
-BY_DEFAULT = ("latent-clustered", "latent-quest", "narrow-clustered", "narrow-snapkv")
+BY_DEFAULT = ("latent-topk", "latent-clustered", "latent-quest", "narrow-clustered", "narrow-snapkv")
 
 
 @pytest.mark.parametrize(

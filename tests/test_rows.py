@@ -135,7 +135,7 @@ def test_the_last_round_before_that_is_compacted_as_the_others(model):
 
 def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
     """NaN too; at a step where the row has only a part of the round that is sorted."""
-    policy, prompt = replace(EXACT["clustered"], compact_every=512), families.tokens(90)
+    policy, prompt = replace(EXACT["clustered"], compact_every=64), families.tokens(90)
     batch = Batch(model, policy, rows=1)
     batch.pool = jax.device_put(np.full(batch.pool.shape, 0x7FC00000, np.uint32), batch.pool.sharding)
     batch.step(41)
