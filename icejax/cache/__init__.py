@@ -9,6 +9,7 @@ from icejax.cache.policies.adakv import AdaKV
 from icejax.cache.policies.arkvale import ArkVale
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policies.clusterkv import ClusterKV
+from icejax.cache.policies.coded import Coded
 from icejax.cache.policies.expected_attention import ExpectedAttention
 from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
@@ -43,6 +44,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "arkvale": ArkVale,
     "clustered": Clustered,
     "clusterkv": ClusterKV,
+    "coded": Coded,
     "expected-attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,

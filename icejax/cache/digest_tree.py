@@ -72,7 +72,8 @@ class DigestTree(PageIndex):
         return replace(index, levels=tree.build(super().moved(index.levels[0], ids, there, first, behind=behind)))
 
     def of_prompt(self, index: Digested, described: tuple[Digests, Sums | None]) -> Digested:
-        return Digested(tree.build(put(index.levels[0], described[0], jnp.int32(0))), _fitted(index, described))
+        levels = tree.build(put(index.levels[0], described[0], jnp.int32(0)))
+        return replace(index, levels=levels, fit=_fitted(index, described))
 
     def with_pages(self, index: Digested, described: tuple[Digests, Sums | None], first: Int[Array, ""]) -> Digested:
         return replace(super().with_pages(index, described, first), fit=_fitted(index, described))

@@ -140,6 +140,8 @@ class Clustered(Retrieval):
         return self.reuse > 1
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
+        if self.reuse == 1:
+            return [self] * len(full)
         follower = Follower(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         return [follower if rank % self.reuse else self for rank in range(len(full))]
 
@@ -165,7 +167,7 @@ class Clustered(Retrieval):
 
     def _found(self, heads: Heads, index: Digested, view: View, fetched: int) -> Found:
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
-        most = self.num_fetched(index.levels[0].count.shape[-1])
+        most = max(fetched, self.num_fetched(index.levels[0].count.shape[-1]))
         queries = heads.by_group()
         guess = view.guess() if self.prefetch and view.guess is not None else None
         from_keys = self.index.from_keys(index)

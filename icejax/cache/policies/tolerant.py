@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.found import Found
 from icejax.cache.policies.clustered import Clustered
-from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
+from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
 from icejax.cache.retrieval import NOTHING, Near, PagedState
 from icejax.cache.slots import per_head
 from icejax.cache.spec import CacheSpec
@@ -70,10 +69,6 @@ class Tolerant(Clustered):
                 raise InputError(
                     f"a tolerance needs {name}={shown}, got {quoted(getattr(self, name))}: use the clustered cache"
                 )
-
-    def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        del of
-        return [self] * len(full)
 
     @property
     def _largest(self) -> Clustered:

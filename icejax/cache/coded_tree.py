@@ -1,0 +1,70 @@
+"""A digest tree with the codes of all keys beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from icejax.cache.digest_tree import Digested, DigestTree
+from icejax.cache.index import PageIndex
+from icejax.cache.spec import CacheSpec
+from icejax.ops import key_codes
+from icejax.ops.digests import Digests
+from icejax.ops.key_codes import KeyCodes
+from icejax.ops.value_fit import Sums
+
+Described = tuple[Digests, Sums | None, KeyCodes]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Coded(Digested):
+    """What is kept of all pages.
+
+    Attributes:
+        codes: of the keys of their tokens.
+    """
+
+    codes: KeyCodes
+
+
+@dataclass(frozen=True)
+class CodedTree(DigestTree):
+    """Digests of pages and of runs of pages, and codes of keys.
+
+    Attributes:
+        page_size: slots of a page.
+        bits: of every channel of a key.
+    """
+
+    page_size: int
+    bits: int
+
+    def empty(self, spec: CacheSpec, pages: int) -> Coded:
+        shape = (spec.batch_size, spec.num_kv_heads, pages)
+        codes = key_codes.empty(shape, self.page_size, spec.head_dim, self.bits, spec.dtype)
+        return Coded(**vars(super().empty(spec, pages)), codes=codes)
+
+    def describe(
+        self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
+    ) -> Described:
+        return *super().describe(k, v, mask), key_codes.encode(k, mask, self.bits)
+
+    def of_prompt(self, index: Coded, described: Described) -> Coded:
+        codes = PageIndex.put(self, index.codes, described[2], jnp.int32(0))
+        return replace(super().of_prompt(index, described), codes=codes)
+
+    def prepared(self, index: Coded, described: Described, first: Int[Array, ""]) -> tuple[tuple[Digests, ...], KeyCodes]:
+        return super().prepared(index, described, first), described[2]
+
+    def put(self, index: Coded, prepared: tuple[tuple[Digests, ...], KeyCodes], first: Int[Array, ""]) -> Coded:
+        return replace(super().put(index, prepared[0], first), codes=PageIndex.put(self, index.codes, prepared[1], first))
+
+    def moved(
+        self, index: Coded, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+    ) -> Coded:
+        codes = PageIndex.moved(self, index.codes, ids, there, first, behind=behind)
+        return replace(super().moved(index, ids, there, first, behind=behind), codes=codes)
