@@ -164,12 +164,8 @@ class Reference:
                 self.fit.add(self.k, self.v, self.pages[-count:])
         return out
 
-    def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the attention output [G, H] of queries beside tokens that are attended exactly, and `uneven` [G].
-
-        That is how far the weights of tokens not attended exactly are from those they count with: the root of the summed squares,
-        of pages not fetched as expected of normal scores, over the norm of the output.
-        """
+    def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """Returns the tokens of the best `count` pages, and of all other pages and nodes log-sum-exp [G], tokens, value [G, H]."""
         levels = [[self.node(list(page[:, None])) for page in self.pages]]
         while len(levels[-1]) > tree.TOP:
             runs = range(0, len(levels[-1]), tree.FAN_OUT)
@@ -182,15 +178,24 @@ class Reference:
             if level:
                 opened = set(self.best(estimates, self.policy.opened).tolist())
                 rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
-                firsts, count = [candidates[i] * tree.FAN_OUT for i in opened], len(levels[level - 1])
-                candidates = sorted(c for f in firsts for c in range(f, f + tree.FAN_OUT) if c < count)
-        best = self.best(estimates, self.policy.num_fetched(len(self.pages)))
+                firsts, below = [candidates[i] * tree.FAN_OUT for i in opened], len(levels[level - 1])
+                candidates = sorted(c for f in firsts for c in range(f, f + tree.FAN_OUT) if c < below)
+        best = self.best(estimates, count)
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
         # Softmax moves the mean key of a node along the query, and with it the mean value.
         rest = [(s, tokens, self.v[tokens].mean(0) + self.moved(q, tokens) @ self.fit.matrix) for s, tokens in rest]
+        return [nodes[i] for i in best], rest
+
+    def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the attention output [G, H] of queries beside tokens that are attended exactly, and `uneven` [G].
+
+        That is how far the weights of tokens not attended exactly are from those they count with: the root of the summed squares,
+        of pages not fetched as expected of normal scores, over the norm of the output.
+        """
+        pages, rest = self.walk(q, self.policy.num_fetched(len(self.pages)))
         # Of the tokens fetched the best are attended exactly, the others of a page by their own weight and mean value.
-        fetched = np.concatenate([np.zeros(0, int), *(nodes[i] for i in best)])
+        fetched = np.concatenate([np.zeros(0, int), *pages])
         s = q @ self.k.T / q.shape[-1] ** 0.5
         everything = np.concatenate([s[:, resident], s[:, fetched], *(s[:, None] for s, *_ in rest)], axis=1)
         share = np.exp(s[:, fetched] - everything.max(-1, keepdims=True))
@@ -198,7 +203,7 @@ class Reference:
         kept = fetched[np.argsort(-share.sum(0), kind="stable")[: self.policy.budget - len(resident)]]
         base = np.logaddexp.reduce(everything, axis=1)
         uneven = sum(np.exp(2 * (x - base)) * self.alone(q, tokens) for x, tokens, _ in rest)
-        others = [np.setdiff1d(nodes[i], kept) for i in best] if self.policy.tail else []
+        others = [np.setdiff1d(page, kept) for page in pages] if self.policy.tail else []
         for tokens in filter(len, others):
             total = np.logaddexp.reduce(s[:, tokens], axis=1)
             key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[tokens].mean(0)

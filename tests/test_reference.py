@@ -28,7 +28,7 @@ def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
     assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=2, clock=clock)
 
 
-def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0):
+def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0, reference=Reference):
     monkeypatch.setattr(tree, "TOP", 16)
     # Values that in part are what keys tell, so that there is something to be fitted.
     mix = np.random.default_rng(1).standard_normal((harness.SIZE, harness.SIZE)).astype(np.float32) / harness.SIZE**0.5
@@ -37,7 +37,7 @@ def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0):
     ours.join(clock)
     assert len(ours.state.index.levels) == levels
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]
-    theirs = {(r, kv): Reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r], clock=clock) for r, kv in pairs}
+    theirs = {(r, kv): reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r], clock=clock) for r, kv in pairs}
     group = harness.HEADS // harness.KV_HEADS
     for step in range(steps):
         found = ours.step(*(x[step] for x in new))

@@ -39,11 +39,13 @@ class Member:
         model_type: of its config.json.
         shape: fields of its config.json beside COMMON.
         stages: the curriculum.
+        by_adamw: parts of names of matrices that AdamW trains, as it does those of most published models, not Muon.
     """
 
     model_type: str
     shape: dict[str, Any]
     stages: tuple[Stage, ...] = stages.STAGES
+    by_adamw: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -57,9 +59,11 @@ def _shape(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, size
 
 
 LLAMA = _shape(4, 256, 640, 4, 2, 64)
+SHORT_ROPE = LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
 MEMBERS = {
     "bundled": Member("llama", LLAMA),
-    "uncrowded": Member("llama", LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), UNCROWDED),
+    "uncrowded": Member("llama", SHORT_ROPE, UNCROWDED),
+    "adamw": Member("llama", SHORT_ROPE, UNCROWDED, by_adamw=("q_proj", "k_proj")),  # keys whose channels go together
     "qwen3": Member("qwen3", _shape(8, 192, 384, 8, 2, 32)),
     "mha": Member("llama", _shape(3, 256, 512, 4, 4, 128), SEVERAL_KEYS),
 }

@@ -36,8 +36,9 @@ class Trainer:
         torch.manual_seed(seed)
         self.out, self.run, self.stage, self.step = out, (name, seed), 0, 0
         self.model = untrained(MEMBERS[name])
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        rest = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
+        others = ("embed", *MEMBERS[name].by_adamw)
+        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and not any(part in n for part in others)]
+        rest = [p for n, p in self.model.named_parameters() if p.ndim != 2 or any(part in n for part in others)]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="original"),
             torch.optim.AdamW(rest, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0),

@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.digest_tree import Digested, DigestTree
+from icejax.cache.digest_tree import Described, Digested, DigestTree
 from icejax.cache.index import PageIndex
 from icejax.cache.spec import CacheSpec
 from icejax.ops import key_codes
 from icejax.ops.digests import Digests
 from icejax.ops.key_codes import KeyCodes
-from icejax.ops.value_fit import Sums
-
-Described = tuple[Digests, Sums | None, KeyCodes]
 
 
 @jax.tree_util.register_dataclass

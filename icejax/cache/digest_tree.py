@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.digests import Digests, digest, empty, put
 from icejax.ops.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
+
+Described = tuple[Digests, Sums | None, *tuple[Any, ...]]  # what is kept of pages, and what more a tree with more keeps
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +66,7 @@ class DigestTree(PageIndex):
 
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
-    ) -> tuple[Digests, Sums | None]:
+    ) -> Described:
         return digest(k, v, mask, self.dtype), sums_of(k, v, mask) if self.value_fit and v is not None else None
 
     def moved(
@@ -71,22 +74,22 @@ class DigestTree(PageIndex):
     ) -> Digested:
         return replace(index, levels=tree.build(super().moved(index.levels[0], ids, there, first, behind=behind)))
 
-    def of_prompt(self, index: Digested, described: tuple[Digests, Sums | None]) -> Digested:
+    def of_prompt(self, index: Digested, described: Described) -> Digested:
         levels = tree.build(put(index.levels[0], described[0], jnp.int32(0)))
-        return replace(index, levels=levels, fit=_fitted(index, described))
+        return replace(index, levels=levels, fit=_fitted(index, described[1]))
 
-    def with_pages(self, index: Digested, described: tuple[Digests, Sums | None], first: Int[Array, ""]) -> Digested:
-        return replace(super().with_pages(index, described, first), fit=_fitted(index, described))
+    def with_pages(self, index: Digested, described: Described, first: Int[Array, ""]) -> Digested:
+        return replace(super().with_pages(index, described, first), fit=_fitted(index, described[1]))
 
-    def prepared(self, index: Digested, described: tuple[Digests, Sums | None], first: Int[Array, ""]) -> tuple[Digests, ...]:
+    def prepared(self, index: Digested, described: Described, first: Int[Array, ""]) -> tuple[Digests, ...]:
         return tree.lineage(index.levels, described[0], first)
 
     def put(self, index: Digested, prepared: tuple[Digests, ...], first: Int[Array, ""]) -> Digested:
         return replace(index, levels=tree.replace(index.levels, prepared, first))
 
 
-def _fitted(index: Digested, described: tuple[Digests, Sums | None]) -> ValueFit | None:
-    return None if index.fit is None else fitted(index.fit, described[1])
+def _fitted(index: Digested, sums: Sums | None) -> ValueFit | None:
+    return None if index.fit is None else fitted(index.fit, sums)
 
 
 def _bytes(arrays: object) -> int:

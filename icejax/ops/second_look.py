@@ -61,7 +61,7 @@ def second_look(
     tokens, taken, (there,) = best(worth, min(wanted, worth.shape[-1]), mask[:, 0].astype(jnp.int32))
     weights, others, base = _weights(jnp.where(taken[:, None], -jnp.inf, scores), rest.lse)
     by_page = weights.reshape(rows, group, *shape).sum(-1)
-    alike = by_page / jnp.maximum(pages.count, 1)[:, None]
+    alike = by_page / jnp.maximum(pages.count.astype(jnp.float32), 1.0)[:, None]
     apart = weights - jnp.where(slots[:, None], alike[..., None], 0.0).reshape(weights.shape)
     out = _of_pages(by_page, pages) + others[..., None] * rest.out
     if from_keys is not None:

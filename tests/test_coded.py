@@ -1,0 +1,54 @@
+"""Codes of keys, and the policy that ranks tokens by them, against plain numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache import Coded
+from icejax.errors import InputError
+from icejax.ops import key_codes
+from tests import layer as harness
+from tests import reference_coded, tolerances
+from tests.test_reference import STEPS, assert_reference
+
+BITS = [4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (1, 2))]
+
+
+@pytest.mark.parametrize("bits", key_codes.BITS)
+def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
+    """Of as many channels as fill no byte, of pages filled in part and empty ones, beside slots that hold anything."""
+    rng = np.random.default_rng(bits)
+    k, mask = rng.standard_normal((2, 3, 200, 8, 21)).astype(np.float32), np.arange(8) < rng.integers(0, 9, (2, 3, 200, 1))
+    k[0, 0, 0, :, 0] = 3.0  # a channel that is the same everywhere
+    found = key_codes.encode(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
+    empty = key_codes.empty((2, 3, 200), 8, 21, bits, "float32")
+    assert [(x.shape, x.dtype) for x in vars(found).values()] == [(x.shape, x.dtype) for x in vars(empty).values()]
+    keys = np.asarray(key_codes.decode(found, 8, bits))
+    for at in np.ndindex(2, 3, 200):
+        if mask[at].any():
+            expected = reference_coded.coded(k[at][mask[at]], bits)
+            np.testing.assert_allclose(keys[at][mask[at]], expected, rtol=0, atol=tolerances.EXACT, err_msg=str(at))
+        else:
+            assert not keys[at].any()
+
+
+@pytest.mark.parametrize("codes", BITS)
+def test_200_steps_equal_the_reference(monkeypatch, codes):
+    """Nodes above the pages, twelve flushes, three compactions; prompts long and short."""
+    monkeypatch.setattr(harness, "PROMPT", 1024)
+    policy = Coded(budget=64, candidates=8, opened=4, codes=codes, compact_every=64)
+    assert_reference(monkeypatch, policy, (1000, 150, 20), STEPS, levels=2, reference=reference_coded.Coded)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(codes=3), "codes must be one of 1, 2, 4, got 3"),
+        (dict(tail=False), "codes of keys need tail=true, got False: use the clustered cache"),
+        (dict(rerank=False), "codes of keys need rerank=true, got False: use the clustered cache"),
+        (dict(reuse=3), "codes of keys need reuse=1, got 3: use the clustered cache"),
+    ],
+)
+def test_what_leaves_nothing_to_rank_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        Coded(**options)
