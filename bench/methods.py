@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 import icejax
 from bench.capture import Captured
-from icejax.ops import tree
-from icejax.ops.attention import Scoring
+from icejax.ops import key_codes, tree
+from icejax.ops.attention import Attended, Scoring, merge_by_lse
 from icejax.ops.digests import NARROW, Digests, digest, score
 from icejax.ops.packing import pack
-from icejax.ops.paged_attention import attend_paged
+from icejax.ops.paged_attention import attend_paged, attend_whole
+from icejax.ops.second_look import Looked, second_look
 from icejax.ops.topk import best
 from icejax.ops.value_fit import FromKeys, fitted, sums_of, unfitted
 
@@ -81,6 +82,7 @@ class Method:
         fetched: pages fetched, whatever `candidates`; None: by that.
         opened: nodes of the tree opened per level; None: as many as `Clustered` opens.
         value_fit: whether the tail's values are fitted to keys.
+        codes: bits of keys by which tokens of four times the pages are ranked before any is fetched, as `Coded` does.
     """
 
     score: str = "second-order"
@@ -90,6 +92,7 @@ class Method:
     fetched: int | None = None
     opened: int | None = None
     value_fit: bool = True
+    codes: int | None = None
     group: tree.Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
@@ -97,6 +100,7 @@ class Method:
 
 RERANKED = Method(candidates=None)
 FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (14, 28, 40)))
+CODED = (RERANKED, *(replace(RERANKED, codes=bits) for bits in key_codes.BITS))
 METHODS = (
     Method(tail=False, walk=False),
     Method(walk=False),
@@ -167,6 +171,40 @@ def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, gu
     return tree.Selection(
         chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, jnp.zeros_like(tail_lse), (chosen,)
     )
+
+
+@jax.jit(static_argnames=("page_size", "bits", "budget"))
+def select_tokens(
+    q, codes: key_codes.KeyCodes, levels, found: tree.Selection, from_keys, *, page_size: int, bits: int, budget: int
+) -> Looked:
+    """Returns of the pages found the tokens to fetch, and the tail with the rest of these."""
+
+    def at(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
+
+    pages = replace(jax.tree.map(at, levels[0]), count=found.counts[0])
+    keys = key_codes.decode(jax.tree.map(lambda x: at(x)[None], codes), page_size, bits)[0]
+    rest, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys)
+    wanted = budget - sum(residents(budget))
+    return second_look(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted)
+
+
+@jax.jit(static_argnames="budget")
+def attention_of_tokens(q, k_all, v_all, pages, found: tree.Selection, looked: Looked, *, budget: int):
+    """Returns `attention` of tokens."""
+    sinks, window = residents(budget)
+    heads, tokens, size = k_all.shape
+
+    def at(x: jax.Array) -> jax.Array:
+        x = jnp.take_along_axis(x, found.page_ids[..., None, None], axis=2)[0].reshape(heads, -1, size)
+        return jnp.take_along_axis(x, looked.tokens[..., None], axis=1)
+
+    resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
+    keys, values = (at(x)[:, :, None] for x in pages[:2])
+    near, scoring = (*resident, jnp.ones(resident[0].shape[:2], bool)), Scoring(size**-0.5)
+    attended, _ = attend_whole(q[0], near, (keys, values, looked.there[..., None]), scoring=scoring)
+    logits = jnp.einsum("kgh,kmsh->kgms", q[0], keys)[..., 0] * size**-0.5
+    return merge_by_lse(*attended, *looked.rest)[0], jnp.where(looked.there[:, None], logits, -jnp.inf)
 
 
 @jax.jit(static_argnames=("budget", "tail"))

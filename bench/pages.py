@@ -25,12 +25,14 @@ from rich.progress import track
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import (
+    CODED,
     FEWER,
     FORMATIONS,
     METHODS,
     RERANKED,
     Method,
     attention,
+    attention_of_tokens,
     error,
     exact,
     fit_of,
@@ -38,14 +40,17 @@ from bench.methods import (
     levels_of,
     residents,
     select,
+    select_tokens,
 )
 from icejax import memory
 from icejax.cache.page_format import decode, encode
 from icejax.cache.policies.clustered import pages_for
+from icejax.cache.policies.coded import LOOKED
 from icejax.generation import ASSETS
+from icejax.ops import key_codes
 
 REPEATS = 5
-METHOD_SETS = ("all", "default", "ours", "fewer")
+METHOD_SETS = ("all", "default", "ours", "fewer", "coded")
 PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
 
 
@@ -84,20 +89,32 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
         page_size = pages[0].shape[3]
         most = method.fetched or pages_for((budget - sinks - window) // page_size, page_size, method.candidates)
-        fetched = min(pages[0].shape[2], most)
+        fetched = min(pages[0].shape[2], most * (LOOKED if method.codes else 1))
         levels = levels_of(pages, dtype=method.digest_dtype)
         fit = fit_of(pages) if method.value_fit and method.tail else None
+        codes = None if method.codes is None else key_codes.encode(pages[0], pages[2], method.codes)
         if method.page_dtype is not None:
             pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
-            run = lambda g=grouped, p=pages, n=levels, m=fit, f=fetched: select(g, p, n, m, fetched=f, method=method)  # noqa: E731
+
+            def run(q=grouped, pages=pages, levels=levels, fit=fit, codes=codes, fetched=fetched, page_size=page_size):
+                found = select(q, pages, levels, fit, fetched=fetched, method=method)
+                if codes is None:
+                    return found, None
+                sizes = dict(page_size=page_size, bits=method.codes, budget=budget)
+                return found, select_tokens(q, codes, levels, found, fit, **sizes)
+
             jax.block_until_ready(run())
             for _ in range(REPEATS):
                 started = time.perf_counter()
-                chosen = jax.block_until_ready(run())
+                chosen, looked = jax.block_until_ready(run())
                 micros.append((time.perf_counter() - started) * 1e6)
-            found, inside = attention(grouped, layer.k, layer.v, pages, chosen, fit, budget=budget, tail=method.tail)
+            parts = (grouped, layer.k, layer.v, pages, chosen)
+            if looked is None:
+                found, inside = attention(*parts, fit, budget=budget, tail=method.tail)
+            else:
+                found, inside = attention_of_tokens(*parts, looked, budget=budget)
             errors.append((np.asarray(error(found, out)), np.asarray(sharp)))
             masses.append(np.exp(jax.nn.logsumexp(inside, -1) - jax.nn.logsumexp(outside, -1)))
             recalls.append(np.asarray((inside >= least).sum(-1) / (outside >= least).sum(-1)))
@@ -106,8 +123,9 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         mass=round(float(np.mean(masses)), 4),
         recall=round(float(np.mean(recalls)), 4),
         exact_tokens=max(exact_tokens),
-        pages_fetched=fetched,
-        digest_bytes=sum(x.nbytes for x in jax.tree.leaves(levels)),
+        pages_fetched=fetched if method.codes is None else 0,
+        tokens_fetched=fetched * page_size if method.codes is None else budget - sinks - window,
+        digest_bytes=sum(x.nbytes for x in jax.tree.leaves((levels, codes))),
         select_us=round(float(np.median(micros)), 1),
     )
 
@@ -138,7 +156,8 @@ def main(argv: list[str] | None = None) -> int:
         "--methods",
         choices=METHOD_SETS,
         default="all",
-        help="default: the default and what is beside it; ours: no peers' scores; fewer: of fewer pages or nodes",
+        help="default: the default and what is beside it; ours: no peers' scores; fewer: of fewer pages or nodes; "
+        "coded: the default and tokens ranked by codes",
     )
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
@@ -155,8 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     methods = [*METHODS, *peers] if arguments.methods == "all" and not arguments.quick else METHODS
     if arguments.methods == "default":
         methods = [RERANKED, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False)]
-    elif arguments.methods == "fewer":
-        methods = [*FEWER]
+    elif arguments.methods in ("fewer", "coded"):
+        methods = [*(FEWER if arguments.methods == "fewer" else CODED)]
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     where = dict(device=str(memory.device().device_kind), jax=jax.__version__)

@@ -63,9 +63,10 @@ def second_look(
     by_page = weights.reshape(rows, group, *shape).sum(-1)
     alike = by_page / jnp.maximum(pages.count.astype(jnp.float32), 1.0)[:, None]
     apart = weights - jnp.where(slots[:, None], alike[..., None], 0.0).reshape(weights.shape)
-    out = _of_pages(by_page, pages) + others[..., None] * rest.out
+    out = _of_pages(by_page, pages)
     if from_keys is not None:
-        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))[..., : out.shape[-1]]
+        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))
+    out = out[..., : rest.out.shape[-1]] + others[..., None] * rest.out  # values may be the first channels of keys
     return Looked(tokens, there > 0, Attended(out, base))
 
 
