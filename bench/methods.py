@@ -197,14 +197,14 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree.Selection, looked: L
 
     def at(x: jax.Array) -> jax.Array:
         x = jnp.take_along_axis(x, found.page_ids[..., None, None], axis=2)[0].reshape(heads, -1, size)
-        return jnp.take_along_axis(x, looked.tokens[..., None], axis=1)
+        return jnp.take_along_axis(x, looked.best[..., None], axis=1)
 
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
     keys, values = (at(x)[:, :, None] for x in pages[:2])
     near, scoring = (*resident, jnp.ones(resident[0].shape[:2], bool)), Scoring(size**-0.5)
-    attended, _ = attend_whole(q[0], near, (keys, values, looked.there[..., None]), scoring=scoring)
+    attended, _ = attend_whole(q[0], near, (keys, values, looked.counts[..., None] > 0), scoring=scoring)
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], keys)[..., 0] * size**-0.5
-    return merge_by_lse(*attended, *looked.rest)[0], jnp.where(looked.there[:, None], logits, -jnp.inf)
+    return merge_by_lse(*attended, *looked.rest)[0], jnp.where(looked.counts[:, None] > 0, logits, -jnp.inf)
 
 
 @jax.jit(static_argnames=("budget", "tail"))

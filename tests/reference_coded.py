@@ -19,29 +19,51 @@ def coded(keys: np.ndarray, bits: int) -> np.ndarray:
     return found
 
 
-class Coded(Reference):
-    """Tokens of the pages looked at are ranked by their codes; those not taken weigh what these say."""
+Rest = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+class Pages(Reference):
+    """Of the pages looked at those are fetched whose tokens weigh most by their codes; tokens of others weigh what these say."""
+
+    def looked(self, q: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], Rest]:
+        """Returns the pages looked at, what their keys are by codes, what their tokens weigh, and the rest."""
+        pages, rest = super().walk(q, self.policy.num_looked(len(self.pages)))
+        keys = [coded(self.k[page], self.policy.codes) for page in pages]
+        scores = [q @ x.T * q.shape[-1] ** -0.5 for x in keys]
+        both = np.concatenate([np.zeros((len(q), 0)), *scores, *(x[:, None] for x, *_ in rest)], axis=1)
+        base = np.logaddexp.reduce(both, axis=1)[:, None] if both.shape[1] else 0
+        return pages, keys, [np.exp(x - base).sum(0) for x in scores], rest
+
+    def of_codes(self, q: np.ndarray, page: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> Rest:
+        """Returns what the tokens of a page contribute that are not kept."""
+        here = ~np.isin(page, kept)
+        if not here.any():
+            return []
+        scores = q @ keys[here].T * q.shape[-1] ** -0.5
+        total = np.logaddexp.reduce(scores, axis=1)
+        key = np.exp(scores - total[:, None]) @ keys[here] - keys.mean(0)
+        return [(total, page, self.v[page].mean(0) + key @ self.fit.matrix)]
+
+    def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], Rest]:
+        pages, keys, worth, rest = self.looked(q)
+        best = np.argsort([-x.sum() for x in worth], kind="stable")[:count].tolist()
+        for i in set(range(len(pages))) - set(best):
+            rest += self.of_codes(q, pages[i], keys[i], np.zeros(0, int))
+        return [pages[i] for i in best], rest
+
+
+class Tokens(Pages):
+    """The tokens that weigh most by their codes are fetched, no others."""
 
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pages, rest = self.walk(q, self.policy.num_looked(len(self.pages)))
-        scale = q.shape[-1] ** -0.5
-        keys = {tuple(page): coded(self.k[page], self.policy.codes) for page in pages}
-        looked = np.concatenate([np.zeros(0, int), *pages])
-        s = q @ np.concatenate([np.zeros((0, q.shape[-1])), *(keys[tuple(page)] for page in pages)]).T * scale
-        both = np.concatenate([s, *(x[:, None] for x, *_ in rest)], axis=1)
-        share = np.exp(s - both.max(-1, keepdims=True)) / np.exp(both - both.max(-1, keepdims=True)).sum(-1, keepdims=True)
+        pages, keys, worth, rest = self.looked(q)
+        order = np.argsort(-np.concatenate([np.zeros(0), *worth]), kind="stable")
         slots = self.policy.window_of.sinks + self.policy.window_of.slots
-        kept = looked[np.argsort(-share.sum(0), kind="stable")[: self.policy.budget - slots]]
-        for page in pages:
-            here = ~np.isin(page, kept)
-            if here.any():
-                known = keys[tuple(page)]
-                scores = q @ known[here].T * scale
-                total = np.logaddexp.reduce(scores, axis=1)
-                key = np.exp(scores - total[:, None]) @ known[here] - known.mean(0)
-                rest.append((total, page, self.v[page].mean(0) + key @ self.fit.matrix))
+        kept = np.concatenate([np.zeros(0, int), *pages])[order[: self.policy.budget - slots]]
+        for page, known in zip(pages, keys, strict=True):
+            rest += self.of_codes(q, page, known, kept)
         exact = np.concatenate([resident, kept])
-        logits = np.concatenate([q @ self.k[exact].T * scale, *(x[:, None] for x, *_ in rest)], axis=1)
+        logits = np.concatenate([q @ self.k[exact].T * q.shape[-1] ** -0.5, *(x[:, None] for x, *_ in rest)], axis=1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         out = weights[:, : len(exact)] @ self.v[exact]
         out += sum(w[:, None] * value for w, (*_, value) in zip(weights[:, len(exact) :].T, rest, strict=True))

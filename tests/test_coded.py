@@ -32,12 +32,14 @@ def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
             assert not keys[at].any()
 
 
+@pytest.mark.parametrize("singly", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tokens", "pages"])
 @pytest.mark.parametrize("codes", BITS)
-def test_200_steps_equal_the_reference(monkeypatch, codes):
+def test_200_steps_equal_the_reference(monkeypatch, codes, singly):
     """Nodes above the pages, twelve flushes, three compactions; prompts long and short."""
     monkeypatch.setattr(harness, "PROMPT", 1024)
-    policy = Coded(budget=64, candidates=8, opened=4, codes=codes, compact_every=64)
-    assert_reference(monkeypatch, policy, (1000, 150, 20), STEPS, levels=2, reference=reference_coded.Coded)
+    policy = Coded(budget=64, candidates=2, opened=4, codes=codes, singly=singly, compact_every=64)
+    reference = reference_coded.Tokens if singly else reference_coded.Pages
+    assert_reference(monkeypatch, policy, (1000, 150, 20), STEPS, levels=2, reference=reference)
 
 
 @pytest.mark.parametrize(

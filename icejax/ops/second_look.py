@@ -1,4 +1,4 @@
-"""A second look: of pages that digests chose the tokens that a query needs, by the codes of their keys."""
+"""A second look: of pages that digests chose the tokens that a query needs, or the pages that hold them, by codes of keys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Looked(NamedTuple):
     """What a second look found.
 
     Attributes:
-        tokens: indices of the best slots of the pages, one behind another, best first; i32[R, M].
-        there: whether a slot holds a token; bool[R, M].
+        best: indices of the best slots, which stand one behind another, or of the best pages; best first, i32[R, M].
+        counts: tokens of each.
         rest: attention to all others, and to what the pages were chosen among.
     """
 
-    tokens: jax.Array
-    there: jax.Array
+    best: jax.Array
+    counts: jax.Array
     rest: Attended
 
 
@@ -37,17 +37,19 @@ def second_look(
     *,
     scoring: Scoring,
     wanted: int,
+    whole: bool = False,
     guess: Float[Array, "R G H"] | None = None,
 ) -> Looked:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and what all others contribute.
 
-    These weigh what their keys say; their values are the mean of their page's and what keys tell of values.
+    Others weigh what their keys say; their values are the mean of their page's and what keys tell of values.
 
     Args:
         keys: of the pages, about what they are.
         pages: their digests [R, P].
         rest: attention f32[R, G, Hv], f32[R, G] to what is not in these pages.
         from_keys: values from keys; None: they count as their mean.
+        whole: whether to return pages in the place of slots, those of largest weight.
         guess: queries to choose by in the place of `q`.
     """
     rows, group, _ = q.shape
@@ -56,9 +58,13 @@ def second_look(
     mask, keys = slots.reshape(rows, 1, -1), keys.reshape(rows, -1, keys.shape[-1])
     scores = masked_scores(q, keys, mask, scoring=scoring)
     asked = scores if guess is None else masked_scores(guess, keys, mask, scoring=scoring)
-    worth, _, _ = _weights(asked, rest.lse)
-    worth = jnp.where(mask[:, 0], worth.sum(1), -1.0)
-    tokens, taken, (there,) = best(worth, min(wanted, worth.shape[-1]), mask[:, 0].astype(jnp.int32))
+    worth, *_ = _weights(asked, rest.lse)
+    worth, counts = worth.sum(1), slots.reshape(rows, -1).astype(jnp.int32)
+    if whole:
+        worth, counts = worth.reshape(rows, *shape).sum(-1), pages.count
+    worth = jnp.where(counts > 0, worth, -1.0)
+    found, taken, (counts,) = best(worth, min(wanted, worth.shape[-1]), counts)
+    taken = jnp.repeat(taken, shape[1], axis=1) if whole else taken
     weights, others, base = _weights(jnp.where(taken[:, None], -jnp.inf, scores), rest.lse)
     by_page = weights.reshape(rows, group, *shape).sum(-1)
     alike = by_page / jnp.maximum(pages.count.astype(jnp.float32), 1.0)[:, None]
@@ -67,7 +73,7 @@ def second_look(
     if from_keys is not None:
         out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))
     out = out[..., : rest.out.shape[-1]] + others[..., None] * rest.out  # values may be the first channels of keys
-    return Looked(tokens, there > 0, Attended(out, base))
+    return Looked(found, counts, Attended(out, base))
 
 
 def _weights(scores: Float[Array, "R G S"], lse: Float[Array, "R G"]) -> tuple[jax.Array, jax.Array, jax.Array]:

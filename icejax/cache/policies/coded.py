@@ -34,18 +34,19 @@ class Coded(Clustered):
     what keys tell of values.
 
     Attributes:
-        candidates: pages whose tokens are ranked for every page of tokens attended exactly. None: 16, and never fewer
-            pages than at a budget of 256.
+        candidates: a quarter of the pages whose tokens are ranked for every page of tokens attended exactly; with
+            `singly=false` as many are fetched. None: 4, and never fewer pages than at a budget of 256.
         codes: bits of a channel: 1, 2 or 4. With the least and the step of each page and channel they take 9, 13 or 19% of
             the bytes that keys and values of 16 bits take in host memory, of pages of 16 and heads of one size.
+        singly: whether single tokens are fetched, not on TPU; else the pages that hold the best, as many as the clustered cache
+            fetches, whose tokens are ranked once more by their keys.
 
     Raises:
         InputError: an option is out of range, or leaves nothing to be ranked.
     """
 
     codes: int = 4
-
-    by_slot = True
+    singly: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,17 +59,21 @@ class Coded(Clustered):
                 )
 
     @property
+    def by_slot(self) -> bool:
+        return self.singly
+
+    @property
     def index(self) -> CodedTree:
         tree = super().index
         return CodedTree(tree.dtype, tree.value_fit, self.page_size, self.codes)
 
     def num_fetched(self, pages: int) -> int:
-        return Retrieval.num_fetched(self, pages)
+        return Retrieval.num_fetched(self, pages) if self.singly else super().num_fetched(pages)
 
     def num_looked(self, pages: int) -> int:
         """Returns of how many of `pages` pages the tokens are ranked."""
         wanted = -(-self._most_paged // self.page_size) + 1
-        return min(pages, pages_for(wanted, self.page_size, self.candidates) * (1 if self.candidates else LOOKED))
+        return min(pages, LOOKED * pages_for(wanted, self.page_size, self.candidates))
 
     def find(self, heads: Heads, index: CodedIndex, view: View) -> Found:
         found = self._found(heads, index, view, self.num_looked(index.levels[0].count.shape[-1]))
@@ -89,11 +94,12 @@ class Coded(Clustered):
             jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
             wanted=self.num_fetched(index.levels[0].count.shape[-1]),
+            whole=not self.singly,
             guess=None if guess is None else joined(guess.reshape(queries.shape)),
         )
-        tokens, there, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
-        page = jnp.take_along_axis(ids, tokens // p, axis=2, mode="promise_in_bounds")
-        return Found(page * p + tokens % p, there.astype(jnp.int32), None, rest)
+        best, counts, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
+        page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
+        return Found(page * p + best % p if self.singly else page, counts, None, rest, from_keys=found.from_keys)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
-        return Retrieval.attend(self, heads, near, pages, found)
+        return (Retrieval if self.singly else Clustered).attend(self, heads, near, pages, found)
