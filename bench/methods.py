@@ -12,6 +12,7 @@ from bench.capture import Captured
 from icejax.ops import key_codes, tree
 from icejax.ops.attention import Attended, Scoring, merge_by_lse
 from icejax.ops.digests import NARROW, Digests, digest, score
+from icejax.ops.key_codes import KeyCodes
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged, attend_whole
 from icejax.ops.second_look import Looked, second_look
@@ -83,6 +84,7 @@ class Method:
         opened: nodes of the tree opened per level; None: as many as `Clustered` opens.
         value_fit: whether the tail's values are fitted to keys.
         codes: bits of keys by which tokens of four times the pages are ranked before any is fetched, as `Coded` does.
+        singly: whether these are then fetched one by one, not the pages that hold most.
     """
 
     score: str = "second-order"
@@ -93,6 +95,7 @@ class Method:
     opened: int | None = None
     value_fit: bool = True
     codes: int | None = None
+    singly: bool = True
     group: tree.Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
@@ -100,7 +103,7 @@ class Method:
 
 RERANKED = Method(candidates=None)
 FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (14, 28, 40)))
-CODED = (RERANKED, *(replace(RERANKED, codes=bits) for bits in key_codes.BITS))
+CODED = (RERANKED, *(replace(RERANKED, codes=bits, singly=singly) for singly in (True, False) for bits in key_codes.BITS))
 METHODS = (
     Method(tail=False, walk=False),
     Method(walk=False),
@@ -173,11 +176,20 @@ def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, gu
     )
 
 
-@jax.jit(static_argnames=("page_size", "bits", "budget"))
-def select_tokens(
-    q, codes: key_codes.KeyCodes, levels, found: tree.Selection, from_keys, *, page_size: int, bits: int, budget: int
+@jax.jit(static_argnames=("page_size", "bits", "wanted", "whole"))
+def look_again(
+    q,
+    codes: key_codes.KeyCodes,
+    levels,
+    found: tree.Selection,
+    from_keys,
+    *,
+    page_size: int,
+    bits: int,
+    wanted: int,
+    whole: bool,
 ) -> Looked:
-    """Returns of the pages found the tokens to fetch, and the tail with the rest of these."""
+    """Returns of the pages found the tokens or the pages to fetch, and the tail with the rest of these."""
 
     def at(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
@@ -185,8 +197,15 @@ def select_tokens(
     pages = replace(jax.tree.map(at, levels[0]), count=found.counts[0])
     keys = key_codes.decode(jax.tree.map(lambda x: at(x)[None], codes), page_size, bits)[0]
     rest, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys)
-    wanted = budget - sum(residents(budget))
-    return second_look(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted)
+    return second_look(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
+
+
+def of_pages(found: tree.Selection, looked: Looked) -> tree.Selection:
+    """Returns the pages that a second look has left of those found."""
+    ids = jnp.take_along_axis(found.page_ids, looked.best[None], axis=2)
+    return replace(
+        found, page_ids=ids, counts=looked.counts[None], tail_out=looked.rest.out[None], tail_lse=looked.rest.lse[None]
+    )
 
 
 @jax.jit(static_argnames="budget")

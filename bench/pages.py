@@ -38,9 +38,10 @@ from bench.methods import (
     fit_of,
     form,
     levels_of,
+    look_again,
+    of_pages,
     residents,
     select,
-    select_tokens,
 )
 from icejax import memory
 from icejax.cache.page_format import decode, encode
@@ -98,12 +99,15 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
 
-            def run(q=grouped, pages=pages, levels=levels, fit=fit, codes=codes, fetched=fetched, page_size=page_size):
+            wanted = budget - sinks - window if method.singly else min(fetched, most)
+
+            def run(q=grouped, pages=pages, levels=levels, fit=fit, codes=codes, fetched=fetched, wanted=wanted):
                 found = select(q, pages, levels, fit, fetched=fetched, method=method)
                 if codes is None:
                     return found, None
-                sizes = dict(page_size=page_size, bits=method.codes, budget=budget)
-                return found, select_tokens(q, codes, levels, found, fit, **sizes)
+                sizes = dict(page_size=pages[0].shape[3], bits=method.codes, wanted=wanted, whole=not method.singly)
+                looked = look_again(q, codes, levels, found, fit, **sizes)
+                return (found, looked) if method.singly else (of_pages(found, looked), None)
 
             jax.block_until_ready(run())
             for _ in range(REPEATS):
@@ -123,8 +127,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         mass=round(float(np.mean(masses)), 4),
         recall=round(float(np.mean(recalls)), 4),
         exact_tokens=max(exact_tokens),
-        pages_fetched=fetched if method.codes is None else 0,
-        tokens_fetched=fetched * page_size if method.codes is None else budget - sinks - window,
+        tokens_fetched=most * page_size if method.codes is None or not method.singly else budget - sinks - window,
         digest_bytes=sum(x.nbytes for x in jax.tree.leaves((levels, codes))),
         select_us=round(float(np.median(micros)), 1),
     )
