@@ -12,7 +12,6 @@ from bench.capture import Captured
 from icejax.ops import key_codes, tree
 from icejax.ops.attention import Attended, Scoring, merge_by_lse
 from icejax.ops.digests import NARROW, Digests, digest, score
-from icejax.ops.key_codes import KeyCodes
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged, attend_whole
 from icejax.ops.second_look import Looked, second_look
