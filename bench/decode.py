@@ -35,7 +35,8 @@ from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
 
 TURN, WARM_UP = 16, 3  # steps
-SUBJECTS = ("full", "clustered", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
+OURS = ("clustered", "coded")  # caches that --cache-option is for
+SUBJECTS = ("full", "clustered", "coded", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
 
 
 def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Callable]:
@@ -47,7 +48,7 @@ def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Ca
             peer = functools.partial(Transformers, config, kind, budget=options["budget"])
             found[name] = lambda peer=peer, *, filled, **sizes: peer(**sizes)
             continue
-        policy = DotProduct() if name == "dot-product" else make_policy(name, options if name == "clustered" else {})
+        policy = DotProduct() if name == "dot-product" else make_policy(name, options if name in OURS else {})
         found[name] = lambda policy=policy, **sizes: Icejax(model, policy, **sizes)
     return found
 
@@ -137,7 +138,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--policies", default="full,clustered", help=f"comma-separated, of {', '.join(SUBJECTS)}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="of clustered; repeatable")
+    parser.add_argument(
+        "--cache-option", action="append", default=[], metavar="KEY=VALUE", help=f"of {' and '.join(OURS)}; repeatable"
+    )
     parser.add_argument("--steps", type=int, default=64, help="timed, per subject and context (default: %(default)s)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(

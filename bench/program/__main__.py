@@ -27,6 +27,7 @@ from icejax.checkpoint.rounding import METHODS
 from icejax.errors import InputError
 
 PLAIN = "plain"  # weights as --dtype says
+OURS = ("clustered", "coded", "tolerant")  # caches that --cache-option is for
 
 
 def rows(arguments: argparse.Namespace):
@@ -34,7 +35,7 @@ def rows(arguments: argparse.Namespace):
     options = cache_options(arguments.cache_option)
     flags = dict(map(flag, arguments.flag))
     named = [targets.target(name) for name in arguments.target.split(",")]
-    policies = {name: make_policy(name, options if name == "clustered" else {}) for name in arguments.cache.split(",")}
+    policies = {name: make_policy(name, options if name in OURS else {}) for name in arguments.cache.split(",")}
     contexts, batches = numbers("--context", arguments.context), numbers("--batch", arguments.batch)
     for target in named:
         compile.check_compiler(target)
@@ -53,7 +54,7 @@ def rows(arguments: argparse.Namespace):
         what = dict(target=target.name, shape=arguments.shape, layers=model.config.num_hidden_layers, dtype=arguments.dtype)
         what |= dict(weights=arguments.dtype if weights == PLAIN else weights)
         what |= {} if arguments.experts_on_host is None else dict(experts_on_host=arguments.experts_on_host)
-        what |= dict(context=context, batch=batch, cache=cache, options=options if cache == "clustered" else {}, flags=flags)
+        what |= dict(context=context, batch=batch, cache=cache, options=options if cache in OURS else {}, flags=flags)
         sizes = dict(batch=batch, context=context, new_tokens=arguments.new_tokens, backend=arguments.fetch_backend)
         step = compile.decode_step(model, policy, target, **sizes)
         compile.check_compiler(target, step.plan.fetch_backend)
@@ -77,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", default="131072", help="tokens, comma-separated (default: %(default)s)")
     parser.add_argument("--batch", default="1", help="comma-separated (default: %(default)s)")
     parser.add_argument("--cache", default="clustered", help="comma-separated, of the cache's names (default: %(default)s)")
-    parser.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="of clustered; repeatable")
+    parser.add_argument(
+        "--cache-option", action="append", default=[], metavar="KEY=VALUE", help=f"of {', '.join(OURS)}; repeatable"
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--fetch-backend", metavar="NAME", help="default: what that platform would take first")
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="a compiler option; repeatable")
