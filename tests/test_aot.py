@@ -34,6 +34,7 @@ GRAPHS = (
     "--context 131072 --batch 1,4,8",
     "--context 131072 --batch 1,4,8 --cache-option resident=true",
     "--context 131072 --batch 1,4 --cache tolerant",
+    "--context 131072 --batch 1,8 --cache coded",
     "--context 131072 --cache full",
     "--context 32768 --batch 4,8 --cache full",
 )
@@ -106,6 +107,17 @@ def test_pages_of_a_tpu_come_together(target):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072"
     (row,) = said(target, "bench.program", "--target", target, *line.split())
     assert row["host_copies"] > 0 and not row["serial_waits"] and not row["pool_copies"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "options"), [("h100", ""), ("h100", "codes=2"), ("v5e", "singly=false")])
+def test_a_step_that_ranks_by_codes_copies_neither_them_nor_the_pool(target, options):
+    line = "--layers 4 --cache-option dense_layers=2 --context 131072 --cache coded"
+    more = [word for option in options.split() for word in ("--cache-option", option)]
+    (row,) = said(target, "bench.program", "--target", target, *line.split(), *more)
+    bits = 2 if options == "codes=2" else 4
+    assert row["temp_bytes"] < 131072 * 8 * 128 * bits // 8  # the codes of one layer of 8 KV heads of 128
+    assert not row["pool_copies"] and not row["serial_waits"]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import Coded
+from icejax.cache.spec import CacheSpec
 from icejax.errors import InputError
 from icejax.ops import key_codes
 from tests import layer as harness
@@ -30,6 +31,28 @@ def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
             np.testing.assert_allclose(keys[at][mask[at]], expected, rtol=0, atol=tolerances.EXACT, err_msg=str(at))
         else:
             assert not keys[at].any()
+
+
+def test_codes_go_where_their_pages_go():
+    rng, size = np.random.default_rng(0), (1, 2, 6, 8, 16)
+    spec = CacheSpec(
+        batch_size=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        value_dim=16,
+        prompt_capacity=32,
+        new_capacity=16,
+        dtype="float32",
+    )
+    tree = Coded(page_size=8).index
+    k, v = (jnp.asarray(rng.standard_normal(size), jnp.float32) for _ in range(2))
+    index = tree.with_pages(tree.empty(spec, 6), tree.describe(k, v, jnp.ones(size[:-1], bool)), jnp.int32(0))
+    before = np.asarray(key_codes.decode(index.codes, 8, 4))
+    moved = tree.moved(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
+    after = np.asarray(key_codes.decode(moved.codes, 8, 4))
+    np.testing.assert_array_equal(after[:, :, :3], before[:, :, [0, 1, 5]])
+    assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()
 
 
 @pytest.mark.parametrize("singly", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tokens", "pages"])

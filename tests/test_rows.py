@@ -9,7 +9,7 @@ import pytest
 
 import icejax
 from icejax import rows
-from icejax.cache import Clustered, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
+from icejax.cache import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
 from icejax.cache.extents import Extents
 from icejax.decoding import Decoding
 from icejax.errors import InputError
@@ -32,9 +32,10 @@ EXACT = {
     "pqcache": PQCache(budget=ROOM, window=40),
     "retroinfer": RetroInfer(budget=ROOM),
     "pariskv": ParisKV(budget=ROOM),
+    "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
 }
 # What finds single tokens; OmniKV, which needs layers that follow, is in test_omnikv.py.
-SINGLY = ("pqcache", "retroinfer", "pariskv")
+SINGLY = ("pqcache", "retroinfer", "pariskv", "coded")
 
 
 def slow(value):

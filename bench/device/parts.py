@@ -103,6 +103,7 @@ def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
     model, cache, long, short = sizes.model, sizes.cache, sizes.long, sizes.short
     yield _decode(sizes, f"model, {long}, clustered", model, [long], "clustered")
     yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=50)
+    yield _decode(sizes, f"model, {long}, coded", model, [long], "coded")
     yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", profile=scratch / TRACE, most=150)
     yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=30, most=120)
 
@@ -133,6 +134,9 @@ def _batches(sizes: Sizes) -> Iterator[Part]:
         for more, chosen in (("", options), (", resident", [*options, stays])):
             name = f"model, {long}, batch {batch}{more}"
             yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=chosen, least=80, most=240)
+    yield _decode(
+        sizes, f"model, {long}, batch {sizes.some}, coded", model, [long], "coded", batch=sizes.some, least=80, most=240
+    )
     for batch in (1, sizes.some, sizes.many):
         yield _decode(sizes, f"model, {short}, batch {batch}", model, [short], "full,clustered", batch=batch)
     for batch in (sizes.some, sizes.many):
