@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import icejax
@@ -18,7 +18,10 @@ def folders(first: Path | str = ASSETS, *, panel: bool = False) -> dict[str, Pat
     return {"bundled" if first == ASSETS else str(first): first} | {path.name: path for path in others}
 
 
-def models(first: Path | str = ASSETS, *, panel: bool = False, dtype: str | None = None) -> Iterator[tuple[str, CausalLM]]:
-    """Yields the models of `folders` one after another, each loaded when it is its turn."""
+def models(
+    first: Path | str = ASSETS, *, panel: bool = False, only: Collection[str] | None = None, dtype: str | None = None
+) -> Iterator[tuple[str, CausalLM]]:
+    """Yields the models of `folders`, or only some of them, one after another, each loaded when it is its turn."""
     for name, folder in folders(first, panel=panel).items():
-        yield name, icejax.load(folder, dtype=dtype)[0]
+        if only is None or name in only:
+            yield name, icejax.load(folder, dtype=dtype)[0]

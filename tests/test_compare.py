@@ -27,8 +27,8 @@ def model(tmp_path_factory):
 def texts(model):
     """A text, the same with tokens behind it, and all of it read at once."""
     tokens = families.tokens(PROMPT + MORE)
-    text = Text.read(model, tokens[:PROMPT], room=ROOM)
-    return text, text.then(tokens[PROMPT:]), Text.read(model, tokens, room=ROOM - MORE)
+    text = Text.read(model, tokens[:PROMPT])
+    return text, text.then(tokens[PROMPT:]), Text.read(model, tokens)
 
 
 def subject(model, policy) -> Subject:
@@ -37,15 +37,17 @@ def subject(model, policy) -> Subject:
 
 def test_tokens_behind_a_text_have_the_heads_of_one_text(texts):
     _, found, expected = texts
-    assert found.tokens == expected.tokens and found.next == expected.next
-    for layer, other in zip(found.layers, expected.layers, strict=True):
-        for x, y in zip(jax.tree.leaves(layer), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(*(z[:, : len(found.tokens)] for z in (x, y)), rtol=0, atol=tolerances.LOGITS)
+    assert found.tokens == expected.tokens and found.next == expected.next and found.base == PROMPT
+    for layers, first, last in ((found.layers, 0, PROMPT), (found.behind, PROMPT, PROMPT + MORE)):
+        for layer, other in zip(layers, expected.layers, strict=True):
+            for x, y in zip(jax.tree.leaves(layer), jax.tree.leaves(other), strict=True):
+                np.testing.assert_allclose(x[:, : last - first], y[:, first:last], rtol=0, atol=tolerances.LOGITS)
 
 
 @pytest.mark.parametrize("policy", [Full(), Clustered(budget=64), SnapKV(budget=64)], ids=lambda policy: type(policy).__name__)
-def test_a_policy_keeps_of_a_text_what_it_keeps_of_a_prompt(model, texts, policy):
-    text = texts[0]
+@pytest.mark.parametrize("which", ["the text", "tokens behind it"])
+def test_a_policy_keeps_of_a_text_what_it_keeps_of_a_prompt(model, texts, policy, which):
+    text = texts[which != "the text"]
     one = subject(model, policy)
     one.take(text)
     state, step, _ = prefill(model, [text.tokens], one._plan)
@@ -67,8 +69,8 @@ def test_errors_are_those_of_attention_to_what_is_kept(model, texts):
     measured = some.measure(longer)
     for step in range(STEPS):
         newest = PROMPT + step
-        for i, ((q, k, v), _) in enumerate(longer.layers):
-            q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
+        for i, (((q, k, v), _), (behind, _)) in enumerate(zip(longer.layers, longer.behind, strict=True)):
+            q, k, v = (np.concatenate([x[0, :PROMPT], y[0]]).astype(np.float64) for x, y in zip((q, k, v), behind, strict=True))
             kept = [*range(4), *range(newest - 27, newest + 1)]
             out, exact = (attention(q[newest], x, y) for x, y in ((k[kept], v[kept]), (k[: newest + 1], v[: newest + 1])))
             expected = np.linalg.norm(out - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
@@ -137,8 +139,8 @@ def test_options_of_a_policy_stand_behind_its_name():
 
 def test_answers_and_costs_of_texts_are_summed():
     base = dict(zip(rows.KEY, ("m", "p", "64", 600, "single", "dense"), strict=True)) | dict.fromkeys(rows.MEANS, 1.0)
-    lines = [base | dict(tokens=64, asked=4, right=3, error=0.2), base | dict(tokens=64, asked=1, right=1, error=0.4)]
-    (row,) = rows.summed(lines)
+    base |= dict(tokens=64, options={})
+    (row,) = rows.summed([base | dict(asked=4, right=3, error=0.2), base | dict(asked=1, right=1, error=0.4)]).values()
     assert (row["questions"], row["exact"], row["error"], row["texts"]) == (5, 0.8, 0.3, 2)
 
 

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from bench.compare.subject import Subject
-from bench.compare.text import Text
+from bench.compare.text import SHORT, Text
+from bench.compare.tuned import KNOBS
 from bench.needle import task
 from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
@@ -21,8 +22,9 @@ from icejax.errors import InputError
 from icejax.models import CausalLM
 
 Protocol = Literal["dense", "sparse"]
+PROTOCOLS: tuple[Protocol, ...] = ("dense", "sparse")
 TASKS = tuple(name for name, form in task.TASKS.items() if not (form.together or form.early))
-ROOM = 256  # tokens behind a text: a question and its answer
+ROOM = 256  # tokens that a cache has room for behind a text: a question and its answer
 KEY = ("model", "policy", "budget", "length", "task", "protocol", "text")
 GROUP_BYTES = 4 * 2**30  # of texts that wait for the next subject
 
@@ -33,11 +35,24 @@ class Contender:
 
     Attributes:
         asked: its budget as it was asked for, a number or a share; `all` for a policy without one.
+        tokens: the budget in tokens; None for a policy without one.
+        policy: with its options; of one that is tuned (`bench.compare.tuned`) before it is.
     """
 
     name: str
     asked: str
+    tokens: int | None
     policy: CachePolicy
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text, its answer, and the text with the question behind it, and with both."""
+
+    tokens: list[int]
+    answer: list[int]
+    asked: Text
+    answered: Text
 
 
 @dataclass(frozen=True)
@@ -58,12 +73,18 @@ class Cell:
         return -(-self.questions // _asked(self.task))
 
     def draw(self, number: int) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-        """Returns the tokens of a text, and of each question about it and its answer; the same for all subjects."""
+        """Returns the tokens of a text, and of each question about it and its answer; the same for all policies."""
         form = task.TASKS[self.task]
         rng = np.random.default_rng((number, self.length, *self.task.encode()))
         context = task.context(rng, length=self.length, facts=form.facts, split="heldout")
         pairs = [(list(each.text.encode()), list(each.answer.encode())) for each in context.asked(form)]
         return list(context.text), pairs[: self.questions - number * len(pairs)]
+
+    def read(self, model: CausalLM, number: int) -> tuple[Text, list[Question]]:
+        """Returns a text and its questions, which have attended."""
+        tokens, pairs = self.draw(number)
+        text = Text.read(model, tokens)
+        return text, [Question(q, a, text.then(q), text.then([*q, *a])) for q, a in pairs]
 
 
 def _asked(name: str) -> int:
@@ -80,13 +101,13 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
     able, left_out = [], []
     for name in names:
         policy = _policy(name)
-        if policy.budget is None:
-            able.append(Contender(name, "all", policy))
+        if policy.budget is None and name not in KNOBS:
+            able.append(Contender(name, "all", None, policy))
             continue
         for asked in budgets:
             tokens = _tokens(asked, length)
             try:
-                able.append(Contender(name, asked, _policy(name, budget=tokens)))
+                able.append(Contender(name, asked, tokens, policy if policy.budget is None else _policy(name, budget=tokens)))
             except InputError as error:
                 left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
     return able, left_out
@@ -105,27 +126,25 @@ def _tokens(budget: str, length: int) -> int:
         raise InputError(f"--budgets must be numbers of tokens or shares such as 10%, got {budget!r}") from None
 
 
-def read(subject: Subject, text: Text, pairs: list[tuple[list[int], list[int]]], protocol: Protocol) -> dict:
+def read(subject: Subject, text: Text, questions: list[Question], protocol: Protocol) -> dict:
     """Returns what a subject answers to the questions about a text, what it cost, and what it did to the attention."""
     hits, kept, seconds, moved, measured = [], [], [], [], []
     if protocol == "sparse":
         subject.take(text)
         kept.append(subject.kept_s)
-    for question, answer in pairs:
-        asked = text.then(question)
+        measured.append(subject.measure(questions[0].answered))
+    for each in questions:
         if protocol == "dense":
-            subject.take(asked)
+            subject.take(each.asked)
             kept.append(subject.kept_s)
-            first, rest = [asked.next], len(answer) - 1
-            measured.append(subject.measure(asked.then(answer)))
+            measured.append(subject.measure(each.answered))
+            first, rest = [each.asked.next], len(each.answer) - 1
         else:
-            first, rest = question, len(answer)
+            first, rest = each.tokens, len(each.answer)
         given, steps, bytes_moved = subject.timed(first, rest)
-        hits.append((first if protocol == "dense" else []) + given == answer)
+        hits.append((first if protocol == "dense" else []) + given == each.answer)
         seconds += steps
         moved.append(bytes_moved)
-    if protocol == "sparse":
-        measured.append(subject.measure(text.then([*pairs[0][0], *pairs[0][1]])))
     errors, whole, tokens = (np.concatenate([getattr(x, name) for x in measured]) for name in ("errors", "whole", "tokens"))
     return dict(
         asked=len(hits), right=sum(hits), error=float(errors.mean()), error_whole=float(whole.mean()),
@@ -140,7 +159,7 @@ def groups(model: CausalLM, cell: Cell) -> Iterator[list[int]]:
     """Yields the numbers of texts that may stand in memory together."""
     config = model.config
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
-    each = 4 * heads * config.head_dim * config.num_hidden_layers * (cell.length + ROOM) * 3 // 2
+    each = 4 * heads * config.head_dim * config.num_hidden_layers * (cell.length + SHORT) * 3 // 2
     together = max(1, GROUP_BYTES // each)
     for first in range(0, cell.texts, together):
         yield list(range(first, min(cell.texts, first + together)))

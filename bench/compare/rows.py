@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,30 +13,66 @@ from rich.table import Table
 
 from bench.needle.evaluate import wilson
 from icejax import memory
+from icejax.errors import InputError
 
 KEY = ("model", "policy", "budget", "length", "task", "protocol")
+TIMES = ("first_token_s", "tpot_s")
 MEANS = (
     *("error", "error_whole", "attended", "attended_95", "distinct"),
-    *("first_token_s", "tpot_s", "moved_bytes", "device_bytes", "digest_bytes", "host_bytes"),
+    *("moved_bytes", "device_bytes", "digest_bytes", "host_bytes"),
+    *TIMES,
 )
 NO_ERROR = 1e-4  # an error below which there is none
 FIRST = ("full", "topk", "topp", "topk-pages")  # the exact cache and the oracles stand at the top
 
 
-def summed(lines: Iterable[dict]) -> list[dict]:
-    """Returns a row per model, policy, budget, length, task and protocol from the lines of all texts."""
+def key_of(row: dict) -> tuple:
+    """Returns what tells a row apart."""
+    return tuple(row[name] for name in KEY)
+
+
+def read(path: Path) -> dict[tuple, dict]:
+    """Returns the rows of a file by what tells them apart; InputError if there are none."""
+    try:
+        return {key_of(row): row for row in map(json.loads, path.read_text().splitlines())}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path} must hold the rows of a comparison: {error}; move it away or name another") from None
+
+
+def write(path: Path, found: list[dict]) -> None:
+    """Writes rows to a file, whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text("".join(json.dumps(row) + "\n" for row in sorted(found, key=lambda row: [str(x) for x in key_of(row)])))
+    part.replace(path)
+
+
+def timed(found: list[dict], times: dict[tuple, dict]) -> list[dict]:
+    """Returns rows with the times that others of the same model, policy, budget and length have in the mean, or none."""
+    by: dict[tuple, list[dict]] = defaultdict(list)
+    for key, row in times.items():
+        by[key[:4]].append(row)
+    return [row | {name: _mean([each[name] for each in by[key_of(row)[:4]]]) for name in TIMES} for row in found]
+
+
+def summed(lines: Iterable[dict]) -> dict[tuple, dict]:
+    """Returns the rows of the lines of all texts, by what tells them apart."""
     by: dict[tuple, list[dict]] = defaultdict(list)
     for line in lines:
-        by[tuple(line[name] for name in KEY)].append(line)
-    found = []
+        by[key_of(line)].append(line)
+    found = {}
     for key, of in by.items():
         asked, right = (sum(line[name] for line in of) for name in ("asked", "right"))
         low, high = wilson(right, asked)
         row = dict(zip(KEY, key, strict=True)) | dict(tokens=of[0]["tokens"], questions=asked, exact=right / asked)
-        row |= dict(low=round(low, 4), high=round(high, 4), texts=len(of))
-        row |= {name: float(f"{np.mean([line[name] for line in of]):.5g}") for name in MEANS}
-        found.append(row | dict(device=memory.device_name(), jax=jax.__version__))
+        row |= dict(low=round(low, 4), high=round(high, 4), texts=len(of), options=of[0]["options"])
+        row |= {name: _mean([line[name] for line in of]) for name in MEANS}
+        found[key] = row | dict(device=memory.device_name(), jax=jax.__version__)
     return found
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Returns a mean of five digits; None where a value is missing."""
+    return None if not values or None in values else float(f"{np.mean(values):.5g}")
 
 
 def tables(found: list[dict]) -> Iterator[Table]:
@@ -52,7 +89,7 @@ def tables(found: list[dict]) -> Iterator[Table]:
             lines[row["policy"], row["budget"]][row["task"]] = row
         for (policy, budget), by_task in sorted(lines.items(), key=_order):
             rows = list(by_task.values())
-            mean = {name: float(np.mean([row[name] for row in rows])) for name in MEANS}
+            mean = {name: _mean([row[name] for row in rows]) for name in MEANS}
             answers = (
                 f"{by_task[name]['exact']:.0%} ({by_task[name]['low']:.0%}-{by_task[name]['high']:.0%})"
                 if name in by_task
@@ -62,7 +99,7 @@ def tables(found: list[dict]) -> Iterator[Table]:
             tokens = (f"{mean[name]:.0f}" for name in ("attended", "attended_95", "distinct"))
             errors = (f"{mean[name]:.3f}" for name in ("error", "error_whole"))
             sizes = f"{mean['device_bytes'] / 2**20:.2f} MiB", f"{mean['moved_bytes'] / 2**10:.0f} KiB"
-            times = f"{mean['first_token_s']:.2f} s", f"{1e3 * mean['tpot_s']:.2f}"
+            times = ("", "") if None in (mean[t] for t in TIMES) else (f"{mean[TIMES[0]]:.2f} s", f"{1e3 * mean[TIMES[1]]:.2f}")
             table.add_row(policy, budget, *answers, *tokens, *errors, *sizes, *times)
         yield table
 

@@ -59,12 +59,11 @@ class Subject(Reader):
         self.kept_s = time.perf_counter() - started
 
     def measure(self, text: Text) -> Measured:
-        """Compares the attention of the tokens behind the text taken, which are the last of `text`, with the exact one."""
+        """Compares the attention of the first tokens behind the text taken, which `text` has there too, with the exact one."""
         cache, found = self._state.cache, []
         first = int(cache.lengths.seen[0])
         for at in range(first, min(len(text.tokens), first + STEPS)):
-            steps = [(tuple(x[:, at : at + 1] for x in heads), attended.out[:, at : at + 1]) for heads, attended in text.layers]
-            cache, *values = _probe(self._model, cache, self._pool, steps, plan=self._plan)
+            cache, *values = _probe(self._model, cache, self._pool, text.behind, at - text.base, plan=self._plan)
             found.append([np.asarray(value, np.float64) for value in values])
         return Measured(*(np.stack(values) for values in zip(*found, strict=True)))
 
@@ -86,10 +85,11 @@ class Subject(Reader):
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, steps, *, plan: Plan):
-    """Decodes a token whose heads are given; returns the cache, and what `Measured` says of a step."""
+def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, behind, at: jax.Array, *, plan: Plan):
+    """Decodes the token at a place behind the text; returns the cache, and what `Measured` says of a step."""
     lengths, states, shared, errors, whole, tokens = cache.lengths, [], None, [], [], []
-    for i, (layer, (heads, exact)) in enumerate(zip(model.model.layers, steps, strict=True)):
+    steps = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1), behind)
+    for i, (layer, (heads, (exact, _))) in enumerate(zip(model.model.layers, steps, strict=True)):
         own = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
         view = view_of(layer, lengths, plan.pages(i, pool, cache.table), shared)
         outcome = plan.policies[i].decode(cache.layers[i], own, view)

@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM
 
+TOGETHER = 1024  # vectors whose products with all centroids stay in a processor's cache
+
 
 def kmeans(
     x: Float[Array, "*R n d"],
@@ -82,14 +84,17 @@ def _limits(few: jax.Array | None, count: int, like: jax.Array) -> jax.Array:
 
 
 def _nearest(x: jax.Array, centroids: jax.Array, limit: jax.Array, cosine: bool) -> jax.Array:
-    near, number = EINSUM("cd,nd->cn", centroids, x), jnp.arange(len(centroids), dtype=jnp.int32)[:, None]
-    if cosine:
-        near = near / jnp.maximum(jnp.linalg.norm(centroids, axis=-1), 1e-30)[:, None]
-    else:
-        near = 2 * near - jnp.square(centroids).sum(-1)[:, None]
-    near = jnp.where(number < limit, near, -jnp.inf)
-    # The first of the nearest; XLA:CPU takes six times as long for an argmax.
-    return jnp.where(near == near.max(0, keepdims=True), number, len(centroids) - 1).min(0)
+    size = jnp.linalg.norm(centroids, axis=-1) if cosine else jnp.square(centroids).sum(-1)
+    number = jnp.arange(len(centroids), dtype=jnp.int32)
+
+    def one(vector: jax.Array) -> jax.Array:
+        near = EINSUM("cd,d->c", centroids, vector)
+        near = near / jnp.maximum(size, 1e-30) if cosine else 2 * near - size
+        near = jnp.where(number < limit, near, -jnp.inf)
+        # The first of the nearest; XLA:CPU takes six times as long for an argmax.
+        return jnp.where(near == near.max(), number, len(centroids) - 1).min()
+
+    return lax.map(one, x, batch_size=TOGETHER)
 
 
 def _sums(x: jax.Array, codes: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

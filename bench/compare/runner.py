@@ -1,0 +1,100 @@
+"""A comparison on one model: every text attends once, and every policy reads it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bench.compare import cells, tuned
+from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol, Question
+from bench.compare.subject import Subject
+from bench.compare.text import Text
+from icejax.cache import CachePolicy
+from icejax.cache.options import make_policy
+from icejax.models import CausalLM
+
+
+class Runner:
+    """The texts of a group and the subjects of one model and length, each made when it is first needed."""
+
+    def __init__(self, model: CausalLM, length: int) -> None:
+        self._model, self._length = model, length
+        self._texts: dict[tuple[str, int], tuple[Text, list[Question]]] = {}
+        self._subjects: dict[tuple[str, str], tuple[Subject, dict]] = {}
+        self._warm = False
+
+    def line(self, cell: Cell, number: int, one: Contender, protocol: Protocol) -> dict:
+        """Returns what a policy makes of a text, and which options were searched for."""
+        subject, options = self._subject(one)
+        return cells.read(subject, *self._text(cell, number), protocol) | dict(options=options)
+
+    def rest(self, one: Contender) -> None:
+        """Gives back the memory of a subject, but for its programs."""
+        if (one.name, one.asked) in self._subjects:
+            self._subjects[one.name, one.asked][0].forget()
+
+    def forget(self) -> None:
+        """Gives back the memory of all texts."""
+        self._texts.clear()
+
+    def _text(self, cell: Cell, number: int) -> tuple[Text, list[Question]]:
+        if not self._warm:  # what is compiled is not timed
+            cell.read(self._model, number)
+            self._warm = True
+        if (cell.task, number) not in self._texts:
+            self._texts[cell.task, number] = cell.read(self._model, number)
+        return self._texts[cell.task, number]
+
+    def _subject(self, one: Contender) -> tuple[Subject, dict]:
+        if (one.name, one.asked) not in self._subjects:
+            policy, options = one.policy, {}
+            if one.name in tuned.KNOBS:
+                options = tuned.search(tuned.KNOBS[one.name], one.tokens, functools.partial(self._attended, one.name))
+                policy = make_policy(one.name, options)
+            self._subjects[one.name, one.asked] = self._new(policy), options
+        return self._subjects[one.name, one.asked]
+
+    def _attended(self, name: str, options: dict) -> float:
+        """Returns what a policy attends to in the mean, about a text of no table."""
+        subject = self._new(make_policy(name, options))
+        text, questions = self._text(Cell(self._length, tuned.TASK, questions=1), 0)
+        return float(np.mean([cells.read(subject, text, questions, each)["attended"] for each in PROTOCOLS]))
+
+    def _new(self, policy: CachePolicy) -> Subject:
+        return Subject(self._model, policy, prompt_tokens=self._length + ROOM, new_tokens=ROOM)
+
+
+def run(
+    name: str,
+    model: CausalLM,
+    each: list[Cell],
+    some: dict[int, list[Contender]],
+    protocols: list[Protocol],
+    path: Path,
+    done: Container[tuple],
+) -> Iterator[str]:
+    """Adds the lines of a model that a file does not hold yet; yields what each was about, those that were there too.
+
+    Args:
+        done: keys of the rows that need no line.
+    """
+    there = cells.lines(path)
+    for length, contenders in some.items():
+        runner = Runner(model, length)
+        groups = ((cell, group) for cell in each if cell.length == length for group in cells.groups(model, cell))
+        for cell, some_texts in groups:
+            for one in contenders:
+                for number, protocol in itertools.product(some_texts, protocols):
+                    key = (name, one.name, one.asked, length, cell.task, protocol)
+                    if key in done:
+                        continue
+                    if (*key, number) not in there:
+                        line = dict(zip(cells.KEY, (*key, number), strict=True)) | dict(tokens=one.tokens)
+                        cells.add(path, line | runner.line(cell, number, one, protocol))
+                    yield f"{name}: {one.name}, {cell.task}, {length}"
+                runner.rest(one)
+            runner.forget()
