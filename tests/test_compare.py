@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from bench.compare import __main__ as compare
-from bench.compare import cells, rows
+from bench.compare import cells, rows, tuned
 from bench.compare.subject import STEPS, Subject
 from bench.compare.text import Text
 from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
+from icejax.cache.options import make_policy
 from icejax.inference import prefill
 from tests import families, tolerances
 from tests.layer import attention
@@ -129,6 +130,12 @@ def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, 
         assert by["full", "all", protocol]["error"] < 1e-5 < by["streaming", "10%", protocol]["error"]
         assert by["streaming", "32", protocol]["attended"] == 32 and by["quest", "10%", protocol]["moved_bytes"] > 0
     assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    # Whole rows need no lines, and keep what they say; others do.
+    path.unlink()
+    rows.write(tmp_path / "run" / "compare.jsonl", [r | dict(error=7.0) for r in found if r["policy"] != "quest"])
+    assert run(*few) == 0 and len(cells.lines(path)) == 4
+    again = rows.read(tmp_path / "run" / "compare.jsonl")
+    assert len(again) == len(found) and all((row["error"] == 7) == (row["policy"] != "quest") for row in again.values())
 
 
 def test_options_of_a_policy_stand_behind_its_name():
@@ -142,6 +149,43 @@ def test_answers_and_costs_of_texts_are_summed():
     base |= dict(tokens=64, options={})
     (row,) = rows.summed([base | dict(asked=4, right=3, error=0.2), base | dict(asked=1, right=1, error=0.4)]).values()
     assert (row["questions"], row["exact"], row["error"], row["texts"]) == (5, 0.8, 0.3, 2)
+
+
+def test_times_are_those_of_another_run():
+    base = dict(zip(rows.KEY, ("m", "p", "64", 600, "single", "dense"), strict=True)) | dict.fromkeys(rows.TIMES, 9.0)
+    others = [base | dict(protocol=which, tpot_s=x) for which, x in (("dense", 1.0), ("sparse", 2.0))]
+    found = rows.timed([base | dict(task="hops"), base | dict(budget="256")], {rows.key_of(row): row for row in others})
+    assert [row["tpot_s"] for row in found] == [1.5, None] and found[1]["first_token_s"] is None
+
+
+@pytest.mark.parametrize("tokens", [64, 300])
+@pytest.mark.parametrize("name", tuned.KNOBS)
+def test_an_option_is_searched_for_until_the_mean_is_the_budget(name, tokens):
+    """Of a method that attends to more the further its knob is turned, in steps where its option is a whole number."""
+    knob, tried = tuned.KNOBS[name], []
+
+    def attended(options: dict) -> float:
+        make_policy(name, options)
+        value = options[knob.option]
+        tried.append(value)
+        return {"topp": 4000 * value**3, "magicpig": 20 + 900 * value / (300 + value), "vattention": 30 + 4 / value}[name]
+
+    options = tuned.search(knob, tokens, attended)
+    assert abs(attended(options) / tokens - 1) < tuned.CLOSE and len(tried) <= tuned.ROUNDS + 1
+
+
+def test_a_budget_out_of_reach_is_missed_by_as_little_as_can_be():
+    options = tuned.search(tuned.KNOBS["magicpig"], 256, lambda options: min(100.0, options["tables"]))
+    assert options == dict(tables=2048, budget=512)
+
+
+@pytest.mark.slow
+def test_an_adaptive_method_attends_to_its_budget_in_the_mean(run, tmp_path):
+    assert run("--policies", "topp,vattention", "--budgets", "64") == 0
+    found = rows.read(tmp_path / "run" / "compare.jsonl").values()
+    assert len(found) == 4
+    for row in found:
+        assert row["tokens"] == 64 and row["attended"] == pytest.approx(64, rel=0.3) and row["options"]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +203,8 @@ def test_answers_and_costs_of_texts_are_summed():
         ),
         (("--questions", "1"), "--questions must be at least 2, got 1"),
         (("--protocols", "both"), "--protocols must be of dense, sparse, got 'both'"),
+        (("--models", "mha"), "--models must be of bundled, got 'mha'"),
+        (("--times", "nowhere"), "nowhere must hold the rows of a comparison: [Errno 2] No such file or directory: 'nowhere'"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):

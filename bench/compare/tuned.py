@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 TASK = "multikey-8"
 CLOSE = 0.02  # of the budget
-ROUNDS = 8
+ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ KNOBS = {
 def search(knob: Knob, tokens: int, attended: Callable[[dict[str, float]], float]) -> dict[str, float]:
     """Returns the options with which `attended`, their mean of tokens, comes closest to a budget.
 
-    Between two places, one of which attends to too few and one to too many, the next one is where a line between the logarithms
-    of both would meet the budget, but no nearer to either than a tenth of the way.
+    By the Illinois rule (Dowell and Jarratt, 1971), on the logarithm of tokens over budget.
     """
     found: list[tuple[float, dict[str, float]]] = []
 
@@ -59,10 +58,13 @@ def search(knob: Knob, tokens: int, attended: Callable[[dict[str, float]], float
         found.append((math.log(attended(options) / tokens), options))
         return found[-1][0]
 
-    low, high = (knob.low, off(knob.low)), (knob.high, off(knob.high))
-    while len(found) < ROUNDS and low[1] < 0 < high[1] and abs(found[-1][0]) > CLOSE:
-        share = min(max(low[1] / (low[1] - high[1]), 0.1), 0.9)
-        at = low[0] + share * (high[0] - low[0])
-        here = (at, off(at))
-        low, high = (here, high) if here[1] < 0 else (low, here)
+    low, high = knob.low, knob.high
+    below, above, side = off(low), off(high), 0
+    while len(found) < ROUNDS and below < 0 < above and abs(found[-1][0]) > CLOSE / 2:
+        at = low + (high - low) * below / (below - above)
+        here = off(at)
+        if here < 0:
+            low, below, above, side = at, here, above / (2 if side < 0 else 1), -1
+        else:
+            high, above, below, side = at, here, below / (2 if side > 0 else 1), 1
     return min(found, key=lambda pair: abs(pair[0]))[1]
