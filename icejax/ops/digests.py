@@ -163,10 +163,17 @@ def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-or
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    # Or XLA:GPU makes one product of several with the same q, and for it joins their vectors in fp32, if there is one KV head.
-    q, data = jax.lax.optimization_barrier((q, vectors.data))
+    q, data = jax.lax.platform_dependent(q, vectors.data, cpu=lambda *x: x, default=_singly)
     dots = products(q, data.astype(jnp.float32))
     return dots if vectors.scale is None else dots * vectors.scale[:, :, None, :]
+
+
+def _singly(*x: jax.Array) -> tuple[jax.Array, ...]:
+    """Or XLA:GPU makes one product of several with the same q, and joins their vectors in fp32, if there is one KV head.
+
+    XLA:CPU would copy gathered variances for it, which are read twice: a twentieth of a walk.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
 def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array, "B K G _"]:
