@@ -28,6 +28,13 @@ UNCROWDED = (
     Stage(length=320, steps=600, batch=20, keys=4, copying=0.1),
     Stage(length=640, steps=400, batch=10, keys=8),
 )
+# Thin heads whose queries and keys are of one length find keys by their names later than others: first without a crowd.
+THIN = (
+    stages.STAGES[0],
+    Stage(length=320, steps=900, batch=20, keys=4, copying=0.1),
+    Stage(length=320, steps=500, batch=20, keys=4, crowd=16),
+    *stages.STAGES[2:],
+)
 SEVERAL_KEYS = stages.STAGES[:3]  # what several keys in a long text need; several values and hops were not trained
 
 
@@ -40,12 +47,14 @@ class Member:
         shape: fields of its config.json beside COMMON.
         stages: the curriculum.
         by_adamw: parts of names of matrices that AdamW trains, as it does those of most published models, not Muon.
+        gain: what the weights of the norms of queries and keys begin with.
     """
 
     model_type: str
     shape: dict[str, Any]
     stages: tuple[Stage, ...] = stages.STAGES
     by_adamw: tuple[str, ...] = ()
+    gain: float = 1.0
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,6 +73,9 @@ MEMBERS = {
     "bundled": Member("llama", LLAMA),
     "uncrowded": Member("llama", SHORT_ROPE, UNCROWDED),
     "adamw": Member("llama", SHORT_ROPE, UNCROWDED, by_adamw=("q_proj", "k_proj")),  # keys whose channels go together
-    "qwen3": Member("qwen3", _shape(8, 192, 384, 8, 2, 32)),
+    # With a gain of 1 no product of a query and a key is above 5.7, and no head is sharp; so few channels turn slowly with 1e6.
+    "qwen3": Member(
+        "qwen3", _shape(8, 192, 384, 8, 2, 32, rope_parameters=dict(rope_type="default", rope_theta=1e5)), THIN, gain=2.0
+    ),
     "mha": Member("llama", _shape(3, 256, 512, 4, 4, 128), SEVERAL_KEYS),
 }

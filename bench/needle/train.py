@@ -26,7 +26,11 @@ SAVE_EVERY_S = 180.0
 
 def untrained(member: Member) -> PreTrainedModel:
     """Returns a model of the member's shape with random weights."""
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(member.model_type, **member.config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(member.model_type, **member.config))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.constant_(parameter, member.gain)
+    return model
 
 
 class Trainer:
