@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Container, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from bench.compare import cells, tuned
@@ -19,23 +20,26 @@ from icejax.models import CausalLM
 
 
 class Runner:
-    """The texts of a group and the subjects of one model and length, each made when it is first needed."""
+    """The texts of a group and the subject of one model and length, each made when it is first needed."""
 
     def __init__(self, model: CausalLM, length: int) -> None:
         self._model, self._length = model, length
         self._texts: dict[tuple[str, int], tuple[Text, list[Question]]] = {}
-        self._subjects: dict[tuple[str, str], tuple[Subject, dict]] = {}
+        self._subject: Subject | None = None
+        self._options: dict[tuple[str, str], dict] = {}  # those that were searched for
         self._warm = False
 
     def line(self, cell: Cell, number: int, one: Contender, protocol: Protocol) -> dict:
         """Returns what a policy makes of a text, and which options were searched for."""
-        subject, options = self._subject(one)
-        return cells.read(subject, *self._text(cell, number), protocol) | dict(options=options)
+        options = self._searched(one)
+        if self._subject is None:
+            self._subject = self._new(make_policy(one.name, options) if options else one.policy)
+        return cells.read(self._subject, *self._text(cell, number), protocol) | dict(options=options)
 
-    def rest(self, one: Contender) -> None:
-        """Gives back the memory of a subject, but for its programs."""
-        if (one.name, one.asked) in self._subjects:
-            self._subjects[one.name, one.asked][0].forget()
+    def rest(self) -> None:
+        """Gives back the subject and all programs: those of some eighty would take more mappings than Linux gives a process."""
+        self._subject = None
+        jax.clear_caches()
 
     def forget(self) -> None:
         """Gives back the memory of all texts."""
@@ -49,14 +53,13 @@ class Runner:
             self._texts[cell.task, number] = cell.read(self._model, number)
         return self._texts[cell.task, number]
 
-    def _subject(self, one: Contender) -> tuple[Subject, dict]:
-        if (one.name, one.asked) not in self._subjects:
-            policy, options = one.policy, {}
-            if one.name in tuned.KNOBS:
-                options = tuned.search(tuned.KNOBS[one.name], one.tokens, functools.partial(self._attended, one.name))
-                policy = make_policy(one.name, options)
-            self._subjects[one.name, one.asked] = self._new(policy), options
-        return self._subjects[one.name, one.asked]
+    def _searched(self, one: Contender) -> dict:
+        if one.name not in tuned.KNOBS:
+            return {}
+        if (one.name, one.asked) not in self._options:
+            attended = functools.partial(self._attended, one.name)
+            self._options[one.name, one.asked] = tuned.search(tuned.KNOBS[one.name], one.tokens, attended)
+        return self._options[one.name, one.asked]
 
     def _attended(self, name: str, options: dict) -> float:
         """Returns what a policy attends to in the mean, about a text of no table."""
@@ -96,5 +99,5 @@ def run(
                         line = dict(zip(cells.KEY, (*key, number), strict=True)) | dict(tokens=one.tokens)
                         cells.add(path, line | runner.line(cell, number, one, protocol))
                     yield f"{name}: {one.name}, {cell.task}, {length}"
-                runner.rest(one)
+                runner.rest()
             runner.forget()
