@@ -44,6 +44,7 @@ class Runner:
     def forget(self) -> None:
         """Gives back the memory of all texts."""
         self._texts.clear()
+        self._warm = False
 
     def _text(self, cell: Cell, number: int) -> tuple[Text, list[Question]]:
         if not self._warm:  # what is compiled is not timed
