@@ -34,8 +34,6 @@ THIN = (
     Stage(length=320, steps=240, batch=20, keys=8, skip=False),
     Stage(length=320, steps=500, batch=20, keys=6, copying=0.1, crowd=16),
     Stage(length=640, steps=500, batch=10, keys=8, crowd=32),
-    Stage(length=640, steps=500, batch=10, keys=4, chains=1, hops=2, crowd=16, rate=0.8, kinds=task.KINDS),
-    Stage(length=2048, steps=250, batch=4, keys=12, chains=2, hops=3, crowd=16, rate=0.6, kinds=task.KINDS),
 )
 SEVERAL_KEYS = stages.STAGES[:3]  # what several keys in a long text need; several values and hops were not trained
 
