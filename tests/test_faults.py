@@ -13,6 +13,7 @@ PROOFS = ("eviction_peers", "retrieval_peers", "omnikv")  # most of them are slo
 IMPORTED = ["flax.nnx", "orbax.checkpoint", "pytest", "torch", "transformers.modeling_utils"]  # once, for all of the faults
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
+    ("ops/kmeans.py", "number < limit", "number <= limit", "kmeans.py::test_of_some_centroids_there_are_few[False]"),
     ("ops/rope.py", "[-second, first]", "[second, first]", "parity.py::test_logits_equal_transformers[llama-gqa-default]"),
     ("ops/rope.py", "return rotate(x, jnp.cos(angles), jnp.sin(angles))", "return rotate(x, jnp.cos(angles), -jnp.sin(angles))", "rope.py::test_a_turned_key_is_that_of_its_new_position"),
     ("ops/attention.py", "key_position[None, :] > position[:, None] - window", "key_position[None, :] >= position[:, None] - window", "attention.py::test_causal_equals_float64"),
