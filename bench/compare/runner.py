@@ -38,19 +38,18 @@ class Runner:
 
     def rest(self) -> None:
         """Gives back the subject and all programs: those of some eighty would take more mappings than Linux gives a process."""
-        self._subject = None
+        self._subject, self._warm = None, False
         jax.clear_caches()
 
     def forget(self) -> None:
         """Gives back the memory of all texts."""
         self._texts.clear()
-        self._warm = False
 
     def _text(self, cell: Cell, number: int) -> tuple[Text, list[Question]]:
-        if not self._warm:  # what is compiled is not timed
-            cell.read(self._model, number)
-            self._warm = True
         if (cell.task, number) not in self._texts:
+            if not self._warm:  # what is compiled is not timed
+                cell.read(self._model, number)
+                self._warm = True
             self._texts[cell.task, number] = cell.read(self._model, number)
         return self._texts[cell.task, number]
 
