@@ -37,7 +37,7 @@ import icejax
 from bench import panel
 from bench.capture import Captured, capture
 from bench.flags import listed, numbers
-from bench.methods import RERANKED, attention, error, exact, fit_of, form, levels_of, residents, select
+from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
 from icejax import memory
@@ -46,6 +46,7 @@ from icejax.generation import ASSETS
 from icejax.models import CausalLM
 from icejax.ops.attention import Scoring
 from icejax.ops.digests import TAIL_CLAMP, score
+from icejax.ops.scatter import along
 from icejax.ops.topk import chosen
 from icejax.ranges import whole
 
@@ -95,38 +96,38 @@ def steps(layers: Sequence[Captured], *, budget: int, every: int, told: dict) ->
 
 def _of_layer(layer: Captured, budget: int, every: int) -> list[dict[str, np.ndarray]]:
     pages = form(layer, FORMATION, PAGE, *residents(budget))
-    levels, fit = levels_of(pages, dtype=None), fit_of(pages)
-    if len(levels) > 1:
+    index = index_of(pages)
+    if len(index.levels) > 1:
         raise InputError(f"estimates are of prompts whose pages are all scored, got {layer.k.shape[1]} tokens: take fewer")
-    missing = levels[0].count.shape[2] - pages[2].shape[2]
+    missing = index.levels[0].count.shape[2] - pages[2].shape[2]
     pages = tuple(jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in pages)
-    deviations = _deviations(pages, fit)
+    deviations = _deviations(pages, index.fit.matrix)
     grouped = jnp.concatenate([layer.q[:LAST], layer.q[LAST::every]]).reshape(
         -1, layer.k.shape[0], layer.q.shape[1] // layer.k.shape[0], layer.q.shape[-1]
     )
-    return [jax.device_get(_step(q, layer.k, layer.v, pages, levels, fit, deviations, budget)) for q in grouped]
+    return [jax.device_get(_step(q, layer.k, layer.v, pages, index, deviations, budget)) for q in grouped]
 
 
 @jax.jit
-def _deviations(pages, fit) -> tuple[jax.Array, jax.Array]:
+def _deviations(pages, matrix) -> tuple[jax.Array, jax.Array]:
     """Returns the deviations f32[K] of values inside pages, and of what keys do not tell of them."""
     k, v, mask = (x[0] for x in pages)
     count = jnp.maximum(mask.sum(-1, dtype=jnp.float32), 1)
     k, v = (jnp.where(mask[..., None], x, 0) for x in (k, v))
     k, v = (jnp.where(mask[..., None], x - (x.sum(2) / count[..., None])[:, :, None], 0) for x in (k, v))
     freedom = (count - 1).sum(-1)
-    untold = v - jnp.einsum("kpsh,khv->kpsv", k, fit.matrix[0])
+    untold = v - jnp.einsum("kpsh,khv->kpsv", k, matrix[0])
     return tuple(jnp.sqrt(jnp.square(x).sum((1, 2, 3)) / freedom) for x in (v, untold))
 
 
 @jax.jit(static_argnames="budget")
-def _step(q, k, v, pages, levels, fit, deviations, budget: int) -> dict[str, jax.Array]:
+def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array]:
     """Returns the true errors f32[N] of one query [K, G, H], and the estimates of them."""
     sinks, window = residents(budget)
-    digests, scale = levels[0], q.shape[-1] ** -0.5
+    digests, scale = index.levels[0], q.shape[-1] ** -0.5
     fetched = icejax.Clustered(budget=budget).num_fetched(digests.count.shape[2])
-    found = select(q[None], pages, levels, fit, fetched=fetched, method=RERANKED)
-    out, inside = attention(q[None], k, v, pages, found, fit, budget=budget, tail=True)
+    found = select(q[None], pages, index, fetched=fetched, method=RERANKED)
+    out, inside = attention(q[None], k, v, pages, found, from_keys_of(index), budget=budget, tail=True)
     norm = jnp.linalg.norm(out, axis=-1)
 
     # The weights of all there is, as the step has them.
@@ -136,7 +137,8 @@ def _step(q, k, v, pages, levels, fit, deviations, budget: int) -> dict[str, jax
     near = jnp.einsum("kgh,ksh->kgs", q, near) * scale
     tokens = jnp.where(mask[:, None], jnp.einsum("kgh,kmsh->kgms", q, keys) * scale, -jnp.inf)
     taken = chosen(found.path[-1], digests.count.shape[2])[0]
-    left = jnp.where(taken[:, None], -jnp.inf, score(q[None], digests, scoring=Scoring(scale)).weight[0])
+    lies = along(q[None], index.scatter, scoring=Scoring(scale))
+    left = jnp.where(taken[:, None], -jnp.inf, score(q[None], digests, lies, scoring=Scoring(scale)).weight[0])
     parts = (near, tokens.reshape(*tokens.shape[:2], -1), left)
     lse = jax.nn.logsumexp(jnp.concatenate(parts, -1), -1)[..., None]
     left = jnp.exp(left - lse)
@@ -146,8 +148,7 @@ def _step(q, k, v, pages, levels, fit, deviations, budget: int) -> dict[str, jax
     mean = weights.sum(-1, keepdims=True) / jnp.maximum(others.sum(-1, dtype=jnp.float32), 1)[:, None, :, None]
     apart = jnp.where(others[:, None], jnp.square(weights - mean), 0).sum(-1)
 
-    wide = jnp.einsum("kgh,kph->kgp", jnp.square(q * scale), digests.variance.read()[0])
-    wide = jnp.minimum(wide, 2 * TAIL_CLAMP)
+    wide = jnp.minimum(lies.variance[0][..., None] * digests.width[0][:, None], 2 * TAIL_CLAMP)
     count = jnp.maximum(digests.count[0].astype(jnp.float32), 1)[:, None]
     uneven = jnp.square(left) * jnp.minimum((jnp.exp(wide) - 1) / count, 1)
     of_values, untold = (x[:, None] for x in deviations)

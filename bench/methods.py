@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 import icejax
 from bench.capture import Captured
+from icejax.cache.digest_tree import Digested
 from icejax.ops import key_codes, tree
 from icejax.ops.attention import Attended, Scoring, merge_by_lse
-from icejax.ops.digests import NARROW, Digests, digest, score
+from icejax.ops.digests import NARROW, digest, score
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged, attend_whole
+from icejax.ops.scatter import along
 from icejax.ops.second_look import Looked, second_look
 from icejax.ops.topk import best
 from icejax.ops.value_fit import FromKeys, fitted, sums_of, unfitted
@@ -120,11 +122,11 @@ METHODS = (
 )
 
 
-def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: str) -> jax.Array:
+def scores(q: jax.Array, k: jax.Array, mask: jax.Array, index: Digested, name: str) -> jax.Array:
     """Returns the scores [1, K, G, P] of pages by a named rule."""
-    s = q.shape[-1] ** -0.5
+    s, digests = q.shape[-1] ** -0.5, index.levels[0]
     if name in ("second-order", "mean"):
-        return score(q, digests, name, scoring=Scoring(s)).choice
+        return score(q, digests, along(q, index.scatter, scoring=Scoring(s)), name, scoring=Scoring(s)).choice
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
@@ -141,35 +143,37 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, digests: Digests, name: 
 
 
 @jax.jit(static_argnames="dtype")
-def levels_of(pages, *, dtype: str | None) -> tuple[Digests, ...]:
-    """Returns the digest tree of the pages."""
-    return tree.build(digest(*pages, dtype))
+def index_of(pages, *, dtype: str | None = None) -> Digested:
+    """Returns the digest tree of the pages, with values from keys."""
+    shape, sums = pages[0].shape, sums_of(*pages)
+    none, scatter = unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums.keys.sum(2)
+    return Digested(tree.build(digest(*pages, dtype)), scatter, fitted(none, jnp.zeros_like(scatter), sums))
 
 
-@jax.jit
-def fit_of(pages) -> FromKeys:
-    """Returns values from keys."""
-    shape = pages[0].shape
-    return FromKeys(fitted(unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums_of(*pages)).matrix)
+def from_keys_of(index: Digested) -> FromKeys | None:
+    """Returns values from keys, if there are any."""
+    return None if index.fit is None else FromKeys(index.fit.matrix)
 
 
 @jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
+def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
-    scoring = Scoring(q.shape[-1] ** -0.5)
+    scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
     if method.walk:
         opened = max(method.opened or icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
         rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
-        return tree.walk(q, levels, opened=opened, selected=fetched, **rules, guess=guess, path=path, from_keys=from_keys)
-    digests, shape = levels[0], levels[0].count.shape[2]
+        about = dict(guess=guess, path=path, from_keys=from_keys)
+        return tree.walk(q, index.levels, index.scatter, opened=opened, selected=fetched, **rules, **about)
+    digests, shape = index.levels[0], index.levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
-    found = scores(q, k, mask, digests, method.score)
+    found = scores(q, k, mask, index, method.score)
     chosen, taken, _ = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
-        weighed = score(q, digests, scoring=scoring)
+        lies = along(q, index.scatter, scoring=scoring)
+        weighed = score(q, digests, lies, scoring=scoring)
         weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
-        tail_out, tail_lse = tree.tail_of(q, [(weighed, digests)], from_keys, scoring=scoring)
+        tail_out, tail_lse = tree.tail_of([(weighed, digests)], lies, from_keys)
     return tree.Selection(
         chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, jnp.zeros_like(tail_lse), (chosen,)
     )
@@ -179,9 +183,8 @@ def select(q, pages, levels, from_keys=None, *, fetched: int, method: Method, gu
 def look_again(
     q,
     codes: key_codes.KeyCodes,
-    levels,
+    index: Digested,
     found: tree.Selection,
-    from_keys,
     *,
     page_size: int,
     bits: int,
@@ -193,9 +196,9 @@ def look_again(
     def at(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
 
-    pages = replace(jax.tree.map(at, levels[0]), count=found.counts[0])
+    pages = replace(jax.tree.map(at, index.levels[0]), count=found.counts[0])
     keys = key_codes.decode(jax.tree.map(lambda x: at(x)[None], codes), page_size, bits)[0]
-    rest, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys)
+    rest, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
     return second_look(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
 
 
@@ -226,7 +229,7 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree.Selection, looked: L
 
 
 @jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree.Selection, from_keys=None, *, budget: int, tail: bool):
+def attention(q, k_all, v_all, pages, found: tree.Selection, from_keys: FromKeys | None, *, budget: int, tail: bool):
     """Returns the output per query head, and the scores of the page tokens attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape

@@ -35,9 +35,9 @@ from bench.methods import (
     attention_of_tokens,
     error,
     exact,
-    fit_of,
     form,
-    levels_of,
+    from_keys_of,
+    index_of,
     look_again,
     of_pages,
     residents,
@@ -91,8 +91,8 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         page_size = pages[0].shape[3]
         most = method.fetched or pages_for((budget - sinks - window) // page_size, page_size, method.candidates)
         fetched = min(pages[0].shape[2], most * (LOOKED if method.codes else 1))
-        levels = levels_of(pages, dtype=method.digest_dtype)
-        fit = fit_of(pages) if method.value_fit and method.tail else None
+        index = index_of(pages, dtype=method.digest_dtype)
+        index = index if method.value_fit and method.tail else replace(index, fit=None)
         codes = None if method.codes is None else key_codes.encode(pages[0], pages[2], method.codes)
         if method.page_dtype is not None:
             pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
@@ -101,12 +101,12 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
 
             wanted = budget - sinks - window if method.singly else min(fetched, most)
 
-            def run(q=grouped, pages=pages, levels=levels, fit=fit, codes=codes, fetched=fetched, wanted=wanted):
-                found = select(q, pages, levels, fit, fetched=fetched, method=method)
+            def run(q=grouped, pages=pages, index=index, codes=codes, fetched=fetched, wanted=wanted):
+                found = select(q, pages, index, fetched=fetched, method=method)
                 if codes is None:
                     return found, None
                 sizes = dict(page_size=pages[0].shape[3], bits=method.codes, wanted=wanted, whole=not method.singly)
-                looked = look_again(q, codes, levels, found, fit, **sizes)
+                looked = look_again(q, codes, index, found, **sizes)
                 return (found, looked) if method.singly else (of_pages(found, looked), None)
 
             jax.block_until_ready(run())
@@ -116,7 +116,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
                 micros.append((time.perf_counter() - started) * 1e6)
             parts = (grouped, layer.k, layer.v, pages, chosen)
             if looked is None:
-                found, inside = attention(*parts, fit, budget=budget, tail=method.tail)
+                found, inside = attention(*parts, from_keys_of(index), budget=budget, tail=method.tail)
             else:
                 found, inside = attention_of_tokens(*parts, looked, budget=budget)
             errors.append((np.asarray(error(found, out)), np.asarray(sharp)))
@@ -128,7 +128,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         recall=round(float(np.mean(recalls)), 4),
         exact_tokens=max(exact_tokens),
         tokens_fetched=most * page_size if method.codes is None or not method.singly else budget - sinks - window,
-        digest_bytes=sum(x.nbytes for x in jax.tree.leaves((levels, codes))),
+        digest_bytes=sum(x.nbytes for x in jax.tree.leaves((index, codes))),
         select_us=round(float(np.median(micros)), 1),
     )
 

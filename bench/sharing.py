@@ -21,7 +21,7 @@ import numpy as np
 
 import icejax
 from bench.capture import Captured, capture, needle_prompt
-from bench.methods import RERANKED, attention, error, exact, fit_of, form, levels_of, residents, select
+from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
 from icejax import memory
 from icejax.generation import ASSETS
 
@@ -49,25 +49,25 @@ def _one(layer: Captured, leader: Captured | None, how: str, budget: int) -> tup
     size = layer.q.shape[-1]
     fetched = icejax.Clustered(budget=budget).num_fetched(layer.k.shape[1] // PAGE)
     pages = form(layer, FORMATION, PAGE, sinks, window, leader if how == "path" else None)
-    levels, fit = levels_of(pages, dtype=None), fit_of(pages)
+    index = index_of(pages)
     if leader is not None:
         theirs = form(leader, FORMATION, PAGE, sinks, window)
-        their_levels = levels_of(theirs, dtype=None)
+        their_index = index_of(theirs)
     errors, agreements = [], []
     for step in range(len(layer.q)):
         q = layer.q[step].reshape(1, len(layer.k), -1, size)
         options = dict(fetched=fetched, method=RERANKED)
-        own = select(q, pages, levels, fit, **options)
+        own = select(q, pages, index, **options)
         if how == "own":
             found = own
         elif how == "guess":
-            found = select(q, pages, levels, fit, **options, guess=layer.guess[step].reshape(q.shape))
+            found = select(q, pages, index, **options, guess=layer.guess[step].reshape(q.shape))
         else:
             asked = leader.q[step].reshape(1, len(leader.k), -1, size)
-            found = select(asked, theirs, their_levels, **options)
+            found = select(asked, theirs, their_index, **options)
             path = found.path if how == "path" else (_holding(layer, leader, theirs, asked, found, budget, fetched),)
-            found = select(q, pages, levels, fit, **options, path=path)
-        out, _ = attention(q, layer.k, layer.v, pages, found, fit, budget=budget, tail=True)
+            found = select(q, pages, index, **options, path=path)
+        out, _ = attention(q, layer.k, layer.v, pages, found, from_keys_of(index), budget=budget, tail=True)
         errors.append(float(error(out, exact(q[0], layer.k, layer.v, budget=budget)[0]).mean()))
         same = np.asarray(found.page_ids)[0][:, :, None] == np.asarray(own.page_ids)[0][:, None, :]
         agreements.append(float(same.any(-1).mean()))
@@ -77,7 +77,7 @@ def _one(layer: Captured, leader: Captured | None, how: str, budget: int) -> tup
 def _holding(layer: Captured, leader: Captured, theirs, asked: jax.Array, found, budget: int, fetched: int) -> jax.Array:
     """Returns the pages of the layer's own partition that hold most of the weight of what the leader fetched."""
     sinks, window = residents(budget)
-    _, logits = attention(asked, leader.k, leader.v, theirs, found, budget=budget, tail=True)
+    _, logits = attention(asked, leader.k, leader.v, theirs, found, None, budget=budget, tail=True)
     # Tokens are told by their positions, packed in the place of values.
     positions = jnp.broadcast_to(jnp.arange(layer.k.shape[1], dtype=jnp.float32)[None, :, None], layer.v.shape)
     mine, other = (

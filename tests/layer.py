@@ -234,8 +234,7 @@ def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[n
             assert int(level.count[row, head, i]) == len(tokens)
             if len(tokens):
                 others = keys[tokens[1:] if len(tokens) > 1 else tokens]
-                expected = (keys[tokens[0]], others.mean(0), others.var(0))
-                for vectors, of in zip((level.outlier, level.mean, level.variance), expected, strict=True):
-                    found = np.asarray(vectors.data[row, head, i])
-                    np.testing.assert_allclose(found, of, rtol=0, atol=tolerances.DIGEST)
+                expected = (keys[tokens[0]], others.mean(0), others.var(0).sum())
+                for found, of in zip((level.outlier.data, level.mean.data, level.width), expected, strict=True):
+                    np.testing.assert_allclose(found[row, head, i], of, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
         nodes = [outlier_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]

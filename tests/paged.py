@@ -19,15 +19,23 @@ def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int
 
 
 def float64(keys, values, mask):
-    """Returns count, outlier, the others' mean and variance, and the mean value of one page's [p, H] or node's [P, p, H] tokens."""
+    """Returns count, outlier, the others' mean and width, and the mean value of one page's [p, H] or node's [P, p, H] tokens."""
     kept, meant = keys[mask].astype(np.float64), values[mask].astype(np.float64)
     if not len(kept):
-        return 0, *np.zeros((3, keys.shape[-1])), np.zeros(values.shape[-1])
+        return 0, *np.zeros((2, keys.shape[-1])), 0.0, np.zeros(values.shape[-1])
     pages = np.split(np.arange(len(kept)), np.cumsum(mask.reshape(-1, mask.shape[-1]).sum(-1))[:-1])
     pages = [outlier_first(kept, list(page[:, None])) for page in pages]
     tokens = outlier_first(kept, pages) if keys.ndim > 2 else pages[0]
     others = kept[tokens[1:] if len(tokens) > 1 else tokens]
-    return len(kept), kept[tokens[0]], others.mean(0), others.var(0), meant.mean(0)
+    return len(kept), kept[tokens[0]], others.mean(0), others.var(0).sum(), meant.mean(0)
+
+
+def scatter_of(keys, mask):
+    """Returns the scatter f64[1, K, H, H] of keys about the means of their pages."""
+    kept = mask[..., None]
+    means = np.where(kept, keys, 0).sum(3, keepdims=True, dtype=np.float64) / np.maximum(kept.sum(3, keepdims=True), 1)
+    apart = np.where(kept, keys - means, 0)
+    return np.einsum("bkpsh,bkpsi->bkhi", apart, apart)
 
 
 def tree_of(keys, values, mask):
@@ -46,9 +54,8 @@ def put_in(levels, keys, values, mask, at):
 
 
 def read(found: Digests) -> list[np.ndarray]:
-    """Returns count, outlier, mean, variance and value of all pages."""
-    vectors = (found.outlier, found.mean, found.variance, found.value)
-    return [np.asarray(x) for x in (found.count, *(x.read() for x in vectors))]
+    """Returns count, outlier, mean, width and value of all pages."""
+    return [np.asarray(x) for x in (found.count, found.outlier.read(), found.mean.read(), found.width, found.value.read())]
 
 
 def check(found: list[np.ndarray], at: tuple[int, ...], expected) -> None:

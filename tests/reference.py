@@ -69,11 +69,14 @@ def outlier_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 
 
 class Fit:
-    """Values from keys: ridge regression within pages, shrunk as far as pages of other parity are not as it says."""
+    """Values from keys: ridge regression within pages, shrunk as far as pages of other parity are not as it says.
+
+    `shape` is how keys lie about the means of their pages, per unit of width.
+    """
 
     def __init__(self, size: int, value_size: int) -> None:
         self.keys, self.values, self.agreement = np.zeros((size, size)), np.zeros((size, value_size)), np.zeros(2)
-        self.matrix = self.values
+        self.matrix, self.shape = self.values, np.eye(size) / size
 
     def add(self, k: np.ndarray, v: np.ndarray, pages: list[np.ndarray]) -> None:
         halves = []
@@ -85,6 +88,7 @@ class Fit:
             told = self.solved(*other)
             self.agreement += (told * values).sum(), (told * (keys @ told)).sum()
         self.keys, self.values = (old + a + b for old, a, b in zip((self.keys, self.values), *halves, strict=True))
+        self.shape = self.keys / np.trace(self.keys) if self.keys.any() else self.shape
         self.matrix = self.solved(0, 0) * np.clip(self.agreement[0] / max(self.agreement[1], 1e-30), 0, 1)
 
     def solved(self, keys: np.ndarray | int, values: np.ndarray | int) -> np.ndarray:
@@ -106,8 +110,7 @@ class Reference:
         padded[:middle] = k[len(self.sinks) : start]
         self.pages = [p + len(self.sinks) for p in pack(padded, np.arange(len(k)) < middle, policy.page_size)]
         self.fit = Fit(k.shape[1], v.shape[1])
-        if policy.value_fit:
-            self.fit.add(self.k, self.v, self.pages)
+        self.fit.add(self.k, self.v, self.pages)
         # Those that the others of its batch had filled by then are empty, and the next one will not be full.
         self.pages += [np.zeros(0, int)] * (clock // policy.page_size)
         self.steps = clock
@@ -124,14 +127,27 @@ class Reference:
         """Returns the estimated log-sum-exps of a page or node, outlier first, [2, G]: to choose by, and to weigh by."""
         if not len(tokens):
             return np.full((2, len(q)), -np.inf)
-        k, s = self.k[tokens[1:] if len(tokens) > 1 else tokens], q / q.shape[-1] ** 0.5
-        first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * s**2 @ k.var(0)
+        k, s = self.others(tokens), q / q.shape[-1] ** 0.5
+        first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * self.wide(q, tokens)
         return np.maximum([first + second, first + np.minimum(second, TAIL_CLAMP)], s @ self.k[tokens[0]])
 
     def moved(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns by how much a node's mean key moves under softmax, to first order and boundedly, [G, H]."""
-        s, variance = q / q.shape[-1] ** 0.5, self.k[tokens[1:] if len(tokens) > 1 else tokens].var(0)
-        return s * variance * np.sqrt(np.minimum(1, TAIL_CLAMP / np.maximum(0.5 * s**2 @ variance, 1e-30)))[:, None]
+        s, bound = q / q.shape[-1] ** 0.5, np.sqrt(np.minimum(1, TAIL_CLAMP / np.maximum(0.5 * self.wide(q, tokens), 1e-30)))
+        return s @ self.fit.shape * self.others(tokens).var(0).sum() * bound[:, None]
+
+    def told(self, keys: np.ndarray) -> np.ndarray:
+        """Returns what differences of keys tell of values."""
+        return keys @ self.fit.matrix if self.policy.value_fit else np.zeros(self.v.shape[1])
+
+    def others(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the keys of a node but its outlier's, if it has others."""
+        return self.k[tokens[1:] if len(tokens) > 1 else tokens]
+
+    def wide(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns the variance of the scores of a node's keys [G], which lie as all of the head do about their pages' means."""
+        s = q / q.shape[-1] ** 0.5
+        return np.sum(s @ self.fit.shape * s, axis=1) * self.others(tokens).var(0).sum()
 
     def best(self, scores: np.ndarray, count: int) -> np.ndarray:
         """Returns the candidates of largest softmax, summed over the group, among those not empty."""
@@ -160,8 +176,7 @@ class Reference:
             keys[: len(tokens)] = self.k[tokens]
             packed = pack(keys, np.arange(len(keys)) < len(tokens), self.policy.page_size)
             self.pages[-count:] = [tokens[page] for page in packed]
-            if self.policy.value_fit:
-                self.fit.add(self.k, self.v, self.pages[-count:])
+            self.fit.add(self.k, self.v, self.pages[-count:])
         return out
 
     def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
@@ -184,7 +199,7 @@ class Reference:
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
         # Softmax moves the mean key of a node along the query, and with it the mean value.
-        rest = [(s, tokens, self.v[tokens].mean(0) + self.moved(q, tokens) @ self.fit.matrix) for s, tokens in rest]
+        rest = [(s, tokens, self.v[tokens].mean(0) + self.told(self.moved(q, tokens))) for s, tokens in rest]
         return [nodes[i] for i in best], rest
 
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -208,7 +223,7 @@ class Reference:
             total = np.logaddexp.reduce(s[:, tokens], axis=1)
             key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[tokens].mean(0)
             uneven = uneven + np.square(np.exp(s[:, tokens] - base[:, None])).sum(1) - np.exp(2 * (total - base)) / len(tokens)
-            rest.append((total, tokens, self.v[tokens].mean(0) + key @ self.fit.matrix))
+            rest.append((total, tokens, self.v[tokens].mean(0) + self.told(key)))
         exact = np.concatenate([resident, kept])
         logits = np.concatenate([s[:, exact], *(s[:, None] for s, *_ in rest)], axis=1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -219,5 +234,4 @@ class Reference:
 
     def alone(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns by how much single tokens' shares of a node vary in all, of normal scores, [G]."""
-        wide = np.square(q / q.shape[-1] ** 0.5) @ self.k[tokens[1:] if len(tokens) > 1 else tokens].var(0)
-        return np.minimum(np.expm1(np.minimum(wide, 2 * TAIL_CLAMP)) / len(tokens), 1)
+        return np.minimum(np.expm1(np.minimum(self.wide(q, tokens), 2 * TAIL_CLAMP)) / len(tokens), 1)

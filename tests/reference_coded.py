@@ -42,7 +42,7 @@ class Pages(Reference):
         scores = q @ keys[here].T * q.shape[-1] ** -0.5
         total = np.logaddexp.reduce(scores, axis=1)
         key = np.exp(scores - total[:, None]) @ keys[here] - keys.mean(0)
-        return [(total, page, self.v[page].mean(0) + key @ self.fit.matrix)]
+        return [(total, page, self.v[page].mean(0) + self.told(key))]
 
     def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], Rest]:
         pages, keys, worth, rest = self.looked(q)

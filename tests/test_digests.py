@@ -5,8 +5,9 @@ import pytest
 
 from icejax.ops.attention import Scoring
 from icejax.ops.digests import TAIL_CLAMP, digest, score
+from icejax.ops.scatter import along
 from tests.dense import capped
-from tests.paged import check, float64, nodes_of, pages_of, read
+from tests.paged import check, float64, nodes_of, pages_of, read, scatter_of
 from tests.run import jitted
 
 
@@ -36,7 +37,9 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32) * 2
-    chosen_by, found, *_ = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), scoring=scoring))
+    scatter = scatter_of(keys, mask)
+    lies = jitted(along, q, scatter.astype(np.float32), scoring=scoring)
+    chosen_by, found, *_ = map(np.asarray, jitted(score, q, jitted(digest, keys, values, mask), lies, scoring=scoring))
     for page in range(30):
         kept = keys[0, 0, page][mask[0, 0, page]].astype(np.float64)
         for head in range(2):
@@ -44,10 +47,10 @@ def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
                 assert found[0, 0, head, page] == -np.inf
                 continue
             scaled = q[0, 0, head].astype(np.float64) / 8
-            _, outlier, mean, variance, _ = float64(keys[0, 0, page], values[0, 0, page], mask[0, 0, page])
+            _, outlier, mean, width, _ = float64(keys[0, 0, page], values[0, 0, page], mask[0, 0, page])
             first, alone = np.log(len(kept)) + capped(scaled @ mean, softcap), capped(scaled @ outlier, softcap)
             slope = (capped(scaled @ mean + 1e-5, softcap) - capped(scaled @ mean - 1e-5, softcap)) / 2e-5
-            second = 0.5 * slope**2 * (scaled**2 @ variance)
+            second = 0.5 * slope**2 * (scaled @ scatter[0, 0] @ scaled) / np.trace(scatter[0, 0]) * width
             assert chosen_by[0, 0, head, page] == pytest.approx(max(first + second, alone), abs=1e-4)
             assert found[0, 0, head, page] == pytest.approx(max(first + min(second, TAIL_CLAMP), alone), abs=1e-4)
             assert found[0, 0, head, page] == pytest.approx(np.log(np.exp(capped(kept @ scaled, softcap)).sum()), abs=0.5)
@@ -60,7 +63,7 @@ def test_narrow_digests_are_within_a_step_and_merge(dtype, step):
     wide, narrow = (jitted(digest, keys, values, mask, dtype=dtype) for dtype in (None, dtype))
     families = [jitted(nodes_of, x) for x in (wide, narrow)]
     # Which outlier of its pages a node keeps may hang on their rounding.
-    vectors = ("mean", "variance", "value")
+    vectors = ("mean", "value")
     for exact, found, names, steps in ((wide, narrow, ("outlier", *vectors), 0.51), (*families, vectors, 2.0)):
         np.testing.assert_array_equal(found.count, exact.count)
         for name in names:

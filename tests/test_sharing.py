@@ -18,6 +18,7 @@ from icejax.ops.attention import Attended, Scoring
 from icejax.ops.digests import digest
 from icejax.walk import Place, walk
 from tests import families, tolerances
+from tests.paged import scatter_of
 from tests.run import greedy, jitted, plan_for
 
 LAYERS = 5  # with reuse=3 the last group is not whole
@@ -94,9 +95,16 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
         jnp.asarray(rng.standard_normal(s), jnp.float32)
         for s in ((1, 1, 128, 4, 8), (1, 1, 128, 4, 8), (1, 1, 2, 8), (1, 1, 2, 8))
     )
-    levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, np.ones((1, 1, 128, 4), bool))
+    mask = np.ones((1, 1, 128, 4), bool)
+    levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, mask)
     assert len(levels) == 2
-    options = dict(scoring=Scoring(8**-0.5), opened=4, selected=6, tail=True)
+    options = dict(
+        scatter=jnp.asarray(scatter_of(np.asarray(k), mask), jnp.float32),
+        scoring=Scoring(8**-0.5),
+        opened=4,
+        selected=6,
+        tail=True,
+    )
     own, other = jitted(tree.walk, q, levels, **options), jitted(tree.walk, guess, levels, **options)
     found = jitted(lambda q, levels, guess: tree.walk(q, levels, guess=guess, **options), q, levels, guess)
     followed = jitted(lambda q, levels, path: tree.walk(q, levels, path=path, **options), q, levels, other.path)

@@ -10,10 +10,11 @@ import pytest
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, digest, score
+from icejax.ops.scatter import along
 from icejax.ops.value_fit import FromKeys
 from tests import tolerances
 from tests.dense import capped
-from tests.paged import check, float64, pages_of, put_in, read, tree_of
+from tests.paged import check, float64, pages_of, put_in, read, scatter_of, tree_of
 from tests.run import jitted
 
 
@@ -49,9 +50,10 @@ def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
     keys[0, 0, 77, 5] = 16 * direction
     keys[0, 0, 77] -= (16 * direction / 16).astype(np.float32)
     q = jnp.asarray((7 * direction).astype(np.float32))[None, None, None]
-    levels = jitted(tree_of, keys, values, np.ones(keys.shape[:4], bool))
+    mask = np.ones(keys.shape[:4], bool)
+    levels, scatter = jitted(tree_of, keys, values, mask), scatter_of(keys, mask).astype(np.float32)
     assert len(levels) == 2
-    found = jitted(tree.walk, q, levels, scoring=Scoring(64**-0.5), opened=1, selected=1, tail=True)
+    found = jitted(tree.walk, q, levels, scatter, scoring=Scoring(64**-0.5), opened=1, selected=1, tail=True)
     assert int(found.page_ids[0, 0, 0]) == 77
 
 
@@ -59,10 +61,11 @@ def reference_walk(q, keys, values, mask, selected: int):
     """Returns chosen pages, and the tail's output and log-sum-exp per head, from a flat scan in float64."""
     size = q.shape[-1]
     digests = [float64(k, v, m) for k, v, m in zip(keys, values, mask, strict=True)]
-    count, outlier, mean, variance, value = (np.asarray(x) for x in zip(*digests, strict=True))
-    scaled = q.astype(np.float64) / size**0.5
+    count, outlier, mean, width, value = (np.asarray(x) for x in zip(*digests, strict=True))
+    scaled, scatter = q.astype(np.float64) / size**0.5, scatter_of(keys[None, None], mask[None, None])[0, 0]
+    along_q = np.einsum("gh,hi,gi->g", scaled, scatter, scaled) / np.trace(scatter)
     with np.errstate(divide="ignore"):
-        first, second = np.log(count) + scaled @ mean.T, 0.5 * scaled**2 @ variance.T
+        first, second = np.log(count) + scaled @ mean.T, 0.5 * along_q[:, None] * width
     alone = np.where(count > 0, scaled @ outlier.T, -np.inf)
     estimates, scores = (np.maximum(first + x, alone) for x in (second, np.minimum(second, TAIL_CLAMP)))
     share = np.exp(estimates - estimates.max(-1, keepdims=True))
@@ -79,14 +82,24 @@ def test_a_flat_walk_equals_float64(wide):
     keys, values, mask = pages_of(rng, 50, wide=wide)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, scoring=Scoring(16**-0.5), opened=16, selected=6, tail=True)
+    found = jitted(
+        tree.walk,
+        jnp.asarray(q),
+        levels,
+        scatter_of(keys, mask).astype(np.float32),
+        scoring=Scoring(16**-0.5),
+        opened=16,
+        selected=6,
+        tail=True,
+    )
     chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
     kept = np.asarray(found.counts)[0, 0] > 0
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
     np.testing.assert_allclose(found.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
     without = jax.eval_shape(
-        lambda q: tree.walk(q, levels, scoring=Scoring(16**-0.5), opened=16, selected=6, tail=False), jnp.asarray(q)
+        lambda q: tree.walk(q, levels, jnp.zeros((1, 1, 16, 16)), scoring=Scoring(16**-0.5), opened=16, selected=6, tail=False),
+        jnp.asarray(q),
     )
     assert without.tail_out.shape == found.tail_out.shape
 
@@ -98,8 +111,9 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     levels = jitted(tree_of, keys, values, mask)
     assert len(levels) == 2
     options = dict(selected=12, tail=True)
-    flat = jitted(tree.walk, q, levels[:1], scoring=Scoring(16**-0.5), opened=1, **options)
-    whole = jitted(tree.walk, q, levels, scoring=Scoring(16**-0.5), opened=57, **options)
+    scatter = scatter_of(keys, mask).astype(np.float32)
+    flat = jitted(tree.walk, q, levels[:1], scatter, scoring=Scoring(16**-0.5), opened=1, **options)
+    whole = jitted(tree.walk, q, levels, scatter, scoring=Scoring(16**-0.5), opened=57, **options)
     np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
     np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
@@ -111,7 +125,14 @@ def test_every_token_counts_once_however_few_nodes_are_open(small_top):
     levels = jitted(tree_of, keys, values, mask)
     for opened in (1, 8, 57):
         found = jitted(
-            tree.walk, jnp.zeros((1, 1, 1, 16)), levels, scoring=Scoring(16**-0.5), opened=opened, selected=5, tail=True
+            tree.walk,
+            jnp.zeros((1, 1, 1, 16)),
+            levels,
+            np.zeros((1, 1, 16, 16), np.float32),
+            scoring=Scoring(16**-0.5),
+            opened=opened,
+            selected=5,
+            tail=True,
         )
         seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
         assert seen == pytest.approx(mask.sum(), rel=1e-5)
@@ -124,7 +145,16 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     mask = np.ones((1, 1, 40, 16), bool)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(tree.walk, jnp.asarray(q), levels, scoring=Scoring(16**-0.5), opened=16, selected=3, tail=True)
+    found = jitted(
+        tree.walk,
+        jnp.asarray(q),
+        levels,
+        scatter_of(keys, mask).astype(np.float32),
+        scoring=Scoring(16**-0.5),
+        opened=16,
+        selected=3,
+        tail=True,
+    )
     chosen = np.asarray(found.page_ids)[0, 0]
     flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
     exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scoring=Scoring(16**-0.5))
@@ -144,12 +174,13 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
     levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
     walk = functools.partial(tree.walk, scoring=Scoring(16**-0.5), opened=16, selected=4, tail=True)
-    found = jitted(walk, q, levels)
+    scatter = scatter_of(keys * scale, mask).astype(np.float32)
+    found = jitted(walk, q, levels, scatter)
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
     assert np.abs(found.tail_out).max() <= np.abs(values).max() * 1.01
     # A matrix moves values by no more than a few deviations of keys do, however large query and keys are.
     from_keys = FromKeys(jnp.eye(16)[None, None] / scale)
-    moved = np.asarray(jitted(walk, q, levels, from_keys=from_keys).tail_out) - np.asarray(found.tail_out)
+    moved = np.asarray(jitted(walk, q, levels, scatter, from_keys=from_keys).tail_out) - np.asarray(found.tail_out)
     assert 0 < np.abs(moved).max() <= 4 * keys.std()
 
 
@@ -160,7 +191,8 @@ def test_the_tail_moves_values_along_the_query(softcap):
     keys = rng.standard_normal((1, 1, 1, 4096, 16)).astype(np.float32) + 1
     q = (rng.standard_normal((1, 1, 2, 16)) * 0.3).astype(np.float32)
     scoring, digests = Scoring(0.25, softcap), jitted(digest, keys, keys, np.ones((1, 1, 1, 4096), bool))
-    tail = jitted(lambda q, d, m: tree.tail_of(q, [(score(q, d, scoring=scoring), d)], m, scoring=scoring)[0], q, digests,
+    lies = jitted(along, q, scatter_of(keys, np.ones((1, 1, 1, 4096), bool)).astype(np.float32), scoring=scoring)
+    tail = jitted(lambda q, d, x, m: tree.tail_of([(score(q, d, x, scoring=scoring), d)], x, m)[0], q, digests, lies,
                   FromKeys(jnp.eye(16)[None, None]))  # fmt: skip
     products = 0.25 * q[0, 0].astype(np.float64) @ keys[0, 0, 0].T
     weights = np.exp(products if softcap is None else softcap * np.tanh(products / softcap))
@@ -178,6 +210,7 @@ def test_group_rules_choose_as_written(group, softcap):
         tree.walk,
         jnp.asarray(q),
         jitted(tree.build, digests),
+        scatter_of(keys, mask).astype(np.float32),
         scoring=Scoring(16**-0.5, softcap),
         opened=1,
         selected=7,
@@ -185,7 +218,8 @@ def test_group_rules_choose_as_written(group, softcap):
         rule="mean",
         group=group,
     )
-    scores = np.asarray(jitted(score, q, digests, rule="mean", scoring=Scoring(16**-0.5, softcap))[0])[0, 0].astype(np.float64)
+    scores = jitted(score, q, digests, None, rule="mean", scoring=Scoring(16**-0.5, softcap))[0]
+    scores = np.asarray(scores)[0, 0].astype(np.float64)
     for page in np.flatnonzero(mask[0, 0].any(-1)):
         kept = keys[0, 0, page][mask[0, 0, page]]
         expected = capped(q[0, 0] / 4 @ kept.mean(0), softcap) + np.log(len(kept))
@@ -204,9 +238,8 @@ def test_group_rules_choose_as_written(group, softcap):
 def test_an_empty_tree_has_no_tail(small_top):
     ones = np.ones((1, 1, 600, 16, 8), np.float32)
     levels = jitted(tree_of, ones, ones, np.zeros((1, 1, 600, 16), bool))
-    found = jitted(
-        tree.walk, np.ones((1, 1, 1, 8), np.float32), levels, scoring=Scoring(8**-0.5), opened=16, selected=4, tail=True
-    )
+    q, scatter = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 8, 8), np.float32)
+    found = jitted(tree.walk, q, levels, scatter, scoring=Scoring(8**-0.5), opened=16, selected=4, tail=True)
     assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
     assert (np.asarray(found.tail_out) == 0).all()
     assert np.asarray(found.page_ids).max() < 600

@@ -1,6 +1,7 @@
 """Values from keys: what the matrix is, when it is trusted, and what it costs."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +17,8 @@ MIX = np.random.default_rng(5).standard_normal((SIZE, SIZE)).astype(np.float32) 
 
 @jax.jit
 def fit_of(*pages):
-    return fitted(unfitted(*pages[0].shape[:2], SIZE, SIZE), sums_of(*pages))
+    shape = pages[0].shape[:2]
+    return fitted(unfitted(*shape, SIZE, SIZE), jnp.zeros((*shape, SIZE, SIZE)), sums_of(*pages))
 
 
 def pages_of(count: int, *, mixed: float, noise: float, rank: int = SIZE, seed: int = 0):
@@ -83,9 +85,14 @@ def test_slots_outside_the_mask_are_not_read():
 def test_texts_add_up():
     """Sums of a text and more are those of both; what the first said of the second counts for trust."""
     first, more = pages_of(30, mixed=1.0, noise=0.3), pages_of(8, mixed=1.0, noise=0.3, seed=1)
-    found = jax.jit(lambda first, more: fitted(fitted(unfitted(1, 1, SIZE, SIZE), sums_of(*first)), sums_of(*more)))(
-        first, more
-    )
+
+    @jax.jit
+    def both(first, more):
+        before = sums_of(*first)
+        fit = fitted(unfitted(1, 1, SIZE, SIZE), jnp.zeros((1, 1, SIZE, SIZE)), before)
+        return fitted(fit, before.keys.sum(2), sums_of(*more))
+
+    found = both(first, more)
     expected = Fit(SIZE, SIZE)
     for k, v, _ in (first, more):
         expected.add(
@@ -101,8 +108,8 @@ def test_texts_add_up():
     )
 
 
-@pytest.mark.parametrize("size, dtype, pages, there", [(64, "float32", 192, True), (64, "float32", 180, False),
-                                                       (128, "bfloat16", 768, True), (128, "bfloat16", 700, False)])  # fmt: skip
+@pytest.mark.parametrize("size, dtype, pages, there", [(64, "float32", 170, True), (64, "float32", 168, False),
+                                                       (128, "bfloat16", 704, True), (128, "bfloat16", 640, False)])  # fmt: skip
 def test_there_is_no_matrix_where_it_is_more_than_a_quarter_of_the_digests(size, dtype, pages, there):
     spec = CacheSpec(batch_size=1, num_heads=2, num_kv_heads=2, head_dim=size, value_dim=size, prompt_capacity=16 * pages,
                      new_capacity=0, dtype=dtype)  # fmt: skip

@@ -15,7 +15,7 @@ from icejax.ops import tree
 from icejax.ops.digests import Digests, digest, empty, put
 from icejax.ops.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
 
-Described = tuple[Digests, Sums | None, *tuple[Any, ...]]  # what is kept of pages, and what more a tree with more keeps
+Described = tuple[Digests, Sums, *tuple[Any, ...]]  # what is kept of pages, and what more a tree with more keeps
 
 
 @jax.tree_util.register_dataclass
@@ -25,10 +25,13 @@ class Digested:
 
     Attributes:
         levels: digests of the pages and of every level of nodes above them, highest last.
-        fit: of the values of the texts so far, decoded tokens once their pages were packed; None: values are means.
+        scatter: how the keys of the texts so far, decoded tokens once their pages were packed, lie about the means of their
+            pages, f32[B, K, H, H].
+        fit: of their values; None: values are means.
     """
 
     levels: tuple[Digests, ...]
+    scatter: jax.Array
     fit: ValueFit | None
 
 
@@ -48,12 +51,12 @@ class DigestTree(PageIndex):
     def empty(self, spec: CacheSpec, pages: int) -> Digested:
         shape, value_size = (spec.batch_size, spec.num_kv_heads, pages), None if spec.latent else spec.value_dim
         levels = tree.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
-        fit = None
+        scatter, fit = jnp.zeros((*shape[:2], spec.head_dim, spec.head_dim)), None
         if self.value_fit and not spec.latent:
             fit = unfitted(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
             small = 4 * _bytes(fit) <= _bytes(levels)
             fit = fit if small else None
-        return Digested(levels, fit)
+        return Digested(levels, scatter, fit)
 
     def from_keys(self, index: Digested) -> FromKeys | None:
         """Returns values from keys, if there are any."""
@@ -67,7 +70,7 @@ class DigestTree(PageIndex):
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
     ) -> Described:
-        return digest(k, v, mask, self.dtype), sums_of(k, v, mask) if self.value_fit and v is not None else None
+        return digest(k, v, mask, self.dtype), sums_of(k, v if self.value_fit else None, mask)
 
     def moved(
         self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
@@ -76,10 +79,10 @@ class DigestTree(PageIndex):
 
     def of_prompt(self, index: Digested, described: Described) -> Digested:
         levels = tree.build(put(index.levels[0], described[0], jnp.int32(0)))
-        return replace(index, levels=levels, fit=_fitted(index, described[1]))
+        return _fitted(replace(index, levels=levels), described[1])
 
     def with_pages(self, index: Digested, described: Described, first: Int[Array, ""]) -> Digested:
-        return replace(super().with_pages(index, described, first), fit=_fitted(index, described[1]))
+        return _fitted(super().with_pages(index, described, first), described[1])
 
     def prepared(self, index: Digested, described: Described, first: Int[Array, ""]) -> tuple[Digests, ...]:
         return tree.lineage(index.levels, described[0], first)
@@ -88,8 +91,9 @@ class DigestTree(PageIndex):
         return replace(index, levels=tree.replace(index.levels, prepared, first))
 
 
-def _fitted(index: Digested, sums: Sums | None) -> ValueFit | None:
-    return None if index.fit is None else fitted(index.fit, sums)
+def _fitted(index: Digested, sums: Sums) -> Digested:
+    fit = None if index.fit is None else fitted(index.fit, index.scatter, sums)
+    return replace(index, scatter=index.scatter + sums.keys.sum(2), fit=fit)
 
 
 def _bytes(arrays: object) -> int:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, Scoring, products
 from icejax.ops.quantize import dequantize, quantize
+from icejax.ops.scatter import Along
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
 TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
@@ -53,14 +54,14 @@ class Digests:
         count: tokens, 0 for an empty one.
         outlier: of a page the key farthest from the mean of all; of a node the outlier of a page that is.
         mean: mean of the other keys; of a single one itself.
-        variance: variance of every channel of the other keys.
+        width: mean squared distance of the other keys from their mean.
         value: mean value of all; None where values are channels of the keys, so that their means are too.
     """
 
     count: jax.Array  # i32[B, K, P]
     outlier: Vectors
     mean: Vectors
-    variance: Vectors
+    width: jax.Array  # f32[B, K, P]
     value: Vectors | None
 
 
@@ -68,7 +69,7 @@ def empty(shape: tuple[int, ...], size: int, value_size: int | None, dtype: str)
     """Returns digests of nothing, of keys of `size` channels and values of `value_size`; None: without values."""
     nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
     value = None if value_size is None else Vectors.store(jnp.zeros((*shape, value_size)), dtype)
-    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, nothing, value)
+    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, jnp.zeros(shape), value)
 
 
 def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
@@ -81,26 +82,26 @@ def digest(
 ) -> Digests:
     """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
     keys, values = jax.tree.map(lambda x: Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None), (k, v))
-    tokens = Digests(mask.astype(jnp.int32), keys, keys, Vectors(jnp.zeros(k.shape), None), values)
+    tokens = Digests(mask.astype(jnp.int32), keys, keys, jnp.zeros(k.shape[:-1]), values)
     return merge(tokens, dtype or k.dtype)
 
 
 def merge(parts: Digests, dtype: str | jnp.dtype | None = None) -> Digests:
     """Returns the digests of runs of pages from those of their pages, an axis more: [B, K, P, fan-out] to [B, K, P].
 
-    In the dtype of the parts or another, exact but for rounding to it: variances add by the parallel-axis rule, to which
+    In the dtype of the parts or another, exact but for rounding to it: widths add by the parallel-axis rule, to which
     every outlier but the one that stays is a key like the others.
     """
     count = parts.count.astype(jnp.float32)
-    outliers, mean, variance = (x.read() for x in (parts.outlier, parts.mean, parts.variance))
+    outliers, mean = parts.outlier.read(), parts.mean.read()
     there, inner = jnp.minimum(count, 1.0), jnp.maximum(count - 1.0, 0.0)
     outlier, others = _outlying(outliers, count, _mean((inner, mean), (there, outliers)))
     centre = _mean((inner, mean), (others, outliers))
-    wide, far = (jnp.square(x - centre[..., None, :]) for x in (mean, outliers))
+    wide, far = (jnp.minimum(jnp.square(x - centre[..., None, :]).sum(-1), 3e38) for x in (mean, outliers))
     value = None if parts.value is None else _mean((count, parts.value.read()))
-    merged = (outlier, centre, _mean((inner, variance + wide), (others, far)), value)
-    stored = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), merged)
-    return Digests(parts.count.sum(-1, dtype=jnp.int32), *stored)
+    width = (inner * (parts.width + wide) + others * far).sum(-1) / jnp.maximum((inner + others).sum(-1), 1.0)
+    outlier, centre, value = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), (outlier, centre, value))
+    return Digests(parts.count.sum(-1, dtype=jnp.int32), outlier, centre, width, value)
 
 
 def _mean(*parts: tuple[Float[Array, "B K P p"], Float[Array, "B K P p H"]]) -> Float[Array, "B K P H"]:
@@ -127,7 +128,7 @@ class Scores(NamedTuple):
     Attributes:
         choice: estimated log-sum-exp to choose pages by; -inf of an empty one.
         weight: the same to weigh them by, a wide page's bounded.
-        lean: how much of s q variance softmax moves the mean key of a page; by the rule `mean` nothing.
+        lean: how much of `Along.moved` softmax moves the mean key of a page; by the rule `mean` nothing.
         wide: variance of the scores of a page's keys, bounded; by the rule `mean` nothing.
     """
 
@@ -137,14 +138,19 @@ class Scores(NamedTuple):
     wide: jax.Array | float
 
 
-def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-order", *, scoring: Scoring) -> Scores:
+def score(
+    q: Float[Array, "B K G H"], digests: Digests, lies: Along | None, rule: Score = "second-order", *, scoring: Scoring
+) -> Scores:
     """Returns the estimated log-sum-exps of every page for every query head, in fp32.
 
-    With s for the scale: log(count) + s q.mean + s^2/2 sum_j q_j^2 variance_j, as if all keys were like those that do not
-    stand out, but not less than s q.outlier, which one key has alone. By the rule `mean` log(count) + s q.(mean of all).
-    Of a soft cap the products are capped, and the term of the variance is multiplied by the square of the cap's slope there.
-    That is what pages are chosen by, because keys that stand out make their page wide; to weigh pages by, the term of the
-    variance is at most 3 nats.
+    With s for the scale: log(count) + s q.mean + s^2/2 q.C q width, as if all keys were like those that do not stand out,
+    but not less than s q.outlier, which one key has alone; C is the covariance that keys of width 1 have. By the rule `mean`
+    log(count) + s q.(mean of all). Of a soft cap the products are capped, and the term of the width is multiplied by the
+    square of the cap's slope there. That is what pages are chosen by, because keys that stand out make their page wide; to
+    weigh pages by, the term of the width is at most 3 nats.
+
+    Args:
+        lies: what pages are along `q`, of the same `scoring`; None: by the rule `mean`, which asks for nothing.
     """
     scaled = q.astype(jnp.float32) * scoring.scale
     count = digests.count[:, :, None, :].astype(jnp.float32)
@@ -154,11 +160,12 @@ def score(q: Float[Array, "B K G H"], digests: Digests, rule: Score = "second-or
         return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0, 0.0)
     first, outlier = scoring.capped(first), scoring.capped(outlier)
     slope = scoring.slope(first)
-    second = 0.5 * slope**2 * _products(jnp.square(scaled), digests.variance)
+    second = 0.5 * slope**2 * lies.variance[..., None] * digests.width[:, :, None]
     first += jnp.log(count)
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
     bounded = jnp.minimum(second, TAIL_CLAMP)
-    lean = slope * jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
+    lean = jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
+    lean *= slope * digests.width[:, :, None]
     return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean, 2 * bounded)
 
 
@@ -183,11 +190,6 @@ def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array,
     count = digests.count[:, :, None].astype(jnp.float32)
     each = weights / jnp.maximum(count, 1.0)
     return _sums(each * jnp.maximum(count - 1.0, 0.0), digests.mean) + _sums(each, digests.outlier)
-
-
-def spread(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array, "B K G H"]:
-    """Returns sums of the variances of pages."""
-    return _sums(weights, digests.variance)
 
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:

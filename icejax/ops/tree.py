@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.ops.attention import Scoring
-from icejax.ops.digests import Digests, Score, Scores, merge, put, score, spread, weighted
+from icejax.ops.digests import Digests, Score, Scores, merge, put, score, weighted
+from icejax.ops.scatter import Along, along
 from icejax.ops.topk import best, chosen
 from icejax.ops.value_fit import FromKeys
 
@@ -94,6 +95,7 @@ def _above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int
 def walk(
     q: Float[Array, "B K G H"],
     levels: tuple[Digests, ...],
+    scatter: Float[Array, "B K H H"],
     *,
     scoring: Scoring,
     opened: int,
@@ -111,6 +113,7 @@ def walk(
     pages that come to light the `selected` best are chosen. A KV head has one set of nodes and pages.
 
     Args:
+        scatter: how keys lie about the means of their pages.
         opened: nodes opened per level.
         selected: pages chosen, if there are so many.
         tail: whether what is not chosen is estimated; else `tail_lse` is -inf.
@@ -124,10 +127,12 @@ def walk(
     candidates, visited = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
     rest: list[tuple[Scores, Digests]] = []
+    lies = along(q, scatter, scoring=scoring)
+    asked = None if guess is None else along(guess, scatter, scoring=scoring)
     for below in (*levels[-2::-1], None):
-        scores = score(q, candidates, rule, scoring=scoring)
+        scores = score(q, candidates, lies, rule, scoring=scoring)
         if path is None:
-            estimates = scores.choice if guess is None else score(guess, candidates, rule, scoring=scoring).choice
+            estimates = scores.choice if guess is None else score(guess, candidates, asked, rule, scoring=scoring).choice
             wanted = min(selected if below is None else opened, estimates.shape[-1])
             worth = jnp.where(candidates.count > 0, _worth(estimates, group, wanted), -jnp.inf)
             indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
@@ -152,21 +157,17 @@ def walk(
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
         return Selection(page_ids, counts, jnp.zeros((*q.shape[:3], size)), empty, jnp.zeros_like(empty), tuple(visited))
-    out, lse = tail_of(q, rest, from_keys, scoring=scoring)
+    out, lse = tail_of(rest, lies, from_keys)
     return Selection(page_ids, counts, out, lse, uneven_of(rest, lse), tuple(visited))
 
 
 def tail_of(
-    q: Float[Array, "B K G H"],
-    rest: list[tuple[Scores, Digests]],
-    from_keys: FromKeys | None = None,
-    *,
-    scoring: Scoring,
+    rest: list[tuple[Scores, Digests]], lies: Along, from_keys: FromKeys | None = None
 ) -> tuple[Float[Array, "B K G _"], Float[Array, "B K G"]]:
     """Returns output and log-sum-exp of nodes by what they weigh and their mean values.
 
-    Softmax prefers keys that lie along the query: their mean moves by s q variance, to first order, and with values
-    `from_keys` the mean value by what that brings.
+    Softmax prefers keys that lie along the query, to which their mean moves, to first order, and with values `from_keys` the
+    mean value by what that brings.
     """
     highest = jnp.stack([scores.weight.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
@@ -174,8 +175,8 @@ def tail_of(
     total = sum(w.sum(-1) for w in weights)
     out = sum(weighted(w, digests) for w, (_, digests) in zip(weights, rest, strict=True))
     if from_keys is not None:
-        moved = sum(spread(w * scores.lean, digests) for w, (scores, digests) in zip(weights, rest, strict=True))
-        out += from_keys(moved * scoring.scale * q.astype(jnp.float32))
+        moved = sum((w * scores.lean).sum(-1) for w, (scores, _) in zip(weights, rest, strict=True))
+        out += from_keys(moved[..., None] * lies.moved)
     return out / jnp.maximum(total, 1e-30)[..., None], jnp.log(total) + base
 
 

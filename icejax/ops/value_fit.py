@@ -23,12 +23,12 @@ class Sums(NamedTuple):
     """Sums over tokens, keys and values as they differ from the means of their pages; `n` is one or more sums.
 
     Attributes:
-        keys: f32[B, K, *n, H, H] of products of keys with keys.
-        values: f32[B, K, *n, H, Hv] of products of keys with values.
+        keys: f32[B, K, *n, H, H] of products of keys with keys: their scatter (`icejax.ops.scatter`).
+        values: f32[B, K, *n, H, Hv] of products of keys with values; None: of no values.
     """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -37,13 +37,13 @@ class ValueFit:
     """The matrix of a KV head, and what it is made of.
 
     Attributes:
-        sums: of all tokens so far.
+        values: sums of products of keys with values, of all tokens so far, f32[B, K, H, Hv].
         agreement: what the matrices of other tokens explained of each token's value, and what they said of it, f32[B, K, 2].
         matrix: f32[B, K, H, Hv], by which a key's difference from the mean key is multiplied to be its value's. Shrunk as far
             as values are not what a matrix of other tokens says, to 0 if they have nothing to do with keys.
     """
 
-    sums: Sums
+    values: jax.Array
     agreement: jax.Array
     matrix: jax.Array
 
@@ -66,42 +66,46 @@ class FromKeys:
 
 def unfitted(batch: int, heads: int, size: int, value_size: int) -> ValueFit:
     """Returns the fit of no text, by which every value is the mean."""
-    keys, values = (jnp.zeros((batch, heads, size, n)) for n in (size, value_size))
-    return ValueFit(Sums(keys, values), jnp.zeros((batch, heads, 2)), values)
+    nothing = jnp.zeros((batch, heads, size, value_size))
+    return ValueFit(nothing, jnp.zeros((batch, heads, 2)), nothing)
 
 
-def sums_of(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"], mask: Bool[Array, "B K P p"]) -> Sums:
+def sums_of(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]) -> Sums:
     """Returns the sums over the tokens of even pages and of odd ones; slots outside `mask` are not read."""
     at_once = min(AT_ONCE, k.shape[2] + k.shape[2] % 2)
     missing = -k.shape[2] % at_once
-    k, v, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in (k, v, mask))
+    pages = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)), (k, v, mask))
 
     def add(i: jax.Array, sums: Sums) -> Sums:
-        keys, values, there = (jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once, axis=2) for x in (k, v, mask))
-        keys, values = (_centred(x, there) for x in (keys, values))
-        halves = [Sums(*(EINSUM("bkpsh,bkpsi->bkhi", keys[:, :, n::2], x[:, :, n::2]) for x in (keys, values))) for n in (0, 1)]
-        return jax.tree.map(lambda total, *x: total + jnp.stack(x, axis=2), sums, *halves)
+        *both, there = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once, axis=2), pages)
+        keys, _ = both = jax.tree.map(lambda x: _centred(x, there), tuple(both))
+
+        def products(x: jax.Array, n: int) -> jax.Array:
+            return EINSUM("bkpsh,bkpsi->bkhi", keys[:, :, n::2], x[:, :, n::2])
+
+        return jax.tree.map(lambda total, x: total + jnp.stack([products(x, 0), products(x, 1)], axis=2), sums, Sums(*both))
 
     shape = (*k.shape[:2], 2, k.shape[-1])
-    nothing = Sums(jnp.zeros((*shape, k.shape[-1])), jnp.zeros((*shape, v.shape[-1])))
-    return jax.lax.fori_loop(0, k.shape[2] // at_once, add, nothing)
+    nothing = jax.tree.map(lambda x: jnp.zeros((*shape, x.shape[-1])), Sums(k, v))
+    return jax.lax.fori_loop(0, pages[0].shape[2] // at_once, add, nothing)
 
 
-def fitted(fit: ValueFit, new: Sums) -> ValueFit:
-    """Returns the fit with the `sums_of` more pages.
+def fitted(fit: ValueFit, scatter: Float[Array, "B K H H"], new: Sums) -> ValueFit:
+    """Returns the fit, of keys whose scatter was this, with the `sums_of` more pages.
 
     How far it is trusted is measured on tokens that a matrix was not made of: the new even pages by one of all tokens before
     and the new odd pages, and the odd by the even.
     """
-    total = Sums(*(x[:, :, None] for x in fit.sums))
+    before = Sums(scatter, fit.values)
+    total = Sums(*(x[:, :, None] for x in before))
     told = _solved(jax.tree.map(lambda old, x: old + x[:, :, ::-1], total, new))
     explained = EINSUM("bknhv,bknhv->bk", told, new.values)
     said = EINSUM("bknhv,bknhv->bk", told, EINSUM("bknhi,bkniv->bknhv", new.keys, told))
     agreement = fit.agreement + jnp.stack([explained, said], axis=-1)
     trust = jnp.clip(agreement[..., 0] / jnp.maximum(agreement[..., 1], 1e-30), 0.0, 1.0)
-    sums = jax.tree.map(lambda old, x: old + x.sum(2), fit.sums, new)
+    sums = jax.tree.map(lambda old, x: old + x.sum(2), before, new)
     matrix = _solved(sums) * trust[..., None, None]
-    return ValueFit(sums, agreement, jnp.where(jnp.isfinite(matrix), matrix, 0.0))  # of keys whose squares overflow
+    return ValueFit(sums.values, agreement, jnp.where(jnp.isfinite(matrix), matrix, 0.0))  # of keys whose squares overflow
 
 
 def _centred(x: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"]) -> Float[Array, "B K P p H"]:

@@ -174,6 +174,7 @@ class Clustered(Retrieval):
         walked = tree.walk(
             queries,
             index.levels,
+            index.scatter,
             scoring=heads.scoring,
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
             opened=max(self.opened, 2 * -(-most // tree.FAN_OUT)),
