@@ -7,22 +7,20 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.digest_tree import Digested, DigestTree
 from icejax.cache.found import Found
 from icejax.cache.policy import CachePolicy, Heads, View
+from icejax.cache.reranked import attend_best
 from icejax.cache.retrieval import Near, Pages, Retrieval
-from icejax.cache.slots import joined
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
 from icejax.ops import tree
 from icejax.ops.attention import Attended
 from icejax.ops.digests import NARROW, Score
 from icejax.ops.packing import pack
-from icejax.ops.paged_attention import attend_paged
-from icejax.ranges import one_of, whole
+from icejax.ranges import one_of, power_of_two, whole
 
 RANGES = dict(
     budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
@@ -53,9 +51,8 @@ class Clustered(Retrieval):
         rerank: whether of all tokens of the pages fetched the best are attended exactly, so that there can be more pages than
             the budget holds; IceCache attends to whole pages.
         tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
-        value_fit: whether that mean value is moved by what keys tell of values, one matrix per KV head that is fitted to the
-            text; not where it would take more than a quarter of the bytes of digests, nor by the
-            score `mean`. Of latent layers the matrix is known: values are channels of the keys.
+        value_fit: whether that value is moved by what keys tell of values, one matrix per KV head, fitted to the text; not
+            by the score `mean`, nor where it is more than a quarter of the bytes of digests. Of latent layers it is known.
         score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
         group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
@@ -102,16 +99,12 @@ class Clustered(Retrieval):
                 whole(name, value, least=RANGES[name][0], most=RANGES[name][1])
             if isinstance(default, bool) and not isinstance(value, bool):
                 raise InputError(f"{name} must be true or false, got {quoted(value)}")
-        for name, allowed in (
-            ("score", typing.get_args(Score)),
-            ("group", typing.get_args(tree.Group)),
-            ("digest_dtype", (None, *NARROW)),
-            ("page_dtype", (None, "int8")),
-        ):
-            one_of(name, getattr(self, name), allowed)
-        for name in ("page_size", "compact_every"):
-            if getattr(self, name) & (getattr(self, name) - 1):
-                raise InputError(f"{name} must be a power of two, got {getattr(self, name)}")
+        one_of("score", self.score, typing.get_args(Score))
+        one_of("group", self.group, typing.get_args(tree.Group))
+        one_of("digest_dtype", self.digest_dtype, (None, *NARROW))
+        one_of("page_dtype", self.page_dtype, (None, "int8"))
+        power_of_two("page_size", self.page_size)
+        power_of_two("compact_every", self.compact_every, least=0)
         if 0 < self.compact_every < 2 * self.page_size:
             raise InputError(f"compact_every must be 0 or at least two pages ({2 * self.page_size}), got {self.compact_every}")
         if self.window is not None and self.window <= self.page_size:
@@ -168,9 +161,8 @@ class Clustered(Retrieval):
     def _found(self, heads: Heads, index: Digested, view: View, fetched: int) -> Found:
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
         most = max(fetched, self.num_fetched(index.levels[0].count.shape[-1]))
-        queries = heads.by_group()
+        queries, from_keys = heads.by_group(), self.index.from_keys(index)
         guess = view.guess() if self.prefetch and view.guess is not None else None
-        from_keys = self.index.from_keys(index)
         walked = tree.walk(
             queries,
             index.levels,
@@ -198,19 +190,7 @@ class Clustered(Retrieval):
         self, heads: Heads, near: Near, pages: Pages, found: Found, budget: int | Int[Array, "B K"]
     ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
         """Returns the same of a budget, and how uneven the weights of page tokens are that are not attended exactly."""
-        attended, weights, uneven = attend_paged(
-            joined(heads.by_group()),
-            tuple(map(joined, near)),
-            tuple(map(joined, pages)),
-            tuple(map(joined, found.rest)),
-            jax.tree.map(joined, found.from_keys),
-            scoring=heads.scoring,
-            room=joined(budget - near[2].sum(-1)),
-            most=self._most_paged,
-            tail=self.tail,
-        )
-        by_row = jax.tree.map(lambda x: x.reshape(*pages[2].shape[:2], *x.shape[1:]), (attended, weights, uneven))
-        return Attended(*by_row[0]), *by_row[1:]
+        return attend_best(heads, near, pages, found, budget=budget, most=self._most_paged, tail=self.tail)
 
 
 class Follower(Clustered):
