@@ -148,7 +148,7 @@ def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array
     mean = weights.sum(-1, keepdims=True) / jnp.maximum(others.sum(-1, dtype=jnp.float32), 1)[:, None, :, None]
     apart = jnp.where(others[:, None], jnp.square(weights - mean), 0).sum(-1)
 
-    wide = jnp.minimum(lies.variance[0][..., None] * digests.width[0][:, None], 2 * TAIL_CLAMP)
+    wide = jnp.minimum(jnp.einsum("kgn,kpn->kgp", lies.variance[0], digests.width[0]), 2 * TAIL_CLAMP)
     count = jnp.maximum(digests.count[0].astype(jnp.float32), 1)[:, None]
     uneven = jnp.square(left) * jnp.minimum((jnp.exp(wide) - 1) / count, 1)
     of_values, untold = (x[:, None] for x in deviations)

@@ -18,8 +18,9 @@ from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, causal
 from icejax.ops.digests import Digests
+from icejax.ops.scatter import bands
 from tests import tolerances
-from tests.reference import outlier_first
+from tests.reference import others, outliers_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 PROMPT, NEW = 256, 512
@@ -228,13 +229,14 @@ def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[n
     """Asserts that every level's digests of a row and head are those of the keys of `pages`, in float64."""
     keys = np.concatenate(pages).astype(np.float64)
     numbers = np.split(np.arange(len(keys)), np.cumsum([len(page) for page in pages])[:-1])
-    nodes = [outlier_first(keys, list(page[:, None])) for page in numbers]
+    nodes = [outliers_first(keys, list(page[:, None])) for page in numbers]
     for level in levels:
         for i, tokens in enumerate(nodes):
             assert int(level.count[row, head, i]) == len(tokens)
             if len(tokens):
-                others = keys[tokens[1:] if len(tokens) > 1 else tokens]
-                expected = (keys[tokens[0]], others.mean(0), others.var(0).sum())
-                for found, of in zip((level.outlier.data, level.mean.data, level.width), expected, strict=True):
+                inner = keys[others(tokens)]
+                expected = (*keys[tokens[[0, min(1, len(tokens) - 1)]]], inner.mean(0), bands(len(inner[0])) @ inner.var(0))
+                vectors = (x.data for x in (*level.outliers, level.mean))
+                for found, of in zip((*vectors, level.width), expected, strict=True):
                     np.testing.assert_allclose(found[row, head, i], of, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
-        nodes = [outlier_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]
+        nodes = [outliers_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]

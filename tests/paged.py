@@ -5,8 +5,9 @@ import numpy as np
 
 from icejax.ops import tree
 from icejax.ops.digests import Digests, digest, merge
+from icejax.ops.scatter import bands
 from tests import tolerances
-from tests.reference import outlier_first
+from tests.reference import others, outliers_first
 
 
 def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1, wide: int | None = None):
@@ -19,15 +20,22 @@ def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int
 
 
 def float64(keys, values, mask):
-    """Returns count, outlier, the others' mean and width, and the mean value of one page's [p, H] or node's [P, p, H] tokens."""
+    """Returns count, outliers, the others' mean and widths, and the mean value of one page's [p, H] or node's [P, p, H] tokens."""
     kept, meant = keys[mask].astype(np.float64), values[mask].astype(np.float64)
     if not len(kept):
-        return 0, *np.zeros((2, keys.shape[-1])), 0.0, np.zeros(values.shape[-1])
+        nothing = np.zeros(keys.shape[-1])
+        return 0, nothing, nothing, nothing, bands(len(nothing)) @ nothing, np.zeros(values.shape[-1])
     pages = np.split(np.arange(len(kept)), np.cumsum(mask.reshape(-1, mask.shape[-1]).sum(-1))[:-1])
-    pages = [outlier_first(kept, list(page[:, None])) for page in pages]
-    tokens = outlier_first(kept, pages) if keys.ndim > 2 else pages[0]
-    others = kept[tokens[1:] if len(tokens) > 1 else tokens]
-    return len(kept), kept[tokens[0]], others.mean(0), others.var(0).sum(), meant.mean(0)
+    pages = [outliers_first(kept, list(page[:, None])) for page in pages]
+    tokens = outliers_first(kept, pages) if keys.ndim > 2 else pages[0]
+    inner = kept[others(tokens)]
+    return (
+        len(kept),
+        *kept[tokens[[0, min(1, len(tokens) - 1)]]],
+        inner.mean(0),
+        bands(kept.shape[1]) @ inner.var(0),
+        meant.mean(0),
+    )
 
 
 def scatter_of(keys, mask):
@@ -54,8 +62,9 @@ def put_in(levels, keys, values, mask, at):
 
 
 def read(found: Digests) -> list[np.ndarray]:
-    """Returns count, outlier, mean, width and value of all pages."""
-    return [np.asarray(x) for x in (found.count, found.outlier.read(), found.mean.read(), found.width, found.value.read())]
+    """Returns count, outliers, mean, widths and value of all pages."""
+    vectors = (x.read() for x in (*found.outliers, found.mean))
+    return [np.asarray(x) for x in (found.count, *vectors, found.width, found.value.read())]
 
 
 def check(found: list[np.ndarray], at: tuple[int, ...], expected) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 
 from icejax.cache import Clustered
 from icejax.ops import packing, tree
-from icejax.ops.digests import TAIL_CLAMP, TIED
+from icejax.ops.digests import OUTLIERS, TAIL_CLAMP, TIED
+from icejax.ops.scatter import bands
 from icejax.ops.value_fit import RIDGE
 
 
@@ -57,15 +58,24 @@ def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
     return [page[valid[page]] for page in arrange(keys, np.where(valid, 0, 2), size, packing.BLOCK)]
 
 
-def outlier_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
-    """Returns the tokens of a node, its outlier first, as it is in every part; of a page every token is a part."""
+def outliers_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    """Returns the tokens of a node, its outliers first, as they are in every part; of a page every token is a part."""
     parts = [part for part in parts if len(part)]
     if not parts:
         return np.zeros(0, int)
     tokens = np.concatenate(parts)
-    distance = np.square(keys[[part[0] for part in parts]] - keys[tokens].mean(0)).sum(-1)
-    first = parts[(distance >= TIED * distance.max()).argmax()][0]
-    return np.concatenate([[first], tokens[tokens != first]])
+    candidates, found = np.concatenate([part[:OUTLIERS] for part in parts]), []
+    distance = np.square(keys[candidates] - keys[tokens].mean(0)).sum(-1)
+    for _ in range(min(OUTLIERS, len(tokens))):
+        at = (distance >= TIED * distance.max()).argmax()
+        found.append(candidates[at])
+        distance[at] = -1
+    return np.concatenate([found, tokens[~np.isin(tokens, found)]])
+
+
+def others(tokens: np.ndarray) -> np.ndarray:
+    """Returns those of a node that mean and width are of: all but the outliers, which are `outliers_first`, if there are more."""
+    return tokens[OUTLIERS:] if len(tokens) > OUTLIERS else tokens
 
 
 class Fit:
@@ -117,37 +127,33 @@ class Reference:
         self.nodes: dict[bytes, np.ndarray] = {}
 
     def node(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Returns `outlier_first`, which is the same in every step for the same tokens."""
+        """Returns `outliers_first`, which is the same in every step for the same tokens."""
         key = b"".join(part.tobytes() for part in parts)
         if key not in self.nodes:
-            self.nodes[key] = outlier_first(self.k, parts)
+            self.nodes[key] = outliers_first(self.k, parts)
         return self.nodes[key]
 
     def score(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Returns the estimated log-sum-exps of a page or node, outlier first, [2, G]: to choose by, and to weigh by."""
+        """Returns the estimated log-sum-exps of a page or node, outliers first, [2, G]: to choose by, and to weigh by."""
         if not len(tokens):
             return np.full((2, len(q)), -np.inf)
-        k, s = self.others(tokens), q / q.shape[-1] ** 0.5
+        k, s = self.k[others(tokens)], q / q.shape[-1] ** 0.5
         first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * self.wide(q, tokens)
-        return np.maximum([first + second, first + np.minimum(second, TAIL_CLAMP)], s @ self.k[tokens[0]])
+        return np.maximum([first + second, first + np.minimum(second, TAIL_CLAMP)], (s @ self.k[tokens[:OUTLIERS]].T).max(-1))
 
     def moved(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns by how much a node's mean key moves under softmax, to first order and boundedly, [G, H]."""
         s, bound = q / q.shape[-1] ** 0.5, np.sqrt(np.minimum(1, TAIL_CLAMP / np.maximum(0.5 * self.wide(q, tokens), 1e-30)))
-        return s @ self.fit.shape * self.others(tokens).var(0).sum() * bound[:, None]
+        return s @ self.fit.shape * self.k[others(tokens)].var(0).sum() * bound[:, None]
 
     def told(self, keys: np.ndarray) -> np.ndarray:
         """Returns what differences of keys tell of values."""
         return keys @ self.fit.matrix if self.policy.value_fit else np.zeros(self.v.shape[1])
 
-    def others(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the keys of a node but its outlier's, if it has others."""
-        return self.k[tokens[1:] if len(tokens) > 1 else tokens]
-
     def wide(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Returns the variance of the scores of a node's keys [G], which lie as all of the head do about their pages' means."""
-        s = q / q.shape[-1] ** 0.5
-        return np.sum(s @ self.fit.shape * s, axis=1) * self.others(tokens).var(0).sum()
+        """Returns the variance of the scores of a node's keys [G]: their own in each band, inside it as of all of the head."""
+        s, own = q / q.shape[-1] ** 0.5, np.diag(self.fit.shape)
+        return (s**2 * own @ bands(len(own)).T / (own @ bands(len(own)).T)) @ (bands(len(own)) @ self.k[others(tokens)].var(0))
 
     def best(self, scores: np.ndarray, count: int) -> np.ndarray:
         """Returns the candidates of largest softmax, summed over the group, among those not empty."""

@@ -10,7 +10,7 @@ import pytest
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, digest, score
-from icejax.ops.scatter import along
+from icejax.ops.scatter import along, bands
 from icejax.ops.value_fit import FromKeys
 from tests import tolerances
 from tests.dense import capped
@@ -61,12 +61,12 @@ def reference_walk(q, keys, values, mask, selected: int):
     """Returns chosen pages, and the tail's output and log-sum-exp per head, from a flat scan in float64."""
     size = q.shape[-1]
     digests = [float64(k, v, m) for k, v, m in zip(keys, values, mask, strict=True)]
-    count, outlier, mean, width, value = (np.asarray(x) for x in zip(*digests, strict=True))
-    scaled, scatter = q.astype(np.float64) / size**0.5, scatter_of(keys[None, None], mask[None, None])[0, 0]
-    along_q = np.einsum("gh,hi,gi->g", scaled, scatter, scaled) / np.trace(scatter)
+    count, first, second, mean, width, value = (np.asarray(x) for x in zip(*digests, strict=True))
+    scaled, own = q.astype(np.float64) / size**0.5, np.diag(scatter_of(keys[None, None], mask[None, None])[0, 0])
+    along_q, outliers = scaled**2 * own @ bands(size).T / (own @ bands(size).T), np.stack([first, second])
     with np.errstate(divide="ignore"):
-        first, second = np.log(count) + scaled @ mean.T, 0.5 * along_q[:, None] * width
-    alone = np.where(count > 0, scaled @ outlier.T, -np.inf)
+        first, second = np.log(count) + scaled @ mean.T, 0.5 * along_q @ width.T
+    alone = np.where(count > 0, (scaled @ outliers.swapaxes(1, 2)).max(0), -np.inf)
     estimates, scores = (np.maximum(first + x, alone) for x in (second, np.minimum(second, TAIL_CLAMP)))
     share = np.exp(estimates - estimates.max(-1, keepdims=True))
     share = np.where(count > 0, (share / share.sum(-1, keepdims=True)).sum(0), -1)

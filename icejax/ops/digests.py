@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -11,10 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM, Scoring, products
 from icejax.ops.quantize import dequantize, quantize
-from icejax.ops.scatter import Along
+from icejax.ops.scatter import Along, bands, widths
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
 TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
+OUTLIERS = 2  # of a page; with one, sharp heads of one model of five had twice the error
 NARROW = ("int8", "float8_e4m3fn")  # dtypes of digests besides the model's own
 Score = Literal["second-order", "mean"]
 
@@ -52,16 +54,16 @@ class Digests:
 
     Attributes:
         count: tokens, 0 for an empty one.
-        outlier: of a page the key farthest from the mean of all; of a node the outlier of a page that is.
-        mean: mean of the other keys; of a single one itself.
-        width: mean squared distance of the other keys from their mean.
+        outliers: of a page the two keys farthest from the mean of all; of a node the two outliers of pages that are.
+        mean: mean of the other keys; of two or fewer of all.
+        width: mean squared distance of these from their mean, band by band (`icejax.ops.scatter`).
         value: mean value of all; None where values are channels of the keys, so that their means are too.
     """
 
     count: jax.Array  # i32[B, K, P]
-    outlier: Vectors
+    outliers: tuple[Vectors, ...]
     mean: Vectors
-    width: jax.Array  # f32[B, K, P]
+    width: jax.Array  # f32[B, K, P, n]
     value: Vectors | None
 
 
@@ -69,7 +71,8 @@ def empty(shape: tuple[int, ...], size: int, value_size: int | None, dtype: str)
     """Returns digests of nothing, of keys of `size` channels and values of `value_size`; None: without values."""
     nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
     value = None if value_size is None else Vectors.store(jnp.zeros((*shape, value_size)), dtype)
-    return Digests(jnp.zeros(shape, jnp.int32), nothing, nothing, jnp.zeros(shape), value)
+    width = jnp.zeros((*shape, len(bands(size))))
+    return Digests(jnp.zeros(shape, jnp.int32), (nothing,) * OUTLIERS, nothing, width, value)
 
 
 def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
@@ -82,7 +85,8 @@ def digest(
 ) -> Digests:
     """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
     keys, values = jax.tree.map(lambda x: Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None), (k, v))
-    tokens = Digests(mask.astype(jnp.int32), keys, keys, jnp.zeros(k.shape[:-1]), values)
+    none = jnp.zeros((*k.shape[:-1], len(bands(k.shape[-1]))))
+    tokens = Digests(mask.astype(jnp.int32), (keys,), keys, none, values)
     return merge(tokens, dtype or k.dtype)
 
 
@@ -90,36 +94,53 @@ def merge(parts: Digests, dtype: str | jnp.dtype | None = None) -> Digests:
     """Returns the digests of runs of pages from those of their pages, an axis more: [B, K, P, fan-out] to [B, K, P].
 
     In the dtype of the parts or another, exact but for rounding to it: widths add by the parallel-axis rule, to which
-    every outlier but the one that stays is a key like the others.
+    every outlier but those that stay is a key like the others.
     """
-    count = parts.count.astype(jnp.float32)
-    outliers, mean = parts.outlier.read(), parts.mean.read()
-    there, inner = jnp.minimum(count, 1.0), jnp.maximum(count - 1.0, 0.0)
-    outlier, others = _outlying(outliers, count, _mean((inner, mean), (there, outliers)))
+    outliers, mean = jnp.stack([x.read() for x in parts.outliers], axis=-2), parts.mean.read()
+    apart, inner = apart_of(parts.count, len(parts.outliers)), _others_of(parts.count)
+    outliers, apart = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in (outliers, apart))
+    count = parts.count.sum(-1, dtype=jnp.int32)
+    kept, rest = _outlying(outliers, apart, _mean((inner, mean), (apart, outliers)))
+    others = jnp.where((count <= OUTLIERS)[..., None], apart, rest)
     centre = _mean((inner, mean), (others, outliers))
-    wide, far = (jnp.minimum(jnp.square(x - centre[..., None, :]).sum(-1), 3e38) for x in (mean, outliers))
-    value = None if parts.value is None else _mean((count, parts.value.read()))
-    width = (inner * (parts.width + wide) + others * far).sum(-1) / jnp.maximum((inner + others).sum(-1), 1.0)
-    outlier, centre, value = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), (outlier, centre, value))
-    return Digests(parts.count.sum(-1, dtype=jnp.int32), outlier, centre, width, value)
+    wide, far = (widths(jnp.square(x - centre[..., None, :])) for x in (mean, outliers))
+    inner, others = (x / jnp.maximum((inner.sum(-1) + others.sum(-1))[..., None], 1.0) for x in (inner, others))
+    width = EINSUM("bkps,bkpsn->bkpn", inner, parts.width + wide) + EINSUM("bkps,bkpsn->bkpn", others, far)
+    value = None if parts.value is None else _mean((parts.count.astype(jnp.float32), parts.value.read()))
+    kept, centre, value = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), (kept, centre, value))
+    return Digests(count, kept, centre, width, value)
 
 
-def _mean(*parts: tuple[Float[Array, "B K P p"], Float[Array, "B K P p H"]]) -> Float[Array, "B K P H"]:
+def apart_of(count: Int[Array, "*P"], outliers: int = OUTLIERS) -> Float[Array, "*P {outliers}"]:
+    """Returns which outliers of so many tokens are keys of their own; of fewer tokens the last ones are the first again."""
+    slots = jax.lax.broadcasted_iota(jnp.int32, (*count.shape, outliers), count.ndim)
+    return (slots < count[..., None]).astype(jnp.float32)
+
+
+def _others_of(count: Int[Array, "*P"]) -> Float[Array, "*P"]:
+    return jnp.maximum(count.astype(jnp.float32) - OUTLIERS, 0.0)
+
+
+def _mean(*parts: tuple[Float[Array, "B K P _"], Float[Array, "B K P _ H"]]) -> Float[Array, "B K P H"]:
     """Returns the mean of weighted vectors; 0 of none. By products: XLA:CPU takes 30 times as long for weighted sums."""
     total = sum(EINSUM("bkps,bkpsh->bkph", weight, x) for weight, x in parts)
     return total / jnp.maximum(sum(weight.sum(-1) for weight, _ in parts), 1.0)[..., None]
 
 
 def _outlying(
-    keys: Float[Array, "B K P p H"], count: Float[Array, "B K P p"], centre: Float[Array, "B K P H"]
-) -> tuple[Float[Array, "B K P H"], Float[Array, "B K P p"]]:
-    """Returns of `count` tokens' keys the one farthest from their centre, and which are the others: itself, if it is alone."""
-    distance = jnp.where(count > 0, jnp.square(keys - centre[..., None, :]).sum(-1), -1.0)
-    farthest = (distance >= TIED * distance.max(-1, keepdims=True)).argmax(-1, keepdims=True)
-    slots = jax.lax.broadcasted_iota(jnp.int32, distance.shape, distance.ndim - 1)
-    alone = count.sum(-1, keepdims=True) <= 1
-    others = (count > 0) & (alone | (slots != farthest))
-    return jnp.take_along_axis(keys, farthest[..., None], axis=-2)[..., 0, :], others.astype(jnp.float32)
+    keys: Float[Array, "B K P p H"], there: Float[Array, "B K P p"], centre: Float[Array, "B K P H"]
+) -> tuple[tuple[Float[Array, "B K P H"], ...], Float[Array, "B K P p"]]:
+    """Returns of the keys that are there those farthest from their centre, and which are the others."""
+    distance = jnp.where(there > 0, jnp.square(keys - centre[..., None, :]).sum(-1), -1.0)
+    slots, found = jax.lax.broadcasted_iota(jnp.int32, distance.shape, distance.ndim - 1), []
+    for _ in range(OUTLIERS):
+        most = distance.max(-1, keepdims=True)
+        farthest = (distance >= TIED * most).argmax(-1, keepdims=True)
+        farthest = jnp.where(most >= 0, farthest, found[0]) if found else farthest
+        distance = jnp.where(slots == farthest, -1.0, distance)
+        found.append(farthest)
+    kept = tuple(jnp.take_along_axis(keys, at[..., None], axis=-2)[..., 0, :] for at in found)
+    return kept, (distance >= 0).astype(jnp.float32)
 
 
 class Scores(NamedTuple):
@@ -143,8 +164,8 @@ def score(
 ) -> Scores:
     """Returns the estimated log-sum-exps of every page for every query head, in fp32.
 
-    With s for the scale: log(count) + s q.mean + s^2/2 q.C q width, as if all keys were like those that do not stand out,
-    but not less than s q.outlier, which one key has alone; C is the covariance that keys of width 1 have. By the rule `mean`
+    With s for the scale: log(count) + s q.mean + s^2/2 q.C q, as if all keys were like those that do not stand out, but not
+    less than s q.outlier, which one key has alone; C is the covariance that keys of this width have. By the rule `mean`
     log(count) + s q.(mean of all). Of a soft cap the products are capped, and the term of the width is multiplied by the
     square of the cap's slope there. That is what pages are chosen by, because keys that stand out make their page wide; to
     weigh pages by, the term of the width is at most 3 nats.
@@ -154,18 +175,20 @@ def score(
     """
     scaled = q.astype(jnp.float32) * scoring.scale
     count = digests.count[:, :, None, :].astype(jnp.float32)
-    first, outlier = _products(scaled, digests.mean), _products(scaled, digests.outlier)
+    first, *outliers = (_products(scaled, x) for x in (digests.mean, *digests.outliers))
     if rule == "mean":
-        first += (outlier - first) / jnp.maximum(count, 1.0)
+        apart = jnp.moveaxis(apart_of(digests.count), -1, 0)[:, :, :, None]
+        first = first * _others_of(digests.count)[:, :, None] + sum(x * n for x, n in zip(outliers, apart, strict=True))
+        first /= jnp.maximum(count, 1.0)
         return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0, 0.0)
-    first, outlier = scoring.capped(first), scoring.capped(outlier)
+    first, outlier = scoring.capped(first), scoring.capped(functools.reduce(jnp.maximum, outliers))
     slope = scoring.slope(first)
-    second = 0.5 * slope**2 * lies.variance[..., None] * digests.width[:, :, None]
+    second = 0.5 * slope**2 * EINSUM("bkgn,bkpn->bkgp", lies.variance, digests.width)
     first += jnp.log(count)
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
     bounded = jnp.minimum(second, TAIL_CLAMP)
     lean = jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
-    lean *= slope * digests.width[:, :, None]
+    lean *= slope * digests.width.sum(-1)[:, :, None]
     return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean, 2 * bounded)
 
 
@@ -187,9 +210,10 @@ def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array,
     """Returns sums of the mean values of pages; where digests have none, of the means of all their keys."""
     if digests.value is not None:
         return _sums(weights, digests.value)
-    count = digests.count[:, :, None].astype(jnp.float32)
-    each = weights / jnp.maximum(count, 1.0)
-    return _sums(each * jnp.maximum(count - 1.0, 0.0), digests.mean) + _sums(each, digests.outlier)
+    each = weights / jnp.maximum(digests.count[:, :, None].astype(jnp.float32), 1.0)
+    apart = jnp.moveaxis(apart_of(digests.count), -1, 0)[:, :, :, None]
+    outliers = (_sums(each * n, x) for x, n in zip(digests.outliers, apart, strict=True))
+    return _sums(each * _others_of(digests.count)[:, :, None], digests.mean) + sum(outliers)
 
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:
