@@ -18,9 +18,8 @@ from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, causal
 from icejax.ops.digests import Digests
-from icejax.ops.scatter import bands
 from tests import tolerances
-from tests.reference import others, outliers_first
+from tests.reference import bands, others, outliers_first
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 PROMPT, NEW = 256, 512

@@ -5,9 +5,8 @@ import numpy as np
 
 from icejax.ops import tree
 from icejax.ops.digests import Digests, digest, merge
-from icejax.ops.scatter import bands
 from tests import tolerances
-from tests.reference import others, outliers_first
+from tests.reference import bands, others, outliers_first
 
 
 def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1, wide: int | None = None):

@@ -7,7 +7,6 @@ import numpy as np
 from icejax.cache import Clustered
 from icejax.ops import packing, tree
 from icejax.ops.digests import OUTLIERS, TAIL_CLAMP, TIED
-from icejax.ops.scatter import bands
 from icejax.ops.value_fit import RIDGE
 
 
@@ -71,6 +70,13 @@ def outliers_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
         found.append(candidates[at])
         distance[at] = -1
     return np.concatenate([found, tokens[~np.isin(tokens, found)]])
+
+
+def bands(size: int) -> np.ndarray:
+    """Returns which channels are in which band [n, H]: eight runs of channels, alike in both halves of a head."""
+    halves = 1 if size % 2 else 2
+    count = max(n for n in (1, 2, 4, 8) if size // halves % n == 0)
+    return np.arange(count)[:, None] == (np.arange(size) % (size // halves) * count // (size // halves))[None, :]
 
 
 def others(tokens: np.ndarray) -> np.ndarray:

@@ -5,9 +5,10 @@ import pytest
 
 from icejax.ops.attention import Scoring
 from icejax.ops.digests import OUTLIERS, TAIL_CLAMP, digest, score
-from icejax.ops.scatter import along, bands
+from icejax.ops.scatter import along
 from tests.dense import capped
 from tests.paged import check, float64, nodes_of, pages_of, read, scatter_of
+from tests.reference import bands
 from tests.run import jitted
 
 

@@ -10,11 +10,12 @@ import pytest
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.digests import TAIL_CLAMP, digest, score
-from icejax.ops.scatter import along, bands
+from icejax.ops.scatter import along
 from icejax.ops.value_fit import FromKeys
 from tests import tolerances
 from tests.dense import capped
 from tests.paged import check, float64, pages_of, put_in, read, scatter_of, tree_of
+from tests.reference import bands
 from tests.run import jitted
 
 

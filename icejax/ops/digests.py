@@ -71,7 +71,7 @@ def empty(shape: tuple[int, ...], size: int, value_size: int | None, dtype: str)
     """Returns digests of nothing, of keys of `size` channels and values of `value_size`; None: without values."""
     nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
     value = None if value_size is None else Vectors.store(jnp.zeros((*shape, value_size)), dtype)
-    width = jnp.zeros((*shape, len(bands(size))))
+    width = jnp.zeros((*shape, bands(size)))
     return Digests(jnp.zeros(shape, jnp.int32), (nothing,) * OUTLIERS, nothing, width, value)
 
 
@@ -85,7 +85,7 @@ def digest(
 ) -> Digests:
     """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
     keys, values = jax.tree.map(lambda x: Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None), (k, v))
-    none = jnp.zeros((*k.shape[:-1], len(bands(k.shape[-1]))))
+    none = jnp.zeros((*k.shape[:-1], bands(k.shape[-1])))
     tokens = Digests(mask.astype(jnp.int32), (keys,), keys, none, values)
     return merge(tokens, dtype or k.dtype)
 

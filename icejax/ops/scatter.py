@@ -6,11 +6,11 @@ in all pages of a head: their scatter matrix says it (bench/results/pages.md).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from icejax.ops.attention import EINSUM, Scoring
@@ -31,17 +31,23 @@ class Along(NamedTuple):
     variance: jax.Array  # f32[B, K, G, n]
 
 
-def bands(size: int) -> Float[np.ndarray, "n H"]:
-    """Returns which channels of keys of `size` are in which band: in both halves those that RoPE turns about as fast."""
-    half = max(1, size // 2)
-    count = min(BANDS, half)
-    of = np.arange(size) % half * count // half
-    return (of[None, :] == np.arange(count)[:, None]).astype(np.float32)
+def bands(size: int) -> int:
+    """Returns how many bands keys of `size` channels have."""
+    return math.gcd(BANDS, size // _halves(size))
 
 
 def widths(squares: Float[Array, "*R H"]) -> Float[Array, "*R n"]:
-    """Returns the sums of squares of each band; finite where one overflows."""
-    return EINSUM("...h,nh->...n", jnp.minimum(squares, 1e36), bands(squares.shape[-1]))
+    """Returns the sum of each band: in both halves of a head the channels that RoPE turns about as fast.
+
+    They are finite where a square overflows.
+    """
+    size = squares.shape[-1]
+    in_bands = jnp.minimum(squares, 1e36).reshape(*squares.shape[:-1], _halves(size), bands(size), -1)
+    return in_bands.sum((-3, -1))
+
+
+def _halves(size: int) -> int:
+    return 2 - size % 2
 
 
 def along(q: Float[Array, "B K G H"], scatter: Float[Array, "B K H H"], *, scoring: Scoring) -> Along:
