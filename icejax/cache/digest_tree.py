@@ -13,6 +13,7 @@ from icejax.cache.index import PageIndex
 from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.digests import Digests, digest, empty, put
+from icejax.ops.scatter import added
 from icejax.ops.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
 
 Described = tuple[Digests, Sums, *tuple[Any, ...]]  # what is kept of pages, and what more a tree with more keeps
@@ -93,7 +94,7 @@ class DigestTree(PageIndex):
 
 def _fitted(index: Digested, sums: Sums) -> Digested:
     fit = None if index.fit is None else fitted(index.fit, index.scatter, sums)
-    return replace(index, scatter=index.scatter + sums.keys.sum(2), fit=fit)
+    return replace(index, scatter=added(index.scatter, sums.keys.sum(2)), fit=fit)
 
 
 def _bytes(arrays: object) -> int:

@@ -183,12 +183,15 @@ def score(
         return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0, 0.0)
     first, outlier = scoring.capped(first), scoring.capped(functools.reduce(jnp.maximum, outliers))
     slope = scoring.slope(first)
-    second = 0.5 * slope**2 * EINSUM("bkgn,bkpn->bkgp", lies.variance, digests.width)
+    # One product for both: XLA:CPU is slow to add up a few numbers.
+    rows = jnp.concatenate([lies.variance, jnp.ones_like(lies.variance[:, :, :1])], axis=2)
+    variance, width = jnp.split(products(rows, digests.width), [q.shape[2]], axis=2)
+    second = 0.5 * slope**2 * variance
     first += jnp.log(count)
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
     bounded = jnp.minimum(second, TAIL_CLAMP)
     lean = jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
-    lean *= slope * digests.width.sum(-1)[:, :, None]
+    lean *= slope * width
     return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean, 2 * bounded)
 
 

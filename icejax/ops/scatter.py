@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.ops.attention import EINSUM, Scoring
+from icejax.ops.attention import Scoring, products
 
 BANDS = 8  # with 4 or 16 no other error was left
 NO_TEXT = 1e-20  # of scatter, along every channel: before there is any text all are alike
@@ -53,8 +53,13 @@ def _halves(size: int) -> int:
 def along(q: Float[Array, "B K G H"], scatter: Float[Array, "B K H H"], *, scoring: Scoring) -> Along:
     """Returns what pages are along queries, as keys scatter: sums of products of keys as they differ from the page's mean."""
     scaled = q.astype(jnp.float32) * scoring.scale
-    own = jnp.diagonal(scatter, axis1=-2, axis2=-1)[:, :, None]
-    finite = jnp.isfinite(own.sum(-1, keepdims=True))  # the squares of garbage overflow
-    own = jnp.where(finite, own, 0.0) + NO_TEXT
-    moved = EINSUM("bkgh,bkhi->bkgi", scaled, jnp.where(finite, scatter, 0.0)) + NO_TEXT * scaled
+    own = jnp.diagonal(scatter, axis1=-2, axis2=-1)[:, :, None] + NO_TEXT
+    moved = products(scaled, scatter) + NO_TEXT * scaled
     return Along(moved / own.sum(-1, keepdims=True), widths(jnp.square(scaled) * own) / widths(own))
+
+
+def added(scatter: Float[Array, "B K H H"], new: Float[Array, "B K H H"]) -> Float[Array, "B K H H"]:
+    """Returns the scatter with that of more text; of keys whose squares overflow there is none."""
+    scatter += new
+    finite = jnp.isfinite(jnp.trace(scatter, axis1=-2, axis2=-1))
+    return jnp.where(finite[..., None, None], scatter, 0.0)
