@@ -150,7 +150,8 @@ class Reference:
     def moved(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns by how much a node's mean key moves under softmax, to first order and boundedly, [G, H]."""
         s, bound = q / q.shape[-1] ** 0.5, np.sqrt(np.minimum(1, TAIL_CLAMP / np.maximum(0.5 * self.wide(q, tokens), 1e-30)))
-        return s @ self.fit.shape * self.k[others(tokens)].var(0).sum() * bound[:, None]
+        shape = (self.fit.shape + np.diag(np.diag(self.fit.shape))) / 2
+        return s @ shape * self.k[others(tokens)].var(0).sum() * bound[:, None]
 
     def told(self, keys: np.ndarray) -> np.ndarray:
         """Returns what differences of keys tell of values."""

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from icejax.ops.attention import Scoring, products
 
 BANDS = 8  # with 4 or 16 no other error was left
+SHRUNK = 0.5  # of how channels go together; with none of it one model of five had a tenth more error from 16,384 tokens on
 NO_TEXT = 1e-20  # of scatter, along every channel: before there is any text all are alike
 
 
@@ -51,10 +52,14 @@ def _halves(size: int) -> int:
 
 
 def along(q: Float[Array, "B K G H"], scatter: Float[Array, "B K H H"], *, scoring: Scoring) -> Along:
-    """Returns what pages are along queries, as keys scatter: sums of products of keys as they differ from the page's mean."""
+    """Returns what pages are along queries.
+
+    Args:
+        scatter: sums of products of keys as they differ from their page's mean.
+    """
     scaled = q.astype(jnp.float32) * scoring.scale
     own = jnp.diagonal(scatter, axis1=-2, axis2=-1)[:, :, None] + NO_TEXT
-    moved = products(scaled, scatter) + NO_TEXT * scaled
+    moved = (1 - SHRUNK) * (products(scaled, scatter) + NO_TEXT * scaled) + SHRUNK * own * scaled
     return Along(moved / own.sum(-1, keepdims=True), widths(jnp.square(scaled) * own) / widths(own))
 
 
