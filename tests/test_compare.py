@@ -54,7 +54,8 @@ def test_a_policy_keeps_of_a_text_what_it_keeps_of_a_prompt(model, texts, policy
     state, step, _ = prefill(model, [text.tokens], one._plan)
     assert int(step.tokens_and_pages[0, 0]) == text.next
     for x, y in zip(jax.tree.leaves(one._state.cache.layers), jax.tree.leaves(state.cache.layers), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=tolerances.LOGITS)
+        # Widths of pages are sums of squares in the hundreds.
+        np.testing.assert_allclose(x, y, rtol=tolerances.EXACT, atol=tolerances.LOGITS)
 
 
 def test_errors_are_those_of_attention_to_what_is_kept(model, texts):
