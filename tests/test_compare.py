@@ -212,3 +212,9 @@ def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):
     assert compare.main(["--out", str(tmp_path / "run"), *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"bench.compare: error: {message}") and told.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_picture_shows_policies_where_most_of_them_were():
+    row = lambda policy, task: dict(policy=policy, model="m", length=1, task=task, protocol="dense")  # noqa: E731
+    easy, hard = [row(name, "easy") for name in "ab"], [row("a", "hard")]
+    assert rows.alike([*hard, *easy]) == easy and rows.alike([]) == []

@@ -110,11 +110,22 @@ def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
     return policy not in FIRST, budget, -np.mean([row["exact"] for row in rows]), np.mean([row["error"] for row in rows])
 
 
+def alike(found: list[dict]) -> list[dict]:
+    """Returns the rows of those models, lengths, tasks and protocols that most policies have rows of."""
+    policies = defaultdict(set)
+    where = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
+    for row in found:
+        policies[where(row)].add(row["policy"])
+    most = max(map(len, policies.values()), default=0)
+    return [row for row in found if len(policies[where(row)]) == most]
+
+
 def plot(found: list[dict], picture: Path) -> None:
     """Draws answers against budget, device bytes and bytes moved, error against budget, and time per token against context.
 
-    A point is the mean over models, tasks and protocols; a policy without a budget stands at what it attends to. Every policy
-    has its own colour and marker, so that it is told apart in grey too. Times that were taken out are not drawn.
+    Of the rows that are `alike`. A point is the mean over models, tasks and protocols; a policy without a budget stands at what
+    it attends to. Every policy has its own colour and marker, so that it is told apart in grey too. Times that were taken out
+    are not drawn.
     """
     import matplotlib
 
@@ -128,6 +139,7 @@ def plot(found: list[dict], picture: Path) -> None:
         ("tokens", "error", "budget, tokens", "relative error of the attention output"),
         ("length", "tpot_s", "tokens of the text", "seconds per token"),
     )
+    found = alike(found)
     figure, axes = plt.subplots(2, 3, figsize=(18, 10), layout="constrained")
     names = sorted({row["policy"] for row in found}, key=lambda name: (name not in FIRST, name))
     colours, markers = plt.get_cmap("turbo")(np.linspace(0.02, 0.95, len(names))), "osv^<>DPX*hd"
