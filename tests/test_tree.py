@@ -18,6 +18,8 @@ from tests.paged import check, float64, pages_of, put_in, read, scatter_of, tree
 from tests.reference import bands
 from tests.run import jitted
 
+FLAT = dict(scoring=Scoring(16**-0.5), opened=16, tail=True)
+
 
 @pytest.fixture
 def small_top(monkeypatch):
@@ -83,16 +85,8 @@ def test_a_flat_walk_equals_float64(wide):
     keys, values, mask = pages_of(rng, 50, wide=wide)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(
-        tree.walk,
-        jnp.asarray(q),
-        levels,
-        scatter_of(keys, mask).astype(np.float32),
-        scoring=Scoring(16**-0.5),
-        opened=16,
-        selected=6,
-        tail=True,
-    )
+    scatter = scatter_of(keys, mask).astype(np.float32)
+    found = jitted(tree.walk, jnp.asarray(q), levels, scatter, selected=6, **FLAT)
     chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
     kept = np.asarray(found.counts)[0, 0] > 0
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
@@ -146,16 +140,8 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     mask = np.ones((1, 1, 40, 16), bool)
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
-    found = jitted(
-        tree.walk,
-        jnp.asarray(q),
-        levels,
-        scatter_of(keys, mask).astype(np.float32),
-        scoring=Scoring(16**-0.5),
-        opened=16,
-        selected=3,
-        tail=True,
-    )
+    scatter = scatter_of(keys, mask).astype(np.float32)
+    found = jitted(tree.walk, jnp.asarray(q), levels, scatter, selected=3, **FLAT)
     chosen = np.asarray(found.page_ids)[0, 0]
     flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
     exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scoring=Scoring(16**-0.5))

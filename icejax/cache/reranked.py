@@ -21,7 +21,7 @@ def attend_best(
     Args:
         most: page tokens attended exactly at most, beside the smallest window.
     """
-    found = attend_paged(
+    attended = attend_paged(
         joined(heads.by_group()),
         tuple(map(joined, near)),
         tuple(map(joined, pages)),
@@ -32,4 +32,4 @@ def attend_best(
         most=most,
         tail=tail,
     )
-    return jax.tree.map(lambda x: x.reshape(*pages[2].shape[:2], *x.shape[1:]), found)
+    return jax.tree.map(lambda x: x.reshape(*pages[2].shape[:2], *x.shape[1:]), attended)

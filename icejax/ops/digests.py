@@ -177,9 +177,7 @@ def score(
     count = digests.count[:, :, None, :].astype(jnp.float32)
     first, *outliers = (_products(scaled, x) for x in (digests.mean, *digests.outliers))
     if rule == "mean":
-        apart = jnp.moveaxis(apart_of(digests.count), -1, 0)[:, :, :, None]
-        first = first * _others_of(digests.count)[:, :, None] + sum(x * n for x, n in zip(outliers, apart, strict=True))
-        first /= jnp.maximum(count, 1.0)
+        first = sum(n * x for n, x in zip(_shares(digests.count), (first, *outliers), strict=True)) / jnp.maximum(count, 1.0)
         return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0, 0.0)
     first, outlier = scoring.capped(first), scoring.capped(functools.reduce(jnp.maximum, outliers))
     slope = scoring.slope(first)
@@ -214,9 +212,13 @@ def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array,
     if digests.value is not None:
         return _sums(weights, digests.value)
     each = weights / jnp.maximum(digests.count[:, :, None].astype(jnp.float32), 1.0)
-    apart = jnp.moveaxis(apart_of(digests.count), -1, 0)[:, :, :, None]
-    outliers = (_sums(each * n, x) for x, n in zip(digests.outliers, apart, strict=True))
-    return _sums(each * _others_of(digests.count)[:, :, None], digests.mean) + sum(outliers)
+    keys = (digests.mean, *digests.outliers)
+    return sum(_sums(each * n, x) for n, x in zip(_shares(digests.count), keys, strict=True))
+
+
+def _shares(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
+    """Returns for how many keys of a page the mean stands, and each outlier."""
+    return _others_of(count)[:, :, None], *jnp.moveaxis(apart_of(count), -1, 0)[:, :, :, None]
 
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:

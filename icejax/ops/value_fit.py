@@ -78,12 +78,12 @@ def sums_of(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, 
 
     def add(i: jax.Array, sums: Sums) -> Sums:
         *both, there = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once, axis=2), pages)
-        keys, _ = both = jax.tree.map(lambda x: _centred(x, there), tuple(both))
+        both = jax.tree.map(lambda x: _centred(x, there), Sums(*both))
 
-        def products(x: jax.Array, n: int) -> jax.Array:
-            return EINSUM("bkpsh,bkpsi->bkhi", keys[:, :, n::2], x[:, :, n::2])
+        def products(x: jax.Array) -> jax.Array:
+            return jnp.stack([EINSUM("bkpsh,bkpsi->bkhi", both.keys[:, :, n::2], x[:, :, n::2]) for n in (0, 1)], axis=2)
 
-        return jax.tree.map(lambda total, x: total + jnp.stack([products(x, 0), products(x, 1)], axis=2), sums, Sums(*both))
+        return jax.tree.map(lambda total, x: total + products(x), sums, both)
 
     shape = (*k.shape[:2], 2, k.shape[-1])
     nothing = jax.tree.map(lambda x: jnp.zeros((*shape, x.shape[-1])), Sums(k, v))
