@@ -9,15 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.needle import task
+from icejax.cache.balanced import balanced
+from icejax.cache.policy import Heads
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
+from icejax.ops.balance import factors_of
 from icejax.plan import ladder
 from icejax.walk import Place, exact, walk
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One layer of one prompt.
+    """One layer of one prompt, with channels of like size, as the clustered cache has them.
 
     Attributes:
         q: queries f32[Q, N, H] at the answer's positions, and at those before it that were wished for.
@@ -76,4 +79,10 @@ def _layer(layer: DecoderLayer, x: jax.Array, before: jax.Array | None, lengths:
     """Returns a layer's output, and its queries, keys, values and guess of its queries."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     guess = None if before is None else layer.enter(before, positions, lengths).q
-    return exact(layer, x, lengths, lambda q, k, v, _: (q, k, v, guess))
+
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
+        factors = factors_of(q, k, lengths)
+        own, guessed = (balanced(Heads(y, k, v, lengths, layer.scoring), factors) for y in (q, q if guess is None else guess))
+        return own.q, own.k, v, None if guess is None else guessed.q
+
+    return exact(layer, x, lengths, keep)

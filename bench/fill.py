@@ -66,7 +66,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
             own = state.cache.layers[i]
             fit = layers[i].index.fit and (own.index.fit or layers[i].index.fit)
             index = dataclasses.replace(layers[i].index, levels=_build(leaves[i]), scatter=own.index.scatter, fit=fit)
-            layers[i] = dataclasses.replace(layers[i], window=own.window, index=index)
+            layers[i] = dataclasses.replace(layers[i], window=own.window, index=index, factors=own.factors)
     lengths = Lengths.of(jnp.full(rows, context, jnp.int32), pages)
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths, table=table)
     # Ready, or the first step would be timed with the filling.

@@ -6,6 +6,7 @@ import numpy as np
 
 from icejax.cache import Clustered
 from icejax.ops import packing, tree
+from icejax.ops.balance import LEAST, MOST
 from icejax.ops.digests import OUTLIERS, TAIL_CLAMP, TIED
 from icejax.ops.value_fit import RIDGE
 
@@ -55,6 +56,13 @@ def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[n
 def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
     """Returns the pages as token numbers, empty ones included."""
     return [page[valid[page]] for page in arrange(keys, np.where(valid, 0, 2), size, packing.BLOCK)]
+
+
+def factors_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Returns the powers of two by which channels of keys [T, H] whose queries [T, G, H] are of another size are multiplied."""
+    off = np.log2(np.square(q.astype(np.float64)).mean((0, 1)) / k.astype(np.float64).var(0)) / 4
+    off = off - np.median(off)
+    return np.where(np.abs(off) < LEAST, 1.0, 2.0 ** np.clip(np.round(off), -MOST, MOST))
 
 
 def outliers_first(keys: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
@@ -115,8 +123,10 @@ class Fit:
 class Reference:
     """State: keys and values of every token, and which of them are sinks, in which page, or in the window."""
 
-    def __init__(self, policy: Clustered, k: np.ndarray, v: np.ndarray, length: int, *, clock: int = 0) -> None:
-        """`clock` is where that of its batch stood when the row joined."""
+    def __init__(self, policy: Clustered, q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int, *, clock: int = 0) -> None:
+        """Takes queries [T, G, H], keys and values [T, H]; `clock` is where that of its batch stood when the row joined."""
+        self.factors = factors_of(q[:length], k[:length]) if policy.balance else np.ones(k.shape[1])
+        k = k * self.factors
         self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
         fill = policy.window_of.fill
         start = max(length - fill, min(policy.window_of.sinks, length))
@@ -173,8 +183,8 @@ class Reference:
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends a token and returns the attention output [G, H] of its queries."""
-        q = q.astype(np.float64)
-        self.k, self.v = np.vstack([self.k, k]), np.vstack([self.v, v])
+        q = q.astype(np.float64) / self.factors
+        self.k, self.v = np.vstack([self.k, k * self.factors]), np.vstack([self.v, v])
         self.window.append(len(self.k) - 1)
         out, _ = self.look(q, np.asarray([*self.sinks, *self.window], int))
         self.steps += 1

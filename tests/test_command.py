@@ -167,7 +167,7 @@ BAD = {
     "explain session": (["--explain", "seen.png", "--session", "kept", *SHORT], "leave --session out"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, value_fit, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, value_fit, balance, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),

@@ -7,7 +7,7 @@ from icejax.cache import Clustered
 from icejax.ops import tree
 from tests import layer as harness
 from tests import tolerances
-from tests.layer import Layer, draw
+from tests.layer import Layer, draw, uneven
 from tests.reference import Reference
 
 STEPS = 200
@@ -32,13 +32,14 @@ def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0, re
     monkeypatch.setattr(tree, "TOP", 16)
     # Values that in part are what keys tell, so that there is something to be fitted.
     mix = np.random.default_rng(1).standard_normal((harness.SIZE, harness.SIZE)).astype(np.float32) / harness.SIZE**0.5
-    prompt, new = ((q, k, v + k @ mix) for q, k, v in draw(lengths, steps, sharp=1.5))
+    prompt, new = ((*uneven(q, k), v + k @ mix) for q, k, v in draw(lengths, steps, sharp=1.5))
     ours = Layer(policy, lengths, *prompt)
     ours.join(clock)
     assert len(ours.state.index.levels) == levels
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]
-    theirs = {(r, kv): reference(policy, prompt[1][r, :, kv], prompt[2][r, :, kv], lengths[r], clock=clock) for r, kv in pairs}
     group = harness.HEADS // harness.KV_HEADS
+    of_head = lambda r, kv: (prompt[0][r, :, kv * group : kv * group + group], *(x[r, :, kv] for x in prompt[1:]))  # noqa: E731
+    theirs = {(r, kv): reference(policy, *of_head(r, kv), lengths[r], clock=clock) for r, kv in pairs}
     for step in range(steps):
         found = ours.step(*(x[step] for x in new))
         for row, kv in pairs:

@@ -10,7 +10,7 @@ from icejax.cache import Clustered
 from icejax.cache.policies.tolerant import COVERED, Tolerant
 from icejax.errors import InputError
 from tests import layer, tolerances
-from tests.layer import Layer, attention, draw
+from tests.layer import Layer, attention, draw, uneven
 from tests.reference import Reference
 
 LENGTHS, GROUP = (250, 180), layer.HEADS // layer.KV_HEADS
@@ -27,11 +27,13 @@ def tolerant(tolerance: float) -> Tolerant:
 )
 def test_the_estimate_and_what_follows_from_it_equal_plain_numpy(tolerance, steps):
     mix = np.random.default_rng(1).standard_normal((layer.SIZE, layer.SIZE)).astype(np.float32) / layer.SIZE**0.5
-    prompt, new = ((q, k, v + k @ mix) for q, k, v in draw(LENGTHS, steps, sharp=1.5))
+    prompt, new = ((*uneven(q, k), v + k @ mix) for q, k, v in draw(LENGTHS, steps, sharp=1.5))
     ours = Layer(tolerant(tolerance), LENGTHS, *prompt)
     few, many = (
         {
-            (row, kv): Reference(policy, prompt[1][row, :, kv], prompt[2][row, :, kv], LENGTHS[row])
+            (row, kv): Reference(
+                policy, prompt[0][row, :, kv * GROUP : kv * GROUP + GROUP], *(x[row, :, kv] for x in prompt[1:]), LENGTHS[row]
+            )
             for row in range(2)
             for kv in range(layer.KV_HEADS)
         }
@@ -81,7 +83,7 @@ def gain(heads: list[Reference], q: np.ndarray, k: np.ndarray, v: np.ndarray, le
         for kv, reference in enumerate(heads):
             mine = slice(kv * GROUP, kv * GROUP + GROUP)
             near = [*reference.sinks, *(token for token in reference.window if token < seen)]
-            out, uneven = reference.look(q[seen - 1, mine].astype(np.float64), np.asarray(near, int))
+            out, uneven = reference.look(q[seen - 1, mine].astype(np.float64) / reference.factors, np.asarray(near, int))
             true += (np.linalg.norm(out - exact[mine], axis=-1) / np.linalg.norm(exact[mine], axis=-1)).sum()
             told += uneven.sum()
     return true / told

@@ -71,7 +71,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "vattention": VAttention,
 }
 # A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
-ICECACHE = dict(rerank=False, tail=False, score="mean", group="interleave")
+ICECACHE = dict(rerank=False, tail=False, balance=False, score="mean", group="interleave")
 PRESETS: dict[str, tuple[type[CachePolicy], dict[str, Any]]] = {
     "icecache": (Clustered, ICECACHE),
     "icecache-reuse": (Clustered, ICECACHE | dict(reuse=3)),

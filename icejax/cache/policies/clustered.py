@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.balanced import Balanced
 from icejax.cache.digest_tree import Digested, DigestTree
 from icejax.cache.found import Found
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.reranked import attend_best
-from icejax.cache.retrieval import Near, Pages, Retrieval
+from icejax.cache.retrieval import Near, Pages
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
 from icejax.ops import tree
@@ -35,7 +36,7 @@ def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Clustered(Retrieval):
+class Clustered(Balanced):
     """IceCache's budgeted cache, with a second-order page score that knows a page's outlier, a digest tree and a tail.
 
     A step attends exactly to the sinks, to the best tokens of the pages of highest score, and to the window; never to more
@@ -66,8 +67,7 @@ class Clustered(Retrieval):
             paper), else 0.
         reuse: clustered layers that share pages: the first of so many packs and selects by its own keys and queries, the
             others follow it. IceCache(reuse) has 3.
-        prefetch: whether pages are selected by a guess of the queries, made of the input of the layer before (IceCache's),
-            so that they can be on their way while that layer runs.
+        prefetch: whether pages are selected by a guess of the queries by the layer before (IceCache's), while that layer runs.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -81,6 +81,7 @@ class Clustered(Retrieval):
     rerank: bool = True
     tail: bool = True
     value_fit: bool = True
+    balance: bool = True
     score: Score = "second-order"
     group: tree.Group = "sum"
     digest_dtype: str | None = None
@@ -163,6 +164,7 @@ class Clustered(Retrieval):
         most = max(fetched, self.num_fetched(index.levels[0].count.shape[-1]))
         queries, from_keys = heads.by_group(), self.index.from_keys(index)
         guess = view.guess() if self.prefetch and view.guess is not None else None
+        rules = dict(tail=self.tail, rule=self.score, group=self.group)
         walked = tree.walk(
             queries,
             index.levels,
@@ -171,9 +173,7 @@ class Clustered(Retrieval):
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
             opened=max(self.opened, 2 * -(-most // tree.FAN_OUT)),
             selected=fetched,
-            tail=self.tail,
-            rule=self.score,
-            group=self.group,
+            **rules,
             guess=None if guess is None else guess.reshape(queries.shape),
             path=view.shared.choice if self.follows else None,
             from_keys=from_keys,

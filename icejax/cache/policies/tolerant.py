@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from icejax.cache.balanced import BalancedState, balanced
 from icejax.cache.found import Found
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
@@ -25,7 +26,7 @@ EVEN = 1e-6  # of weights that are no less even than rounding leaves them
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class EstimatedState(PagedState):
+class EstimatedState(BalancedState):
     """What the device keeps of a layer that estimates its error.
 
     Attributes:
@@ -94,6 +95,7 @@ class Tolerant(Clustered):
     def prefill(self, state: EstimatedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         outcome = super().prefill(state, heads, attended, view)
         state, lengths = outcome.state, Lengths.of(heads.new)
+        heads = balanced(heads, state.factors)
         planes = tuple(x.transpose(1, 2, 0, 3, 4) for x in jnp.unstack(outcome.pages, axis=3))  # [B, K, P, p, W]
 
         def one(back: jax.Array, sums: Float[Array, "3 B"]) -> Float[Array, "3 B"]:
