@@ -44,15 +44,22 @@ def needle_prompt(rng: np.random.Generator, *, length: int, facts: int) -> tuple
     return list(context.text + asked.text.encode()), list(asked.answer[: task.DIGITS].encode())
 
 
-def capture(model: CausalLM, prompt: list[int], answer: list[int], *, last: int = 1) -> list[Captured]:
-    """Returns every full-attention layer's queries at the `last` prompt tokens and the answer's, and its keys and values."""
+def capture(
+    model: CausalLM, prompt: list[int], answer: list[int], *, last: int = 1, balance: bool = True, uneven: float = 0.0
+) -> list[Captured]:
+    """Returns every full-attention layer's queries at the `last` prompt tokens and the answer's, and its keys and values.
+
+    Args:
+        balance: whether channels of keys and queries are brought to like size, as the clustered cache has them.
+        uneven: deviation of the logarithms of factors that channels of keys are multiplied by before, and queries divided.
+    """
     length, tokens = len(prompt), prompt + answer[:-1]
     padded = np.zeros((1, ladder(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     asking, lengths, found = slice(length - last, len(tokens)), jnp.asarray([len(tokens)]), []
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        return *_layer(layer, x, at.before, lengths), None
+        return *_layer(layer, x, at.before, lengths, uneven, jax.random.key(at.number), balance=balance), None
 
     for i, (_, (q, k, v, guess)) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
         if model.config.windows[i] is None:
@@ -74,15 +81,27 @@ def tiled(layer: Captured, tokens: int, rng: np.random.Generator) -> Captured:
     return replace(layer, k=copies[0], v=copies[1])
 
 
-@jax.jit
-def _layer(layer: DecoderLayer, x: jax.Array, before: jax.Array | None, lengths: jax.Array):
+@jax.jit(static_argnames="balance")
+def _layer(
+    layer: DecoderLayer,
+    x: jax.Array,
+    before: jax.Array | None,
+    lengths: jax.Array,
+    uneven: jax.Array,
+    key: jax.Array,
+    *,
+    balance: bool,
+):
     """Returns a layer's output, and its queries, keys, values and guess of its queries."""
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     guess = None if before is None else layer.enter(before, positions, lengths).q
 
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
-        factors = factors_of(q, k, lengths)
-        own, guessed = (balanced(Heads(y, k, v, lengths, layer.scoring), factors) for y in (q, q if guess is None else guess))
-        return own.q, own.k, v, None if guess is None else guessed.q
+        factors = jnp.exp(uneven * jax.random.normal(key, (1, *k.shape[2:])))
+        heads = balanced(Heads(q, k, v, lengths, layer.scoring), factors)
+        more = factors_of(heads.q, heads.k, lengths) if balance else jnp.ones_like(factors)
+        guessed = None if guess is None else balanced(replace(heads, q=guess), factors * more).q
+        heads = balanced(heads, more)
+        return heads.q, heads.k, v, guessed
 
     return exact(layer, x, lengths, keep)

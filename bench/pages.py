@@ -162,6 +162,14 @@ def main(argv: list[str] | None = None) -> int:
         help="default: the default and what is beside it; ours: no peers' scores; fewer: of fewer pages or nodes; "
         "coded: the default and tokens ranked by codes",
     )
+    parser.add_argument("--no-balance", action="store_true", help="leave channels of keys and queries as the model has them")
+    parser.add_argument(
+        "--uneven",
+        type=float,
+        default=0.0,
+        help="multiply channels of keys by factors whose logarithms have this deviation, and divide queries by them: "
+        "no attention changes (default: 0)",
+    )
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
     lengths = [4096] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
@@ -181,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
         methods = [*(FEWER if arguments.methods == "fewer" else CODED)]
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
-    where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
+    channels = dict(balance=not arguments.no_balance, uneven=arguments.uneven)
+    where = channels | dict(device=str(memory.device().device_kind), jax=jax.__version__)
     for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
         for length in lengths:
             rng = np.random.default_rng((arguments.seed, length))
@@ -189,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
             for _ in track(
                 range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
             ):
-                found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts))
+                found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts), **channels)
                 prompts.append([tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found)
             for row in rows(prompts, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
                 print(json.dumps(dict(model=which, length=arguments.tile or length) | row | where), flush=True)
