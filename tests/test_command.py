@@ -73,7 +73,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
     assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
     fetched = kv_heads * 4 * 14  # in a step of a layer: an id, and a weight per slot
-    fit = kv_heads * 4 * (3 * size**2 + 2)  # with the scatter of keys
+    fit = kv_heads * 4 * (3 * size**2 + 2 + size)  # with the scatter of keys, and factors of their channels
     page = 4 * size * item + 4 + 4 * 8  # four vectors, a count and eight widths
     assert found["digest_bytes"] == layers * (kv_heads * pages * page + fit + fetched * (1 + 16) * 4 + 8)
     assert found["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents

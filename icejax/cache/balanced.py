@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.policy import Heads, Outcome, View
+from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
 from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import Attended
@@ -54,6 +54,10 @@ class Balanced(Retrieval):
 
     def extend(self, state: BalancedState, heads: Heads, view: View) -> Outcome:
         return super().extend(state, balanced(heads, state.factors), view)
+
+    def report(self, state: BalancedState, lengths: Lengths) -> Report:
+        report = super().report(state, lengths)
+        return replace(report, digest_bytes=report.digest_bytes + sum(x.nbytes for x in jax.tree.leaves(state.factors)))
 
 
 def balanced(heads: Heads, factors: Float[Array, "B K H"] | None) -> Heads:
