@@ -36,7 +36,7 @@ from icejax.commands.programs import keep_programs
 from icejax.errors import InputError
 
 LONG = 32768  # tokens from which half as many questions are asked
-QUICK = dict(budgets="64", lengths="2048", tasks="multikey-16", questions=16)
+QUICK = dict(budgets="64,256", lengths="2048", tasks="multikey-16", questions=16)
 
 
 def main(argv: list[str] | None = None) -> int:
