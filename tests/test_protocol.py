@@ -117,7 +117,7 @@ def test_more_text_is_by_default_taken_token_by_token():
 
 def test_the_registry_names_policies_and_presets():
     names = ("clustered", "icecache", "icecache-reuse", "quest", "streaming")
-    paper = dict(rerank=False, tail=False, score="mean", group="interleave")
+    paper = dict(rerank=False, tail=False, balance=False, score="mean", group="interleave")
     policies = (Clustered(), Clustered(budget=64, **paper), Clustered(**paper, reuse=3), Quest(), Streaming(budget=100))
     assert [name_of(policy) for policy in policies] == list(names)
     assert name_of(InTurns()) is None and name_of(Clustered(**paper, reuse=2)) == "icecache"
