@@ -6,7 +6,7 @@ import numpy as np
 
 from icejax.cache import Clustered
 from icejax.ops import packing, tree
-from icejax.ops.balance import LEAST, MOST
+from icejax.ops.balance import FEWEST, LEAST, MOST
 from icejax.ops.digests import OUTLIERS, TAIL_CLAMP, TIED
 from icejax.ops.value_fit import RIDGE
 
@@ -61,7 +61,7 @@ def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
 def factors_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Returns the powers of two by which channels of keys [T, H] whose queries [T, G, H] are of another size are multiplied."""
     off = np.log2(np.square(q.astype(np.float64)).mean((0, 1)) / k.astype(np.float64).var(0)) / 4
-    off = off - np.median(off)
+    off = off - np.median(off) if len(k) >= FEWEST else 0 * off
     return np.where(np.abs(off) < LEAST, 1.0, 2.0 ** np.clip(np.round(off), -MOST, MOST))
 
 

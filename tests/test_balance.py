@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import Clustered, Coded, Tolerant
-from icejax.ops.balance import MOST, factors_of
+from icejax.ops.balance import FEWEST, MOST, factors_of
 from tests.layer import Layer, attention, draw
 
 CHANNELS = [2, 9]
@@ -49,9 +49,11 @@ def test_neither_padding_nor_what_is_no_number_counts():
     np.testing.assert_array_equal(of(q, k, 200), expected)
 
 
-@pytest.mark.parametrize("new", [0, 1], ids=["no token", "one token"])
-def test_a_text_that_tells_nothing_changes_nothing(new):
-    np.testing.assert_array_equal(of(*heads(), new), np.ones((1, 2, 16)))
+def test_a_text_of_few_tokens_tells_nothing():
+    q, k = heads()
+    k[..., CHANNELS] *= 100
+    for new, told in ((0, False), (1, False), (FEWEST - 1, False), (FEWEST, True)):
+        assert (of(q, k, new) != 1).any() == told, new
 
 
 def test_a_constant_channel_stays_and_no_factor_is_too_large_for_fp16():

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from bench import calibrate, methods, pages, sharing
+import icejax
+from bench import calibrate, capture, methods, pages, sharing
+from tests import tolerances
 
 
 @pytest.mark.slow
@@ -81,3 +83,23 @@ def test_options_that_are_not_sound_are_one_line(capsys, option, value, message)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == ""
     assert err.startswith(f"python -m bench.calibrate: error: {message}") and err.count("\n") == 1
+
+
+def test_uneven_channels_change_no_score_and_are_brought_back():
+    model, _ = icejax.load()
+    prompt = list(b"Pass key ab:12345.\nimport os\n" * 12)
+    plain, uneven, even = (
+        capture.capture(model, prompt, [49, 50], **options)
+        for options in (dict(balance=False), dict(balance=False, uneven=1.0), dict(uneven=1.0))
+    )
+    for one, other, back in zip(plain, uneven, even, strict=True):
+        by = other.k / one.k
+        assert np.log(by).std() > 0.8
+        np.testing.assert_allclose(other.k, one.k * np.median(by, axis=1, keepdims=True), rtol=1e-4, atol=tolerances.EXACT)
+        powers = np.round(np.median(np.log2(back.k / other.k), axis=1, keepdims=True))
+        assert powers.any()
+        np.testing.assert_allclose(back.k, other.k * 2**powers, rtol=0, atol=tolerances.EXACT)
+        for x in (other, back):
+            groups = [y.q.reshape(len(y.q), len(y.k), -1, y.k.shape[-1]) for y in (one, x)]
+            scores = [np.einsum("tkgh,ksh->tkgs", q, y.k) for q, y in zip(groups, (one, x), strict=True)]
+            np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=tolerances.EXACT * np.abs(scores[0]).max())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LEAST = 1.0  # doublings of keys that a channel is off before anything is done: what models are trained to is left as it is
+FEWEST = 16  # tokens; fewer do not tell how large a channel is
 ROUNDING = 1e-10  # of a channel's square, which a channel of one number may leave as its variance
 MOST = 8  # doublings, or fp16 could not hold the keys
 
@@ -35,5 +36,6 @@ def factors_of(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], new: Int[
     off = 0.25 * (jnp.log2(of_queries) - jnp.log2(of_keys))
     off = jnp.where(jnp.isfinite(off), off, jnp.nan)  # of which there are no doublings
     off -= jnp.nanmedian(off, axis=-1, keepdims=True)
-    doublings = jnp.where(jnp.abs(off) >= LEAST, jnp.clip(jnp.round(off), -MOST, MOST), 0.0)
+    known = (jnp.abs(off) >= LEAST) & (new >= FEWEST)[:, None, None]
+    doublings = jnp.where(known, jnp.clip(jnp.round(off), -MOST, MOST), 0.0)
     return jnp.ldexp(jnp.ones_like(off), doublings.astype(jnp.int32))
