@@ -202,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
                 prompts.append([tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found)
             for row in rows(prompts, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
                 print(json.dumps(dict(model=which, length=arguments.tile or length) | row | where), flush=True)
+        jax.clear_caches()  # programs of five models would take more mappings than Linux gives a process
     return 0
 
 
