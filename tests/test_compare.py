@@ -214,7 +214,11 @@ def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):
     assert told.startswith(f"bench.compare: error: {message}") and told.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_picture_shows_policies_where_most_of_them_were():
-    row = lambda policy, task: dict(policy=policy, model="m", length=1, task=task, protocol="dense")  # noqa: E731
-    easy, hard = [row(name, "easy") for name in "ab"], [row("a", "hard")]
-    assert rows.alike([*hard, *easy]) == easy and rows.alike([]) == []
+def test_a_picture_shows_policies_where_most_of_them_were_and_the_full_cache_answers():
+    def row(policy, task, exact=1.0):
+        return dict(policy=policy, model="m", length=1, task=task, protocol="dense", exact=exact)
+
+    easy, few = [row("full", "easy"), row("a", "easy")], [row("full", "few"), row("full:x=1", "few")]
+    unknown = [row(name, "unknown", exact=0.4) for name in ("full", "a", "b")]
+    assert rows.alike([*few, *unknown, *easy]) == easy and rows.alike([]) == []
+    assert rows.alike([row("a", "x", 0.0), row("b", "x", 0.0), row("a", "y")]) == [row("a", "x", 0.0), row("b", "x", 0.0)]

@@ -111,13 +111,19 @@ def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
 
 
 def alike(found: list[dict]) -> list[dict]:
-    """Returns the rows of those models, lengths, tasks and protocols that most policies have rows of."""
-    policies = defaultdict(set)
+    """Returns the rows of the models, lengths, tasks and protocols that most policies have rows of.
+
+    Not of those that the full cache answers less than half of: they tell nothing of other caches.
+    """
+    policies, answered = defaultdict(set), {}
     where = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
     for row in found:
-        policies[where(row)].add(row["policy"])
-    most = max(map(len, policies.values()), default=0)
-    return [row for row in found if len(policies[where(row)]) == most]
+        policies[where(row)].add(row["policy"].partition(":")[0])
+        if row["policy"] == "full":
+            answered[where(row)] = row["exact"]
+    can = {cell: names for cell, names in policies.items() if answered.get(cell, 1.0) >= 0.5}
+    most = max(map(len, can.values()), default=0)
+    return [row for row in found if len(can.get(where(row), ())) == most]
 
 
 def plot(found: list[dict], picture: Path) -> None:
