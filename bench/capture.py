@@ -98,10 +98,12 @@ def _layer(
 
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, _):
         factors = jnp.exp(uneven * jax.random.normal(key, (1, *k.shape[2:])))
-        heads = balanced(Heads(q, k, v, lengths, layer.scoring), factors)
-        more = factors_of(heads.q, heads.k, lengths) if balance else jnp.ones_like(factors)
-        guessed = None if guess is None else balanced(replace(heads, q=guess), factors * more).q
-        heads = balanced(heads, more)
+        heads = Heads(q, k, v, lengths, layer.scoring)
+        if balance:
+            made = balanced(heads, factors)
+            factors *= factors_of(made.q, made.k, lengths)
+        guessed = None if guess is None else balanced(replace(heads, q=guess), factors).q
+        heads = balanced(heads, factors)
         return heads.q, heads.k, v, guessed
 
     return exact(layer, x, lengths, keep)

@@ -45,8 +45,8 @@ from bench.methods import (
 )
 from icejax import memory
 from icejax.cache.page_format import decode, encode
-from icejax.cache.policies.clustered import pages_for
 from icejax.cache.policies.coded import LOOKED
+from icejax.cache.reranked import pages_for
 from icejax.generation import ASSETS
 from icejax.ops import key_codes
 

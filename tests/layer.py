@@ -180,10 +180,10 @@ def stored(pool: jax.Array, table: jax.Array) -> np.ndarray:
     return pages.reshape(len(pages), -1, *pages.shape[3:])
 
 
-def uneven(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def uneven(q: np.ndarray, k: np.ndarray, by: tuple[float, float, float] = (11, 0.05, 40)) -> tuple[np.ndarray, np.ndarray]:
     """Returns them with channels in which keys are far larger than queries, or far smaller; attention is as it was."""
     factors = np.ones(k.shape[-1], np.float32)
-    factors[[3, 7, 11]] = 11, 0.05, 40
+    factors[[3, 7, 11]] = by
     return q / factors, k * factors
 
 

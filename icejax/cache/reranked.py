@@ -1,4 +1,4 @@
-"""Attention to what a step has fetched: to the best tokens exactly, to the others by what they weigh."""
+"""Tokens ranked among more pages than the budget holds: how many are fetched, and attention to the best of their tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from icejax.cache.retrieval import Near, Pages
 from icejax.cache.slots import joined
 from icejax.ops.attention import Attended
 from icejax.ops.paged_attention import attend_paged
+
+LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
+
+
+def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
+    """Returns how many pages are fetched for the best tokens of `wanted` pages; see `Clustered.candidates`."""
+    return candidates * wanted if candidates else max(4 * wanted, LEAST_FETCHED // page_size)
 
 
 def attend_best(

@@ -13,7 +13,7 @@ from icejax.cache.balanced import Balanced
 from icejax.cache.digest_tree import Digested, DigestTree
 from icejax.cache.found import Found
 from icejax.cache.policy import CachePolicy, Heads, View
-from icejax.cache.reranked import attend_best
+from icejax.cache.reranked import attend_best, pages_for
 from icejax.cache.retrieval import Near, Pages
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
@@ -27,12 +27,6 @@ RANGES = dict(
     budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
     compact_every=(0, 2**20), dense_layers=(0, 1024), reuse=(1, 1024),
 )  # fmt: skip
-LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
-
-
-def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
-    """Returns how many pages are fetched for the best tokens of `wanted` pages; see `Clustered.candidates`."""
-    return candidates * wanted if candidates else max(4 * wanted, LEAST_FETCHED // page_size)
 
 
 @dataclass(frozen=True)
@@ -164,7 +158,6 @@ class Clustered(Balanced):
         most = max(fetched, self.num_fetched(index.levels[0].count.shape[-1]))
         queries, from_keys = heads.by_group(), self.index.from_keys(index)
         guess = view.guess() if self.prefetch and view.guess is not None else None
-        rules = dict(tail=self.tail, rule=self.score, group=self.group)
         walked = tree.walk(
             queries,
             index.levels,
@@ -173,7 +166,9 @@ class Clustered(Balanced):
             # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
             opened=max(self.opened, 2 * -(-most // tree.FAN_OUT)),
             selected=fetched,
-            **rules,
+            tail=self.tail,
+            rule=self.score,
+            group=self.group,
             guess=None if guess is None else guess.reshape(queries.shape),
             path=view.shared.choice if self.follows else None,
             from_keys=from_keys,

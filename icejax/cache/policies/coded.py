@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 from icejax.cache.coded_tree import Coded as CodedIndex
 from icejax.cache.coded_tree import CodedTree
 from icejax.cache.found import Found
-from icejax.cache.policies.clustered import Clustered, pages_for
+from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policy import Heads, View
+from icejax.cache.reranked import pages_for
 from icejax.cache.retrieval import Near, Pages, Retrieval
 from icejax.cache.slots import joined
 from icejax.errors import InputError, quoted
