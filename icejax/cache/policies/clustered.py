@@ -156,10 +156,9 @@ class Clustered(Balanced):
     def _found(self, heads: Heads, index: Digested, view: View, fetched: int) -> Found:
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
         most = max(fetched, self.num_fetched(index.levels[0].count.shape[-1]))
-        queries, from_keys = heads.by_group(), self.index.from_keys(index)
-        guess = view.guess() if self.prefetch and view.guess is not None else None
+        from_keys = self.index.from_keys(index)
         walked = tree.walk(
-            queries,
+            heads.by_group(),
             index.levels,
             index.scatter,
             scoring=heads.scoring,
@@ -169,12 +168,16 @@ class Clustered(Balanced):
             tail=self.tail,
             rule=self.score,
             group=self.group,
-            guess=None if guess is None else guess.reshape(queries.shape),
+            guess=self._guess(heads, view),
             path=view.shared.choice if self.follows else None,
             from_keys=from_keys,
         )
         rest = Attended(walked.tail_out[..., : heads.v.shape[-1]], walked.tail_lse)  # of a latent layer whole keys
         return Found(walked.page_ids, walked.counts, None, rest, walked.tail_uneven, from_keys, walked.path)
+
+    def _guess(self, heads: Heads, view: View) -> Float[Array, "B K G H"] | None:
+        """Returns the queries to select by in the place of the layer's own, if there are any."""
+        return view.guess().reshape(heads.by_group().shape) if self.prefetch and view.guess is not None else None
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:

@@ -85,10 +85,9 @@ class Coded(Clustered):
 
         pages = replace(jax.tree.map(at, index.levels[0]), count=found.counts)
         keys = key_codes.decode(jax.tree.map(at, index.codes), p, self.codes)
-        queries = heads.by_group()
-        guess = view.guess() if self.prefetch and view.guess is not None else None
+        guess = self._guess(heads, view)
         looked = second_look(
-            joined(queries),
+            joined(heads.by_group()),
             joined(keys),
             jax.tree.map(joined, pages),
             Attended(*map(joined, found.rest)),
@@ -96,7 +95,7 @@ class Coded(Clustered):
             scoring=heads.scoring,
             wanted=self.num_fetched(index.levels[0].count.shape[-1]),
             whole=not self.singly,
-            guess=None if guess is None else joined(guess.reshape(queries.shape)),
+            guess=None if guess is None else joined(guess),
         )
         best, counts, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
         page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
