@@ -37,7 +37,7 @@ import icejax
 from bench import panel
 from bench.capture import Captured, capture
 from bench.flags import listed, numbers
-from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
+from bench.methods import WHOLE, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
 from icejax import memory
@@ -126,7 +126,7 @@ def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array
     sinks, window = residents(budget)
     digests, scale = index.levels[0], q.shape[-1] ** -0.5
     fetched = icejax.Clustered(budget=budget).num_fetched(digests.count.shape[2])
-    found = select(q[None], pages, index, fetched=fetched, method=RERANKED)
+    found = select(q[None], pages, index, fetched=fetched, method=WHOLE)
     out, inside = attention(q[None], k, v, pages, found, from_keys_of(index), budget=budget, tail=True)
     norm = jnp.linalg.norm(out, axis=-1)
 

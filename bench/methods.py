@@ -15,6 +15,7 @@ from icejax.ops.attention import Attended, Scoring, merge_by_lse
 from icejax.ops.digests import NARROW, digest, score
 from icejax.ops.packing import pack
 from icejax.ops.paged_attention import attend_paged, attend_whole
+from icejax.ops.ranked_attention import ranked
 from icejax.ops.scatter import along
 from icejax.ops.second_look import Looked, second_look
 from icejax.ops.topk import best
@@ -84,6 +85,7 @@ class Method:
         fetched: pages fetched, whatever `candidates`; None: by that.
         opened: nodes of the tree opened per level; None: as many as `Clustered` opens.
         value_fit: whether the tail's values are fitted to keys.
+        keys_first: whether the keys of twice as many pages are fetched, and the values of their best tokens alone.
         codes: bits of keys by which tokens of four times the pages are ranked before any is fetched, as `Coded` does.
         singly: whether these are then fetched one by one, not the pages that hold most.
     """
@@ -95,6 +97,7 @@ class Method:
     fetched: int | None = None
     opened: int | None = None
     value_fit: bool = True
+    keys_first: bool = False
     codes: int | None = None
     singly: bool = True
     group: tree.Group = "sum"
@@ -102,9 +105,11 @@ class Method:
     page_dtype: str | None = None
 
 
-RERANKED = Method(candidates=None)
+RERANKED = Method(candidates=None, keys_first=True)
+WHOLE = replace(RERANKED, keys_first=False)
+DEFAULT = (RERANKED, WHOLE, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False))
 FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (14, 28, 40)))
-CODED = (RERANKED, *(replace(RERANKED, codes=bits, singly=singly) for singly in (True, False) for bits in key_codes.BITS))
+CODED = (RERANKED, *(replace(WHOLE, codes=bits, singly=singly) for singly in (True, False) for bits in key_codes.BITS))
 METHODS = (
     Method(tail=False, walk=False),
     Method(walk=False),
@@ -112,14 +117,18 @@ METHODS = (
     Method(candidates=2),
     Method(candidates=4),
     RERANKED,
-    replace(RERANKED, tail=False),
+    WHOLE,
+    replace(WHOLE, tail=False),
     replace(RERANKED, value_fit=False),
     replace(RERANKED, walk=False),
     *(replace(RERANKED, digest_dtype=dtype) for dtype in NARROW),
-    replace(RERANKED, page_dtype="int8"),
+    replace(WHOLE, page_dtype="int8"),
     replace(RERANKED, group="max"),
     replace(RERANKED, group="interleave"),
 )
+# min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
+PEERS = tuple(Method(score=name, tail=False, walk=False) for name in ("mean", "min-max", "cuboid", "exact-lse"))
+SETS = dict(all=METHODS + PEERS, default=DEFAULT, ours=METHODS, fewer=FEWER, coded=CODED)
 
 
 def scores(q: jax.Array, k: jax.Array, mask: jax.Array, index: Digested, name: str) -> jax.Array:
@@ -226,6 +235,29 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree.Selection, looked: L
     attended, _ = attend_whole(q[0], near, (keys, values, looked.counts[..., None] > 0), scoring=scoring)
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], keys)[..., 0] * size**-0.5
     return merge_by_lse(*attended, *looked.rest)[0], jnp.where(looked.counts[:, None] > 0, logits, -jnp.inf)
+
+
+@jax.jit(static_argnames="budget")
+def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree.Selection, *, budget: int):
+    """Returns `attention` where the keys of the pages found come first."""
+    sinks, window = residents(budget)
+    heads, tokens, size = k_all.shape
+
+    def at(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
+
+    near, near_values = (jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all))
+    keys, values = (at(x) for x in pages[:2])
+    known = ranked(
+        q[0], (near, jnp.ones(near.shape[:2], bool)), keys, replace(jax.tree.map(at, index.levels[0]), count=found.counts[0]),
+        Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index)),
+        scoring=Scoring(size**-0.5), room=jnp.full(heads, budget - sinks - window), most=budget - sinks - window,
+    )  # fmt: skip
+    flat = values.reshape(heads, -1, size)
+    out = known.attended(near_values, jnp.take_along_axis(flat, known.best[..., None], axis=1)).out
+    logits = jnp.einsum("kgh,ksh->kgs", q[0], keys.reshape(heads, -1, size)) * size**-0.5
+    logits = jnp.take_along_axis(logits, known.best[:, None], axis=2)
+    return out, jnp.where(known.there[:, None], logits, -jnp.inf)
 
 
 @jax.jit(static_argnames=("budget", "tail"))

@@ -25,13 +25,11 @@ from rich.progress import track
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.methods import (
-    CODED,
-    FEWER,
     FORMATIONS,
-    METHODS,
-    RERANKED,
+    SETS,
     Method,
     attention,
+    attention_of_keys,
     attention_of_tokens,
     error,
     exact,
@@ -46,13 +44,11 @@ from bench.methods import (
 from icejax import memory
 from icejax.cache.page_format import decode, encode
 from icejax.cache.policies.coded import LOOKED
-from icejax.cache.reranked import pages_for
+from icejax.cache.reranked import TWICE, pages_for
 from icejax.generation import ASSETS
 from icejax.ops import key_codes
 
 REPEATS = 5
-METHOD_SETS = ("all", "default", "ours", "fewer", "coded")
-PEERS = ("mean", "min-max", "cuboid", "exact-lse")  # min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
 
 
 def rows(
@@ -90,7 +86,7 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
     for layer, pages, each in zip(layers, paged, truth, strict=True):
         page_size = pages[0].shape[3]
         most = method.fetched or pages_for((budget - sinks - window) // page_size, page_size, method.candidates)
-        fetched = min(pages[0].shape[2], most * (LOOKED if method.codes else 1))
+        fetched = min(pages[0].shape[2], most * (LOOKED if method.codes else TWICE if method.keys_first else 1))
         index = index_of(pages, dtype=method.digest_dtype)
         index = index if method.value_fit and method.tail else replace(index, fit=None)
         codes = None if method.codes is None else key_codes.encode(pages[0], pages[2], method.codes)
@@ -115,7 +111,9 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
                 chosen, looked = jax.block_until_ready(run())
                 micros.append((time.perf_counter() - started) * 1e6)
             parts = (grouped, layer.k, layer.v, pages, chosen)
-            if looked is None:
+            if method.keys_first:
+                found, inside = attention_of_keys(*parts[:4], index, chosen, budget=budget)
+            elif looked is None:
                 found, inside = attention(*parts, from_keys_of(index), budget=budget, tail=method.tail)
             else:
                 found, inside = attention_of_tokens(*parts, looked, budget=budget)
@@ -127,10 +125,17 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         mass=round(float(np.mean(masses)), 4),
         recall=round(float(np.mean(recalls)), 4),
         exact_tokens=max(exact_tokens),
-        tokens_fetched=most * page_size if method.codes is None or not method.singly else budget - sinks - window,
+        tokens_fetched=_moved(fetched * page_size, most * page_size, budget - sinks - window, method),
         digest_bytes=sum(x.nbytes for x in jax.tree.leaves((index, codes))),
         select_us=round(float(np.median(micros)), 1),
     )
+
+
+def _moved(ranked: int, pages: int, exact: int, method: Method) -> float:
+    """Returns how many tokens' keys and values come: of pages, of tokens attended exactly, or keys first."""
+    if method.keys_first:
+        return (ranked + exact) / TWICE
+    return exact if method.codes and method.singly else pages
 
 
 def _errors(errors, prompts: int) -> dict:
@@ -157,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formations", help=f"comma-separated, of {', '.join(FORMATIONS)} (default: all)")
     parser.add_argument(
         "--methods",
-        choices=METHOD_SETS,
+        choices=SETS,
         default="all",
         help="default: the default and what is beside it; ours: no peers' scores; fewer: of fewer pages or nodes; "
         "coded: the default and tokens ranked by codes",
@@ -181,12 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.quick
         else [*FORMATIONS]
     )
-    peers = [Method(score=name, tail=False, walk=False) for name in PEERS]
-    methods = [*METHODS, *peers] if arguments.methods == "all" and not arguments.quick else METHODS
-    if arguments.methods == "default":
-        methods = [RERANKED, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False)]
-    elif arguments.methods in ("fewer", "coded"):
-        methods = [*(FEWER if arguments.methods == "fewer" else CODED)]
+    methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]
     page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
     console = Console(stderr=True)
     channels = dict(balance=not arguments.no_balance, uneven=arguments.uneven)

@@ -14,23 +14,28 @@ import jax
 import numpy as np
 from flax import nnx
 
+from icejax import memory
 from icejax.cache import name_of, named
 from icejax.cache.policy import CachePolicy
 from icejax.errors import InputError, quoted
 from icejax.models import CausalLM
 
+PIECE = 1024  # numbers of every weight
 SCALARS = {int, float, str, bool, type(None)}
 
 
 def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
     """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
     config = {f"config.{key}": value for key, value in dataclasses.asdict(model.config).items()}
+    policy = policy.settled(memory.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
     weights = 0
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):  # a piece of each tells one checkpoint from another
         if ".experts." in jax.tree_util.keystr(path, simple=True, separator="."):
             continue  # they may stand in host memory here, and not there
-        weights = zlib.crc32(np.asarray(leaf.reshape(-1)[:1024]).tobytes(), weights)
+        while leaf.ndim > 1 and leaf[0].size >= PIECE:  # all of it would be copied
+            leaf = leaf[0]
+        weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
     return json.loads(json.dumps(fields, default=str))  # as it is read back
 

@@ -186,7 +186,9 @@ def make_plan(
         new_capacity=_even(ladder(prompt_tokens), ladder(new_tokens)),
         dtype=model.dtype,
     )
+    here = platform or memory.platform()
     policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
+    policies = tuple(each.settled(here, latent=spec.latent) for each in policies)
     if any(p.turns for p in policies):
         for layer in config.layers:
             check_turn(layer.rope)
@@ -199,7 +201,6 @@ def make_plan(
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
-    here = platform or memory.platform()
     if here == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
     if here == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there

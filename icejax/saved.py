@@ -34,7 +34,7 @@ from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
-VERSION = 12
+VERSION = 13
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes that are verified at once
 MOST = 2**31  # tokens are counted in 32 bits

@@ -113,7 +113,7 @@ class Layer:
     def __init__(
         self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray, *, latent: bool = False
     ) -> None:
-        self.policy = policy
+        self.policy = policy = policy.settled("cpu", latent=latent)
         self.spec = CacheSpec(
             batch_size=len(lengths),
             num_heads=q.shape[2],

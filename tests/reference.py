@@ -126,7 +126,7 @@ class Reference:
     def __init__(self, policy: Clustered, q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int, *, clock: int = 0) -> None:
         """Takes queries [T, G, H], keys and values [T, H]; `clock` is where that of its batch stood when the row joined."""
         self.factors = factors_of(q[:length], k[:length]) if policy.balance else np.ones(k.shape[1])
-        k = k * self.factors
+        k, policy = k * self.factors, policy.settled("cpu", latent=False)
         self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
         fill = policy.window_of.fill
         start = max(length - fill, min(policy.window_of.sinks, length))
@@ -231,8 +231,10 @@ class Reference:
         That is how far the weights of tokens not attended exactly are from those they count with: the root of the summed squares,
         of pages not fetched as expected of normal scores, over the norm of the output.
         """
-        pages, rest = self.walk(q, self.policy.num_fetched(len(self.pages)))
-        # Of the tokens fetched the best are attended exactly, the others of a page by their own weight and mean value.
+        ranked = self.policy.num_ranked if self.policy.keys_first else self.policy.num_fetched
+        pages, rest = self.walk(q, ranked(len(self.pages)))
+        # Of the tokens ranked the best are attended exactly, the others of a page by their own weight and mean value, which is
+        # that of the whole page where their values do not come.
         fetched = np.concatenate([np.zeros(0, int), *pages])
         s = q @ self.k.T / q.shape[-1] ** 0.5
         everything = np.concatenate([s[:, resident], s[:, fetched], *(s[:, None] for s, *_ in rest)], axis=1)
@@ -241,12 +243,15 @@ class Reference:
         kept = fetched[np.argsort(-share.sum(0), kind="stable")[: self.policy.budget - len(resident)]]
         base = np.logaddexp.reduce(everything, axis=1)
         uneven = sum(np.exp(2 * (x - base)) * self.alone(q, tokens) for x, tokens, _ in rest)
-        others = [np.setdiff1d(page, kept) for page in pages] if self.policy.tail else []
-        for tokens in filter(len, others):
+        others = [(np.setdiff1d(page, kept), page) for page in pages] if self.policy.tail else []
+        for tokens, page in others:
+            if not len(tokens):
+                continue
+            page = page if self.policy.keys_first else tokens
             total = np.logaddexp.reduce(s[:, tokens], axis=1)
-            key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[tokens].mean(0)
+            key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[page].mean(0)
             uneven = uneven + np.square(np.exp(s[:, tokens] - base[:, None])).sum(1) - np.exp(2 * (total - base)) / len(tokens)
-            rest.append((total, tokens, self.v[tokens].mean(0) + self.told(key)))
+            rest.append((total, tokens, self.v[page].mean(0) + self.told(key)))
         exact = np.concatenate([resident, kept])
         logits = np.concatenate([s[:, exact], *(s[:, None] for s, *_ in rest)], axis=1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))

@@ -27,7 +27,7 @@ class Pages(Reference):
 
     def looked(self, q: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], Rest]:
         """Returns the pages looked at, what their keys are by codes, what their tokens weigh, and the rest."""
-        pages, rest = super().walk(q, self.policy.num_looked(len(self.pages)))
+        pages, rest = super().walk(q, self.policy.num_ranked(len(self.pages)))
         keys = [coded(self.k[page], self.policy.codes) for page in pages]
         scores = [q @ x.T * q.shape[-1] ** -0.5 for x in keys]
         both = np.concatenate([np.zeros((len(q), 0)), *scores, *(x[:, None] for x, *_ in rest)], axis=1)

@@ -138,7 +138,7 @@ def test_one_trace_of_the_decode_program(row):
 def test_state_is_a_plain_pytree(row):
     prompt, _ = draw(LENGTHS, 1)
     layer = Layer(row.small, LENGTHS, *prompt)
-    shapes = jax.eval_shape(lambda: row.small.init(layer.spec))
+    shapes = jax.eval_shape(lambda: layer.policy.init(layer.spec))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), layer.state)
 
 

@@ -13,18 +13,22 @@ from tests.reference import Reference
 STEPS = 200
 
 
-@pytest.mark.parametrize("tail", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tail", "no-tail"])
-def test_200_steps_equal_the_reference(monkeypatch, tail):
+@pytest.mark.parametrize(
+    "options",
+    [dict(candidates=2), dict(keys_first=False), pytest.param(dict(tail=False), marks=pytest.mark.slow)],
+    ids=["keys-first", "whole-pages", "no-tail"],
+)
+def test_200_steps_equal_the_reference(monkeypatch, options):
     """Two blocks, pages put in order, two levels of nodes above the pages, twelve flushes, three compactions; prompts long and short."""
     monkeypatch.setattr(harness, "PROMPT", 4096)
-    policy = Clustered(budget=128, candidates=4, opened=4, tail=tail, compact_every=64)
+    policy = Clustered(**dict(budget=128, candidates=4, opened=4, compact_every=64) | options)
     assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, levels=3)
 
 
 @pytest.mark.parametrize("clock", [1, 7, 24, 63])
 def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
     """At other steps than those where pages and rounds of compaction begin; over the next two rounds."""
-    policy = Clustered(budget=48, page_size=8, candidates=4, opened=4, compact_every=32)
+    policy = Clustered(budget=48, page_size=8, candidates=2, opened=4, compact_every=32)
     assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=2, clock=clock)
 
 

@@ -14,7 +14,7 @@ from tests.layer import Layer, attention, draw, uneven
 from tests.reference import Reference
 
 LENGTHS, GROUP = (250, 180), layer.HEADS // layer.KV_HEADS
-FEW = Clustered(budget=48, page_size=8, sinks=6, window=14, candidates=2)
+FEW = Clustered(budget=48, page_size=8, sinks=6, window=14, candidates=2, keys_first=False)
 MANY = replace(FEW, budget=96)
 
 

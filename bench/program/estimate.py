@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import jax
+
 from bench.program.compile import Step, on_host
 from bench.program.targets import Target
 from bench.program.work import Work
@@ -199,7 +201,8 @@ def floor(target: Target, step: Step) -> dict[str, float]:
             device += nbytes(layer)
             continue
         device += _looked_at(policy, layer)
-        pages += math.prod(layer.ids.shape) * plan.fetched_bytes
+        found = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
+        pages += math.prod(layer.ids.shape) // policy.num_fetched(found) * policy.num_moved(found) * plan.fetched_bytes
     best = RATES[target.name][0]
     found = dict(device_ms=device / (SHARE * target.bandwidth) * 1e3, bus_ms=pages / best.bus / 1e3)
     return {name: round(value, 2) for name, value in found.items()} | dict(ms=round(max(found.values()), 2))
@@ -210,5 +213,5 @@ def _looked_at(policy: Retrieval, layer: PagedState) -> int:
     if not isinstance(policy, Clustered):
         return nbytes(layer.index)
     *lower, highest = layer.index.levels
-    opened = max(policy.opened, 2 * -(-layer.ids.shape[-1] // FAN_OUT)) * FAN_OUT
+    opened = max(policy.opened, 2 * -(-policy.num_ranked(layer.index.levels[0].count.shape[-1]) // FAN_OUT)) * FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

@@ -38,6 +38,7 @@ class PoolLayer:
     Attributes:
         singly: whether what is read are single slots, each as a page of one whose number is page * page size + slot. Not for
             pages of int8, where a slot is nothing without the scales of its page.
+        plane: the only plane that is read; None: all of them.
     """
 
     pages: jax.Array  # uint[E, L, 64, K, planes, rows, W], pinned_host
@@ -47,6 +48,7 @@ class PoolLayer:
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
     singly: bool = field(default=False, metadata=dict(static=True))
+    plane: int | None = field(default=None, metadata=dict(static=True))
 
     def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns pages on the device, plane by plane."""
@@ -127,19 +129,23 @@ class PoolLayer:
     def _read(self, table: jax.Array, rows: jax.Array, *wanted: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the planes [n, p, W] of what stands at `_places`, decoded; zeros for what is not `wanted`."""
         planes, height = self.pages.shape[-3:-1]
-        if self.singly:  # planes are pages of their own, one behind another
+        several = self.singly and self.plane is None
+        if several:  # planes are pages of their own, one behind another
             rows = jnp.concatenate([rows + plane * height for plane in range(planes)])
             wanted = tuple(jnp.tile(x, planes) for x in wanted)
         planes_read = BACKENDS[self.backend](table, rows, *wanted)
-        return tuple(decode(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if self.singly else planes_read))
+        return tuple(decode(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if several else planes_read))
 
     def _places(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns a table to read, and the row of every page; of single slots, that of the slot in the first plane."""
-        if not self.singly:
-            return self._table(page_ids)
+        """Returns a table to read, and the row of every page, in its first plane where planes are apart."""
         planes, height, width = self.pages.shape[-3:]
-        table, rows = self._table(page_ids // height)
-        return table.reshape(-1, 1, 1, width), rows * (planes * height) + (page_ids % height).reshape(-1)
+        plane = self.plane or 0
+        if self.singly:
+            table, rows = self._table(page_ids // height)
+            slots = (page_ids % height).reshape(-1) + plane * height
+            return table.reshape(-1, 1, 1, width), rows * (planes * height) + slots
+        table, rows = self._table(page_ids)
+        return (table, rows) if self.plane is None else (table.reshape(-1, 1, height, width), rows * planes + plane)
 
     def run(self, first: Int[Array, ""], count: int) -> Float[Array, "{count} B K planes p W"]:
         """Returns `count` pages from `first` on, of every row and KV head, on the device."""

@@ -198,6 +198,11 @@ class CachePolicy(abc.ABC):
     dense_layers: int | None = 0  # first layers that keep the full cache; None: 2 of 16 and more, as in IceCache, else 0
     turns: bool = False  # whether `View.turn` is called, which not every RoPE allows
 
+    def settled(self, platform: str, *, latent: bool) -> CachePolicy:
+        """Returns the policy for a platform (cpu, gpu or tpu) and a kind of layers, where its options leave that open."""
+        del platform, latent
+        return self
+
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
         """Returns a policy for each of the layers `full`: those of `of` with full attention, behind the dense ones."""
         del of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -72,7 +73,7 @@ def attend_paged(
     keys, values, mask = resident
     own = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged, slots = pages
-    keys, *rest = lax.platform_dependent(keys, *rest, cpu=lambda *x: x, default=_none_waits)
+    keys, *rest = none_waits(keys, *rest)
     flat = slots.reshape(rows, -1)
     # One axis of tokens: with two XLA:CPU would transpose the keys first.
     keys = keys.reshape(rows, -1, size)
@@ -103,6 +104,6 @@ def attend_paged(
     return Attended(*merge_by_lse(*exactly, *rest)) if tail else exactly, weights, uneven
 
 
-def _none_waits(*parts):
+def none_waits(*parts: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what it is given; XLA:GPU would compute the rest in one kernel with the keys' scores, when the keys have come."""
-    return lax.optimization_barrier(parts)
+    return lax.platform_dependent(*parts, cpu=lambda *x: x, default=lambda *x: lax.optimization_barrier(x))

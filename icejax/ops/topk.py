@@ -16,13 +16,18 @@ MOST_COUNTED = 8192  # by estimate: each is compared with all, which for more ta
 
 
 def best(
-    worth: Float[Array, "*R n"], wanted: int, *others: Int[Array, "*R n"]
+    worth: Float[Array, "*R n"], wanted: int, *others: Int[Array, "*R n"], room: Int[Array, "*R"] | None = None
 ) -> tuple[Int[Array, "*R {wanted}"], Bool[Array, "*R n"], tuple[Int[Array, "*R {wanted}"], ...]]:
-    """Returns the indices of the `wanted` largest values, largest first, which values they are, and `others` at the indices."""
+    """Returns the indices of the `wanted` largest values, largest first, which values they are, and `others` at the indices.
+
+    Args:
+        room: how many of them count among those that they are, at most `wanted`; None: all.
+    """
     by_sorting, by_counting = (functools.partial(form, wanted=wanted) for form in (_best_sorted, _best_counted))
+    room = jnp.full(worth.shape[:-1], wanted) if room is None else room
     if worth.shape[-1] > MOST_COUNTED:
-        return by_sorting(worth, *others)
-    return lax.platform_dependent(worth, *others, cpu=by_sorting, default=by_counting)
+        return by_sorting(worth, room, *others)
+    return lax.platform_dependent(worth, room, *others, cpu=by_sorting, default=by_counting)
 
 
 def largest(worth: Float[Array, "*R n"], room: Int[Array, "*R"], *, most: int) -> Bool[Array, "*R n"]:
@@ -54,26 +59,31 @@ def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R {size}"]:
     return (values == indices[..., None, :]).any(-1)
 
 
-def _best_sorted(worth: jax.Array, *others: jax.Array, wanted: int):
+def _best_sorted(worth: jax.Array, room: jax.Array, *others: jax.Array, wanted: int):
     indices = lax.top_k(worth, wanted)[1]
-    return indices, chosen(indices, worth.shape[-1]), tuple(jnp.take_along_axis(x, indices, axis=-1) for x in others)
+    return indices, _first_of(indices, room, worth.shape[-1]), tuple(jnp.take_along_axis(x, indices, axis=-1) for x in others)
 
 
-def _best_counted(worth: jax.Array, *others: jax.Array, wanted: int):
+def _best_counted(worth: jax.Array, room: jax.Array, *others: jax.Array, wanted: int):
     rank = _ranks(worth)
     places = jnp.arange(wanted, dtype=jnp.int32).reshape(*(1,) * (worth.ndim - 1), wanted, 1)
     here = rank[..., None, :] == places
     numbers = lax.broadcasted_iota(jnp.int32, worth.shape, worth.ndim - 1)
     # One value of a row has a rank, so that its sum is that value: all of them come from one kernel.
     indices, *others = (jnp.where(here, x[..., None, :], 0).sum(-1) for x in (numbers, *others))
-    return indices, rank < wanted, tuple(others)
+    return indices, rank < room[..., None], tuple(others)
 
 
 def _largest_sorted(worth: jax.Array, room: jax.Array, *, most: int) -> jax.Array:
-    flat = worth.reshape(-1, worth.shape[-1])
-    rows = jnp.arange(len(flat))[:, None]
-    fits = jnp.arange(most)[None, :] < room.reshape(-1, 1)
-    return jnp.zeros(flat.shape, bool).at[rows, lax.top_k(flat, most)[1]].set(fits).reshape(worth.shape)
+    return _first_of(lax.top_k(worth, most)[1], room, worth.shape[-1])
+
+
+def _first_of(indices: jax.Array, room: jax.Array, size: int) -> jax.Array:
+    """Returns which of `size` values the first `room` indices name: to compare all with all takes a CPU thrice as long."""
+    flat = indices.reshape(-1, indices.shape[-1])
+    fits = jnp.arange(flat.shape[1])[None, :] < room.reshape(-1, 1)
+    found = jnp.zeros((len(flat), size), bool).at[jnp.arange(len(flat))[:, None], flat].set(fits)
+    return found.reshape(*indices.shape[:-1], size)
 
 
 def _largest_counted(worth: jax.Array, room: jax.Array) -> jax.Array:

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.balanced import Balanced
 from icejax.cache.digest_tree import Digested, DigestTree
 from icejax.cache.found import Found
 from icejax.cache.policy import CachePolicy, Heads, View
-from icejax.cache.reranked import attend_best, pages_for
-from icejax.cache.retrieval import Near, Pages
+from icejax.cache.reranked import Reranked
 from icejax.cache.window import Window
 from icejax.errors import InputError, quoted
 from icejax.ops import tree
@@ -30,7 +28,7 @@ RANGES = dict(
 
 
 @dataclass(frozen=True)
-class Clustered(Balanced):
+class Clustered(Reranked):
     """IceCache's budgeted cache, with a second-order page score that knows a page's outlier, a digest tree and a tail.
 
     A step attends exactly to the sinks, to the best tokens of the pages of highest score, and to the window; never to more
@@ -76,6 +74,7 @@ class Clustered(Balanced):
     tail: bool = True
     value_fit: bool = True
     balance: bool = True
+    keys_first: bool | None = None
     score: Score = "second-order"
     group: tree.Group = "sum"
     digest_dtype: str | None = None
@@ -94,10 +93,13 @@ class Clustered(Balanced):
                 whole(name, value, least=RANGES[name][0], most=RANGES[name][1])
             if isinstance(default, bool) and not isinstance(value, bool):
                 raise InputError(f"{name} must be true or false, got {quoted(value)}")
+        one_of("keys_first", self.keys_first, (None, True, False))
         one_of("score", self.score, typing.get_args(Score))
         one_of("group", self.group, typing.get_args(tree.Group))
         one_of("digest_dtype", self.digest_dtype, (None, *NARROW))
         one_of("page_dtype", self.page_dtype, (None, "int8"))
+        if self.keys_first:
+            self._needs("keys_first=true needs", "leave it out", rerank=True, tail=True, resident=False, page_dtype=None)
         power_of_two("page_size", self.page_size)
         power_of_two("compact_every", self.compact_every, least=0)
         if 0 < self.compact_every < 2 * self.page_size:
@@ -113,6 +115,12 @@ class Clustered(Balanced):
                 f"budget must hold {sinks} sinks, a window of {window} and a page of {self.page_size}: "
                 f"at least {least}, got {self.budget}"
             )
+
+    def _needs(self, what: str, advice: str, **needed: bool | int | str | None) -> None:
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                got = quoted(getattr(self, name))
+                raise InputError(f"{what} {name}={str(value).lower()}, got {got}: {advice}")
 
     def _resident(self, budget: int) -> tuple[int, int]:
         """Returns the sinks and the window of a budget."""
@@ -133,16 +141,6 @@ class Clustered(Balanced):
         follower = Follower(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         return [follower if rank % self.reuse else self for rank in range(len(full))]
 
-    @property
-    def _most_paged(self) -> int:
-        """Page tokens attended exactly at most: beside the smallest window."""
-        return self.budget - self.window_of.sinks - self.window_of.fill - 1
-
-    def num_fetched(self, pages: int) -> int:
-        if not self.rerank:
-            return super().num_fetched(pages)
-        return min(pages, pages_for(-(-self._most_paged // self.page_size) + 1, self.page_size, self.candidates))
-
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
         return pack(k, valid, page_size=self.page_size)
 
@@ -151,11 +149,12 @@ class Clustered(Balanced):
         return DigestTree(self.digest_dtype, self.value_fit and self.tail and self.score == "second-order")
 
     def find(self, heads: Heads, index: Digested, view: View) -> Found:
-        return self._found(heads, index, view, self.num_fetched(index.levels[0].count.shape[-1]))
+        pages = index.levels[0].count.shape[-1]
+        return self._found(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
 
     def _found(self, heads: Heads, index: Digested, view: View, fetched: int) -> Found:
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
-        most = max(fetched, self.num_fetched(index.levels[0].count.shape[-1]))
+        most = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)
         walked = tree.walk(
             heads.by_group(),
@@ -178,17 +177,6 @@ class Clustered(Balanced):
     def _guess(self, heads: Heads, view: View) -> Float[Array, "B K G H"] | None:
         """Returns the queries to select by in the place of the layer's own, if there are any."""
         return view.guess().reshape(heads.by_group().shape) if self.prefetch and view.guess is not None else None
-
-    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
-        if not self.rerank:
-            return super().attend(heads, near, pages, found)
-        return self._attended(heads, near, pages, found, self.budget)[:2]
-
-    def _attended(
-        self, heads: Heads, near: Near, pages: Pages, found: Found, budget: int | Int[Array, "B K"]
-    ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
-        """Returns the same of a budget, and how uneven the weights of page tokens are that are not attended exactly."""
-        return attend_best(heads, near, pages, found, budget=budget, most=self._most_paged, tail=self.tail)
 
 
 class Follower(Clustered):

@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from icejax.cache.coded_tree import Coded as CodedIndex
 from icejax.cache.coded_tree import CodedTree
 from icejax.cache.found import Found
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policy import Heads, View
-from icejax.cache.reranked import pages_for
-from icejax.cache.retrieval import Near, Pages, Retrieval
+from icejax.cache.reranked import at
+from icejax.cache.retrieval import Retrieval
 from icejax.cache.slots import joined
-from icejax.errors import InputError, quoted
 from icejax.ops import key_codes
 from icejax.ops.attention import Attended
 from icejax.ops.second_look import second_look
@@ -46,18 +44,14 @@ class Coded(Clustered):
         InputError: an option is out of range, or leaves nothing to be ranked.
     """
 
+    keys_first: bool | None = False
     codes: int = 4
     singly: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("codes", self.codes, key_codes.BITS)
-        for name, needed in dict(rerank=True, tail=True, reuse=1).items():
-            if getattr(self, name) != needed:
-                shown = str(needed).lower()
-                raise InputError(
-                    f"codes of keys need {name}={shown}, got {quoted(getattr(self, name))}: use the clustered cache"
-                )
+        self._needs("codes of keys need", "use the clustered cache", rerank=True, tail=True, reuse=1, keys_first=False)
 
     @property
     def by_slot(self) -> bool:
@@ -71,20 +65,14 @@ class Coded(Clustered):
     def num_fetched(self, pages: int) -> int:
         return Retrieval.num_fetched(self, pages) if self.singly else super().num_fetched(pages)
 
-    def num_looked(self, pages: int) -> int:
-        """Returns of how many of `pages` pages the tokens are ranked."""
-        wanted = -(-self._most_paged // self.page_size) + 1
-        return min(pages, LOOKED * pages_for(wanted, self.page_size, self.candidates))
+    def num_ranked(self, pages: int) -> int:
+        return self._pages(pages, LOOKED)
 
     def find(self, heads: Heads, index: CodedIndex, view: View) -> Found:
-        found = self._found(heads, index, view, self.num_looked(index.levels[0].count.shape[-1]))
+        found = self._found(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
         ids, p = found.ids, self.page_size
-
-        def at(x: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(x, ids.reshape(*ids.shape, *(1,) * (x.ndim - 3)), axis=2, mode="promise_in_bounds")
-
-        pages = replace(jax.tree.map(at, index.levels[0]), count=found.counts)
-        keys = key_codes.decode(jax.tree.map(at, index.codes), p, self.codes)
+        pages = replace(at(index.levels[0], ids), count=found.counts)
+        keys = key_codes.decode(at(index.codes, ids), p, self.codes)
         guess = self._guess(heads, view)
         looked = second_look(
             joined(heads.by_group()),
@@ -100,6 +88,3 @@ class Coded(Clustered):
         best, counts, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
         page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
         return Found(page * p + best % p if self.singly else page, counts, None, rest, from_keys=found.from_keys)
-
-    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
-        return (Retrieval if self.singly else Clustered).attend(self, heads, near, pages, found)

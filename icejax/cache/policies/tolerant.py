@@ -15,7 +15,6 @@ from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
 from icejax.cache.retrieval import NOTHING, Near, PagedState
 from icejax.cache.slots import per_head
 from icejax.cache.spec import CacheSpec
-from icejax.errors import InputError, quoted
 from icejax.ops.attention import Attended, attend_all
 from icejax.ranges import number, whole
 
@@ -56,6 +55,7 @@ class Tolerant(Clustered):
         InputError: an option is out of range, or leaves nothing to be estimated.
     """
 
+    keys_first: bool | None = False
     tolerance: float = 0.05
     max_budget: int | None = None
 
@@ -64,12 +64,8 @@ class Tolerant(Clustered):
         number("tolerance", self.tolerance, least=0, most=1e3, above=True)
         if self.max_budget is not None:
             whole("max_budget", self.max_budget, least=self.budget, most=2**30)
-        for name, needed in dict(rerank=True, tail=True, score="second-order", resident=False, reuse=1).items():
-            if getattr(self, name) != needed:
-                shown = str(needed).lower()
-                raise InputError(
-                    f"a tolerance needs {name}={shown}, got {quoted(getattr(self, name))}: use the clustered cache"
-                )
+        needed = dict(rerank=True, tail=True, score="second-order", resident=False, reuse=1, keys_first=False)
+        self._needs("a tolerance needs", "use the clustered cache", **needed)
 
     @property
     def _largest(self) -> Clustered:
