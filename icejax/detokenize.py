@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from icejax.errors import InputError, quoted
+from icejax.ranges import is_unicode
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
 
@@ -21,6 +22,8 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
             raise InputError(f"a stop string must be text, got {quoted(each)}")
         if not each:
             raise InputError("a stop string is empty: expected some text")
+        if not is_unicode(each):
+            raise InputError(f"a stop string must be Unicode text, got {quoted(each)}: a lone surrogate can never match")
     return stop
 
 

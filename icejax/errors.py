@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 LONGEST = 4000  # characters of a message: names out of a broken file have no bound
 QUOTE = reprlib.Repr()
@@ -26,6 +27,21 @@ class InputError(ValueError):
 def printable(text: str) -> str:
     """Returns `text` with what is not printable as in a Python string: one line that is no command to a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Tells any fault of a library that reads what anyone may have written in one line, which begins with `what`.
+
+    A panic of Rust is no Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{what}: {reason}") from None
 
 
 def quoted(value: object) -> str:

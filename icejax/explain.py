@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, View
+from icejax.cache.policy import CachePolicy, Heads, Outcome
 from icejax.cache.retrieval import PagedState
 from icejax.cache.spec import CacheSpec
 from icejax.decoding import DecodeState
 from icejax.errors import InputError
+from icejax.inference import kept
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention import Attended
@@ -68,7 +70,7 @@ class Explanation:
                 np.add.at(total, of[head, pages[head][inside]][kept > 0], kept[kept > 0])
 
     def save(self, picture: Path) -> None:
-        """Writes the picture, and the same figures beside it as JSON; both appear whole or not at all."""
+        """Writes the picture, and the same figures beside it as JSON, neither of them in part; InputError if that fails."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -85,17 +87,25 @@ class Explanation:
         axes.set(xlabel="position in the prompt", ylabel="layer", yticks=range(len(layers)), yticklabels=layers)
         axes.set_title(f"attention to tokens from the host, summed over query heads, mean of {self.steps} steps")
         figure.colorbar(shown, ax=axes)
-        part = picture.with_name(f".{picture.name}.part")
-        figure.savefig(part, dpi=110, format=picture.suffix[1:])
-        plt.close(figure)
         rows = {
             str(layer): {str(i): float(f"{weights[i]:.4g}") for i in np.flatnonzero(weights)}
             for layer, weights in self.weights.items()
         }
-        table = picture.with_suffix(".json")
-        table.with_name(f".{table.name}.part").write_text(json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows)))
-        os.replace(part, picture)
-        os.replace(table.with_name(f".{table.name}.part"), table)
+        told = json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows))
+        parts = {path.with_name(f".{path.name}.part"): path for path in (picture, picture.with_suffix(".json"))}
+        try:
+            with contextlib.ExitStack() as stack:
+                for part in parts:
+                    stack.callback(part.unlink, missing_ok=True)
+                drawn, table = parts
+                figure.savefig(drawn, dpi=110, format=picture.suffix[1:])
+                table.write_text(told)
+                for part, path in parts.items():
+                    os.replace(part, path)
+        except OSError as error:
+            raise InputError(f"--explain: {picture} cannot be written: {error.strerror}") from None
+        finally:
+            plt.close(figure)
 
 
 def check(picture: Path) -> None:
@@ -108,6 +118,15 @@ def check(picture: Path) -> None:
         raise InputError(f"--explain needs a file that ends in .png, .svg or .pdf, got {picture}")
     if not picture.absolute().parent.is_dir():
         raise InputError(f"--explain: there is no folder {picture.absolute().parent}")
+    for path in (picture, picture.with_suffix(".json")):
+        if path.is_dir():
+            raise InputError(f"--explain: {path} is a folder: name a file")
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.touch()
+            part.unlink()
+        except OSError as error:
+            raise InputError(f"--explain: {path} cannot be written: {error.strerror}") from None
 
 
 def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, np.ndarray]:
@@ -117,8 +136,10 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        spec = replace(plan.spec_of(at.number), latent=False)  # with a plane for the positions
-        return _layer(on_device(layer), x, new, at.shared, policy=plan.policies[at.number], spec=spec)
+        policy = plan.policies[at.number] if at.number in plan.pooled else None
+        # With a plane for the positions, which 16 bits do not hold; tokens are packed by their keys in 32 bits always.
+        spec = replace(plan.spec_of(at.number), latent=False, dtype="float32")
+        return _layer(on_device(layer), x, new, at.shared, policy=policy, spec=spec)
 
     positions = {}
     for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
@@ -128,13 +149,15 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
-def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy, spec: CacheSpec):
-    """Runs a layer, and packs its keys with their positions in the place of their values."""
+def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy | None, spec: CacheSpec):
+    """Runs a layer, and packs its keys with their positions in the place of their values, if a policy packs them."""
+    if policy is None:
+        return exact(layer, x, new)[0], None, shared
 
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
-        view = View(Lengths.none(len(new)), shared=shared, turn=layer.turn)
-        return policy.prefill(policy.init(spec), Heads(q, k, where, new, layer.scoring), attended, view)
+        heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), where, new, layer.scoring)
+        return kept(layer, heads, attended, shared, policy=policy, spec=spec)
 
     x, outcome = exact(layer, x, new, keep)
     return x, outcome.pages, outcome.shared or shared

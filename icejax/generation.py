@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from icejax import memory
-from icejax.cache import Clustered
+from icejax.cache import checked as checked_policy
 from icejax.cache.fetch import try_ahead
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
@@ -91,9 +91,7 @@ def stream_generate(
         InputError: a prompt is empty or too long, an option is out of range, or the host has too little memory; before
             anything runs. Or the logits are not finite, as soon as they are; the message says where it began.
     """
-    cache, sampling = Clustered() if cache is None else cache, checked(sampling)
-    if not isinstance(cache, CachePolicy):
-        raise TypeError(f"cache must be a policy such as icejax.Clustered(budget=256), got {cache!r}")
+    cache, sampling = checked_policy(cache), checked(sampling)
     memory.check_limit(host_memory_limit)
     asked = [
         replace(

@@ -7,9 +7,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.errors import InputError, quoted
+from icejax.errors import InputError, quoted, told
 from icejax.models import CausalLM
-from icejax.ranges import whole
+from icejax.ranges import is_unicode, whole
 from icejax.request import Request
 from icejax.templates import render
 
@@ -100,20 +100,9 @@ def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -
     """Returns a prompt's tokens, of one far too long the first ones that show it, and whether there are more."""
     characters = 2 * enough
     while prompt:
-        try:
+        with told("the tokenizer fails"):
             ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        except Exception as error:  # a broken setting makes it raise nearly anything
-            raise InputError(f"the tokenizer fails: {' '.join(str(error).split()) or type(error).__name__}") from None
         if characters >= len(prompt) or len(ids) >= enough:
             return ids, characters < len(prompt)
         characters *= 4
     return [], False
-
-
-def is_unicode(text: str) -> bool:
-    """Says whether a text can be written as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of another encoding, as the shell passes them on
-        return False
-    return True

@@ -41,3 +41,12 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raises InputError for a value that is not allowed."""
     if value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {quoted(value)}")
+
+
+def is_unicode(text: str) -> bool:
+    """Says whether a text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of another encoding, as the shell passes them on
+        return False
+    return True

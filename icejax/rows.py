@@ -45,12 +45,15 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
         plan: the batch's.
 
     Raises:
-        InputError: the row that is there has not been ended or taken out, or the plan has no room for rows that join.
+        InputError: the row that is there has not been ended or taken out, the one that is to join has decoded, or the plan
+            has no room for rows that join.
     """
     if plan.joining_tokens < 1:
         raise InputError(f"rows cannot join a batch with room for {plan.spec.new_capacity} new tokens: plan for more")
     if not bool(state.done[at]) or (plan.pooled and (np.asarray(state.cache.table[at]) != NOBODYS).any()):
         raise InputError(f"row {at} of the batch is taken: end it first, or take it out")
+    if int(row.cache.lengths.clock):
+        raise InputError("a row that has decoded cannot join a batch: take it out, settle it and put new text behind it first")
     return _insert(*_alike(state, row), jnp.int32(at), plan=plan)
 
 
@@ -92,8 +95,8 @@ def settle(
 ) -> tuple[DecodeState, jax.Array | None]:
     """Returns a row that was taken out as if what it has decoded were of its prompt, and the pool; takes both.
 
-    New text can be put behind it then (`inference.extend`), and it can join again. Its pages of new tokens move behind those
-    of its prompt.
+    New text can be put behind it then (`inference.extend`), after which it can join again. Its pages of new tokens move behind
+    those of its prompt.
 
     Args:
         plan: of a batch of one.

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 import typing
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.errors import InputError
 from icejax.folder import present
 from icejax.identity import check_same, damaged, identity, policy_of
+from icejax.jsontext import MOST_BYTES
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
@@ -167,7 +169,11 @@ class Saved:
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
-        with _reading(self.path), open(present(self.path) / ARRAYS, "rb") as file:
+        with contextlib.ExitStack() as stack:
+            with _reading(self.path):
+                arrays = present(self.path) / ARRAYS
+                _check_file(self.path, arrays)
+                file = stack.enter_context(open(arrays, "rb"))
             size = os.fstat(file.fileno()).st_size
             if size != self._size:
                 damaged(self.path, f"{ARRAYS} has {size} bytes, expected {self._size}")
@@ -190,6 +196,7 @@ def find(path: Path, model: CausalLM, cache: CachePolicy | None) -> Saved:
             `cache` (None: whatever it is); the message names the difference.
     """
     kept = look(path)
+    model = model.for_capacity(kept.about.context_length)  # as it was saved, whose RoPE may depend on the length
     check_same(path, kept.identity, identity(model, kept.policy if cache is None else cache))
     return kept
 
@@ -198,7 +205,9 @@ def look(path: Path) -> Saved:
     """Returns the session at `path`, whatever it was saved with; InputError if there is none, or its description is damaged."""
     try:
         with _reading(path):
-            text = (present(path) / ABOUT).read_text(encoding="utf-8")
+            about = present(path) / ABOUT
+            _check_file(path, about, most=MOST_BYTES)
+            text = about.read_text(encoding="utf-8")
         fields = json.loads(text)
         if not isinstance(fields, dict):
             damaged(path, f"{ABOUT} holds no object")
@@ -259,6 +268,13 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path} is no session: expected a folder that Session.save or --session wrote") from None
     except OSError as error:
         raise InputError(f"{path} is a session that cannot be read ({error.strerror}): use a copy of it") from None
+
+
+def _check_file(path: Path, file: Path, *, most: float = math.inf) -> None:
+    """Raises InputError for a file of the session at `path` that is none, as a pipe, which one would wait for, or too large."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        damaged(path, f"{file.name} is no file" if not stat.S_ISREG(status.st_mode) else f"{file.name} is too large")
 
 
 def _checksum(fields: dict[str, Any]) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from icejax import memory, saved
-from icejax.cache import Clustered, name_of
+from icejax.cache import checked as checked_policy
+from icejax.cache import name_of
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
@@ -67,7 +68,7 @@ class Session:
             host_memory_limit: bytes of it that may be taken; None: what is free.
             system: the message that a chat begins with; None: none, or the template's own.
         """
-        self._tokenizer, self._cache = tokenizer, Clustered() if cache is None else cache
+        self._tokenizer, self._cache = tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
         self._model = model.for_capacity(self.context_length)
         self._limit = memory.check_limit(host_memory_limit)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from icejax.checkpoint.huggingface import read_json
-from icejax.errors import InputError
+from icejax.errors import InputError, told
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -27,13 +27,10 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: the tokenizer needs the folder's own code (auto_map in {file.name}), which is never run: "
             "expected a tokenizer_class that transformers has"
         )
-    try:
+    with told(f"{folder} has no tokenizer that loads"):
         # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
         kind = AutoConfig.for_model(config["model_type"], tokenizer_class=config.get("tokenizer_class"))
         return AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a broken file makes it raise nearly anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"{folder} has no tokenizer that loads: {reason}") from None
 
 
 def _is_known(folder: Path, name: Any) -> bool:

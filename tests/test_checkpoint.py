@@ -1,6 +1,7 @@
 """Checkpoint folders: every key once, every fault told, both forms bit for bit, nothing half-written."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -205,6 +206,22 @@ def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
     for key, file, _, _ in huggingface.keys(files):
         np.testing.assert_array_equal(huggingface.read_tensor(file, key), tensors[key])
     assert json.loads((tmp_path / huggingface.INDEX).read_text())["metadata"]["total_size"] == 2000
+
+
+@pytest.mark.parametrize("damage", ["data", "metadata"])
+def test_a_damaged_orbax_folder_is_told_in_one_line(folder, tmp_path, damage):
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
+    if damage == "data":
+        for file in (tmp_path / "orbax" / ORBAX).rglob("d/*"):
+            os.truncate(file, 100)
+    else:
+        file = tmp_path / "orbax" / ORBAX / "_METADATA"
+        fields = json.loads(file.read_text())
+        for each in fields["tree_metadata"].values():
+            each["value_metadata"]["skip_deserialize"] = True
+        file.write_text(json.dumps(fields))
+    with pytest.raises(InputError, match=r"^\S+ is not a whole Orbax checkpoint \([^\n]+\): convert it again$"):
+        load_model(tmp_path / "orbax")
 
 
 def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):

@@ -72,14 +72,15 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["prompt_tokens"] == 3000 and found["new_tokens"] == len(found["token_ids"]) <= 4
     layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
     assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
-    fetched = kv_heads * 4 * 14  # in a step of a layer: an id, and a weight per slot
+    slots = kv_heads * (256 - 16 - 1)  # in a step of a layer at most: an id and a weight each
     fit = kv_heads * 4 * (3 * size**2 + 2 + size)  # with the scatter of keys, and factors of their channels
     page = 4 * size * item + 4 + 4 * 8  # four vectors, a count and eight widths
-    assert found["digest_bytes"] == layers * (kv_heads * pages * page + fit + fetched * (1 + 16) * 4 + 8)
+    assert found["digest_bytes"] == layers * (kv_heads * pages * page + fit + slots * (1 + 1) * 4 + 8)
     assert found["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
-    assert found["pages_fetched"] == layers * kv_heads * 4 * 14 * steps
-    assert 0 < found["pages_selected"] <= found["pages_fetched"]
+    keys = layers * kv_heads * 112 * 16 * steps  # and the values of what is selected, as slots that have both
+    assert found["pages_fetched"] == (keys + found["pages_selected"]) // 2
+    assert 192 * layers * kv_heads * steps <= found["pages_selected"] <= 207 * layers * kv_heads * steps
     assert found["fetch_backend"] == "gather_flat" and found["dtype"] == "float32" and found["budget"] == 256
 
 
@@ -141,6 +142,10 @@ def test_cache_options_reach_the_policy():
 
 
 BAD = {
+    "model of no name": (["--model", "", "--prompt", "x"], ". has no config.json: expected a Hugging Face or icejax checkpoint folder"),
+    "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - is given more than once: standard input can be read only once"),
+    "stop that is no text": (["--prompt", "x", "--stop", "\udce9"], "a stop string must be Unicode text"),
+    "keys first of whole pages": (["--cache-option", "keys_first=true", "--cache-option", "tail=false", *SHORT], "keys_first=true needs tail=true, got False: leave it out"),
     "missing model": (["--model", "/no/such", "--prompt", "x"], "/no/such: expected a checkpoint folder or a hub id such as org/name, found no such folder"),
     "no prompt": (["--model", str(ASSETS)], "no prompt: give --prompt TEXT"),
     "missing prompt file": (["--prompt-file", "/no/such"], "/no/such cannot be read: No such file or directory"),
@@ -152,7 +157,7 @@ BAD = {
     "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
     "tolerance of nothing": (["--prompt", "x", "--tolerance", "0"], "tolerance must be a number above 0 and at most 1000, got 0.0"),
     "tolerance of another cache": (["--prompt", "x", "--tolerance", "0.1", "--cache", "full"], "cache 'full' has no option 'tolerance': it has none"),
-    "largest budget alone": (["--prompt", "x", "--max-budget", "512"], "cache 'clustered' has no option 'max_budget'"),
+    "largest budget alone": (["--prompt", "x", "--max-budget", "512"], "--max-budget needs --tolerance"),
     "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),
     "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of adakv, arkvale, clustered"),
     "score": (["--cache-option", "score=best", *SHORT], "score must be one of second-order, mean, got 'best'"),
@@ -167,7 +172,7 @@ BAD = {
     "explain session": (["--explain", "seen.png", "--session", "kept", *SHORT], "leave --session out"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, value_fit, balance, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, value_fit, balance, keys_first, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),

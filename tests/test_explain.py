@@ -67,6 +67,25 @@ def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["seen.json", "seen.png"]
 
 
+def test_16_bit_layers_without_pages_are_passed_by(bundled):
+    model = icejax.load(icejax.generation.ASSETS, dtype="bfloat16")[0]
+    explanation = Explanation(model, list(range(1, 120)), Clustered(budget=64, dense_layers=1), new_tokens=3)
+    assert sorted(explanation.weights) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("blocked", ["seen.png", "seen.json"])
+def test_a_place_that_cannot_be_written_is_told_before_and_after(bundled, tmp_path, blocked):
+    explanation = Explanation(bundled[0], [1] * 120, Clustered(budget=64), new_tokens=3)
+    (tmp_path / blocked).mkdir()
+    with pytest.raises(icejax.InputError, match=rf"^--explain: .*{blocked} is a folder: name a file$"):
+        explain.check(tmp_path / "seen.png")
+    with pytest.raises(icejax.InputError, match=r"^--explain: .*seen\.png cannot be written: "):
+        explanation.save(tmp_path / "seen.png")
+    assert [x.name for x in tmp_path.iterdir() if x.is_file() and x.name.startswith(".")] == []
+    with pytest.raises(icejax.InputError, match="cannot be written: File name too long"):
+        explain.check(tmp_path / f"{'n' * 250}.png")
+
+
 def test_bad_input(bundled, tmp_path):
     with pytest.raises(icejax.InputError, match="needs pages there, as of --cache clustered"):
         Explanation(bundled[0], [1] * 300, Full(), new_tokens=3)

@@ -34,6 +34,16 @@ def test_a_session_takes_those_of_its_room(models):
     assert factors == [tuple(SHORT), tuple(LONG)]
 
 
+@pytest.mark.parametrize("room", [64, 65])
+def test_a_session_is_gone_on_with_whatever_its_room(models, tmp_path, room):
+    session = Session(models[1], Letters(), cache=Full(), context_length=room)
+    session.ask(PROMPT, max_new_tokens=4)
+    session.save(tmp_path / "kept")
+    loaded = Session.load(tmp_path / "kept", models[1], Letters())
+    answers = [each.ask("xyz", max_new_tokens=4).token_ids for each in (session, loaded)]
+    assert answers[0] == answers[1]
+
+
 def test_the_arrays_are_the_same(models):
     _, ours = models
     short = ours.for_capacity(64)

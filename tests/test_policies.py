@@ -33,6 +33,18 @@ def test_budget_for_all_tokens_equals_dense_attention(row):
         )
 
 
+@pytest.mark.parametrize("keys_first", [True, False])
+def test_a_budget_for_all_of_a_text_whose_sinks_are_never_full_equals_dense_attention(keys_first):
+    lengths, steps = (1, 5, 40), 180
+    prompt, new = draw(lengths, steps)
+    layer = Layer(Clustered(budget=220, keys_first=keys_first), lengths, *prompt)
+    for step in range(steps):
+        found = layer.step(*(x[step] for x in new))
+        np.testing.assert_allclose(
+            found, dense(prompt, new, lengths, step), rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}"
+        )
+
+
 @policies
 def test_nan_in_padding_and_empty_slots_never_leaks(row):
     prompt, new = draw(LENGTHS, STEPS)

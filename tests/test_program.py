@@ -272,7 +272,7 @@ def test_the_floor_counts_what_a_step_must_read():
     read = 2 * weights + 2 * 8 * 128 * 2 * slots + digests
     floor = estimate.floor(target, step)
     assert floor["device_ms"] == pytest.approx(read / (0.9 * 4.8e9), rel=0.02, abs=0.005)
-    vectors = 112 * 16 + 256 - 32 - 16 - 1  # the keys of twice 56 pages, and the values of what fits beside the smallest window
+    vectors = 112 * 16 + 256 - 16 - 1  # the keys of twice 56 pages, and the values of what fits beside the smallest window
     assert floor["bus_ms"] == pytest.approx(vectors * 8 * 128 * 2 / 52e6, abs=0.005)
     assert floor["ms"] == max(floor["device_ms"], floor["bus_ms"])
 

@@ -219,6 +219,15 @@ def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun)
     assert_alone(model, policy, families.tokens(120, seed=1), batch.logits[0])
 
 
+def test_a_row_that_has_decoded_cannot_join(model):
+    batch = Batch(model, EXACT["clustered"], rows=2)
+    batch.join(families.tokens(90), 0)
+    batch.step(3)
+    batch.state, row = extract(batch.state, 0)
+    with pytest.raises(InputError, match="a row that has decoded cannot join a batch: take it out, settle it and put new text"):
+        insert(batch.state, row, 1, plan=batch.plan)
+
+
 def test_a_row_that_has_become_too_long_is_told(model):
     batch = Batch(model, EXACT["clustered"], rows=1)
     batch.join(families.tokens(230), 0)

@@ -212,7 +212,11 @@ BROKEN = {
     "nothing there": (shutil.rmtree, "is no session: expected a folder that Session.save or --session wrote"),
     "no description": (lambda f: (f / saved.ABOUT).unlink(), "is no session: expected a folder"),
     "no arrays": (lambda f: (f / saved.ARRAYS).unlink(), r"damaged session \(arrays is missing\): use a copy of it"),
-    "a folder of arrays": (lambda f: (f / saved.ARRAYS).unlink() or (f / saved.ARRAYS).mkdir(), "cannot be read .Is a directory"),
+    "a folder of arrays": (lambda f: (f / saved.ARRAYS).unlink() or (f / saved.ARRAYS).mkdir(), "arrays is no file"),
+    "a pipe of arrays": (lambda f: (f / saved.ARRAYS).unlink() or os.mkfifo(f / saved.ARRAYS), "arrays is no file"),
+    "a pipe": (lambda f: (f / saved.ABOUT).unlink() or os.mkfifo(f / saved.ABOUT), "session.json is no file"),
+    "without end": (lambda f: (f / saved.ABOUT).unlink() or (f / saved.ABOUT).symlink_to("/dev/zero"), "session.json is no file"),
+    "an enormous description": (lambda f: os.truncate(f / saved.ABOUT, 10**12), "session.json is too large"),
     "a file": (lambda f: shutil.rmtree(f) or f.touch(), "is no session"),
     "deep": (lambda f: (f / saved.ABOUT).write_text("[" * 10**6), "session.json is no JSON"),
     "deep in a field": (

@@ -145,6 +145,29 @@ def test_a_broken_tokenizer_is_told_in_one_line(tmp_path, content):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
+        dict(pre_tokenizer=dict(type="Split", pattern=dict(Regex="(a+)+$"), behavior="Isolated", invert=False)),
+    ],
+    ids=["at once", "when used"],
+)
+def test_a_panic_of_the_library_is_told_in_one_line(tmp_path, change):
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    if file.exists():
+        fields = json.loads(file.read_text())
+    else:
+        fields = dict(version="1.0", model=dict(type="WordLevel", vocab={"a": 0}, unk_token="a"))
+    file.write_text(json.dumps(fields | change))
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast")))
+    with pytest.raises(icejax.InputError, match=r"^\S+ has no tokenizer that loads: \S[^\n]*$|^the tokenizer fails: [^\n]*$"):
+        model, tokenizer = icejax.load(tmp_path / "model")
+        icejax.generate(model, tokenizer, "a" * 40 + "b", max_new_tokens=1)
+
+
 def test_a_tokenizer_that_fails_is_one_line(tmp_path):
     shutil.copytree(ASSETS, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer_config.json"

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench.compare.text import Text
 from bench.needle.reader import Reader
+from icejax.cache.extents import NOBODYS
 from icejax.cache.policy import CachePolicy, Heads, KVCache
 from icejax.decoding import view_of
 from icejax.models import CausalLM
@@ -70,7 +71,7 @@ class Subject(Reader):
     def sizes(self) -> dict[str, int]:
         """Returns bytes of the cache on the device, of what describes it there, and of the pool's pages of the text."""
         told, state = reports(self._plan, self._state.cache), self._state.cache
-        pages = 0 if state.table is None else len(np.unique(state.table)) - 1
+        pages = 0 if state.table is None else int((np.asarray(state.table) != NOBODYS).sum())
         return dict(
             device_bytes=sum(x.nbytes for x in jax.tree.leaves(state.layers)),
             digest_bytes=sum(each.digest_bytes for each in told),

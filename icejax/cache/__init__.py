@@ -36,6 +36,7 @@ from icejax.cache.policies.tova import TOVA
 from icejax.cache.policies.vattention import VAttention
 from icejax.cache.policy import CachePolicy
 from icejax.config import ModelConfig
+from icejax.errors import InputError, quoted
 
 LOG = logging.getLogger(__name__)
 
@@ -100,6 +101,13 @@ def name_of(policy: CachePolicy) -> str | None:
 def shown_name(policy: CachePolicy) -> str:
     """Returns the name of `policy`, or what its class is called."""
     return name_of(policy) or type(policy).__name__.lower()
+
+
+def checked(cache: CachePolicy | None) -> CachePolicy:
+    """Returns the cache policy that a caller gave, or the default; InputError for what is none."""
+    if cache is not None and not isinstance(cache, CachePolicy):
+        raise InputError(f"cache must be a policy such as icejax.Clustered(budget=256), got {quoted(cache)}")
+    return Clustered() if cache is None else cache
 
 
 def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:

@@ -60,14 +60,12 @@ class PoolLayer:
 
         Of several rows those that have ended get zeros, and cost nothing.
         """
-        batch = len(page_ids)
-        every = there.sum((1, 2), dtype=jnp.int32)
-        if self.ended is None or batch == 1:
-            return self.fetch(page_ids), every
-        live = jnp.where(self.ended, 0, every)
+        all_live = self.ended is None or len(page_ids) == 1
+        wanted = there if all_live else there & ~self.ended[:, None, None]
+        came = wanted.sum((1, 2), dtype=jnp.int32)
         if self.backend in CHOOSING:
-            return self._chosen(page_ids, there & ~self.ended[:, None, None]), live
-        return self._by_row(page_ids), live
+            return self._chosen(page_ids, wanted), came
+        return self.fetch(page_ids) if all_live else self._by_row(page_ids), came
 
     def _by_row(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for rows that have ended."""

@@ -45,8 +45,8 @@ class PageIndex(abc.ABC):
 
         def move(x: jax.Array) -> jax.Array:
             shape = (-1, *(1,) * (x.ndim - 3))
-            pages = jnp.where(there.reshape(shape), jnp.take(x, ids, axis=2), 0)
-            x = jnp.where((jnp.arange(x.shape[2]) < behind).reshape(shape), x, 0)
+            pages = jnp.where(there.reshape(shape), jnp.take(x, ids, axis=2), jnp.zeros((), x.dtype))
+            x = jnp.where((jnp.arange(x.shape[2]) < behind).reshape(shape), x, jnp.zeros((), x.dtype))
             return jax.lax.dynamic_update_slice_in_dim(x, pages, first, axis=2)
 
         return jax.tree.map(move, index)

@@ -59,9 +59,9 @@ class Reranked(Balanced):
         return bool(self.keys_first)
 
     @property
-    def _most_paged(self) -> int:
-        """Page tokens attended exactly at most: beside the smallest window."""
-        return self.budget - self.window_of.sinks - self.window_of.fill - 1
+    def _most_exact(self) -> int:
+        """Page tokens attended exactly at most: beside the smallest window, of a prompt that fills no sink."""
+        return self.budget - self.window_of.fill - 1
 
     def num_ranked(self, pages: int) -> int:
         """Returns of how many of `pages` pages the tokens are ranked."""
@@ -69,11 +69,11 @@ class Reranked(Balanced):
 
     def num_fetched(self, pages: int) -> int:
         if self.keys_first:
-            return min(pages * self.page_size, self._most_paged)
+            return min(pages * self.page_size, self._most_exact)
         return self._pages(pages, 1) if self.rerank else super().num_fetched(pages)
 
     def _pages(self, pages: int, times: int) -> int:
-        wanted = -(-self._most_paged // self.page_size) + 1
+        wanted = -(-(self._most_exact - self.window_of.sinks) // self.page_size) + 1
         return min(pages, times * pages_for(wanted, self.page_size, self.candidates))
 
     def num_moved(self, pages: int) -> int:
@@ -129,7 +129,7 @@ class Reranked(Balanced):
             jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
             room=joined(budget - near[2].sum(-1)),
-            most=self._most_paged,
+            most=self._most_exact,
             tail=self.tail,
         )
         return jax.tree.map(lambda x: x.reshape(*pages[2].shape[:2], *x.shape[1:]), attended)

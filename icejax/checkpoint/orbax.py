@@ -96,17 +96,23 @@ def _to_the_end() -> Iterator[None]:
 
 def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every tensor stored at `path`; InputError if it is no whole checkpoint."""
+    with _told(path), ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
+        return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Tells in one line that what is stored at `path` cannot be read: Orbax raises nearly anything for a damaged folder."""
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{path} is not a whole Orbax checkpoint ({reason}): convert it again") from None
-    return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
 
 
 def read(path: Path, key: str, about: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns one tensor of a checkpoint as stored; `about` is what `stored` says of it."""
+    """Returns one tensor of a checkpoint as stored; `about` is what `stored` says of it. InputError if it cannot be read."""
     how = ocp.args.PyTreeRestore({key: about}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _told(path), ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(path.absolute(), args=how)[key]

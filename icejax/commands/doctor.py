@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import math
@@ -21,6 +20,7 @@ from rich.table import Table
 from icejax import memory
 from icejax.cache import fetch, host
 from icejax.cache.backends import BACKENDS
+from icejax.commands.options import Parser
 from icejax.launch import ending, write
 
 PAGES, FETCHED = 8192, 512
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None, *, name: str = "icejax.doctor") -> int:
 
 
 def _run(argv: list[str] | None, name: str) -> int:
-    parser = argparse.ArgumentParser(prog=name, description=__doc__.splitlines()[0])
+    parser = Parser(prog=name, description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     memory.raise_pinned_limit()

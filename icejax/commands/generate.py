@@ -19,12 +19,15 @@ from icejax.explain import Explanation, check
 from icejax.folder import Claim, claim
 from icejax.generation import stream_generate
 from icejax.launch import ending
+from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.prompts import encode
 from icejax.ranges import whole
+from icejax.request import Request
 from icejax.response import GenerationResponse
 from icejax.sampling import Sampling
 from icejax.saved import ABOUT
+from icejax.streaming import check as check_answer
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.generate") -> int:
@@ -53,6 +56,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         check(arguments.explain)
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
+    check_logprobs(arguments.logprobs)
+    check_answer(tuple(arguments.stop), arguments.max_new_tokens, arguments.seed)
     prompts = read_prompts(arguments)
     if arguments.session is not None:
         if any(asked.messages is not None for asked in prompts):
@@ -65,7 +70,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     requests = [asked.request(tokenizer, i, **template) for i, asked in enumerate(prompts)]
     ids = encode(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
     requests = [dataclasses.replace(each, prompt=tokens) for each, tokens in zip(requests, ids, strict=True)]
-    explanation = _explanation(arguments, model, policy, ids) if arguments.explain is not None else None
+    explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}
     told, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for rows in batches(ids, arguments.batch_size):
@@ -102,11 +107,13 @@ def batches(ids: list[list[int]], size: int) -> list[list[int]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePolicy, ids: list[list[int]]) -> Explanation:
-    if len(ids) != 1:
-        raise InputError(f"--explain needs one prompt, got {len(ids)}")
+def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePolicy, requests: list[Request]) -> Explanation:
+    if len(requests) != 1:
+        raise InputError(f"--explain needs one prompt, got {len(requests)}")
+    tokens, own = requests[0].prompt, requests[0].max_new_tokens
+    most = arguments.max_new_tokens if own is None else own
     context_length = arguments.context_length or model.config.context_length
-    return Explanation(model, ids[0], policy, new_tokens=min(arguments.max_new_tokens, context_length - len(ids[0])))
+    return Explanation(model, tokens, policy, new_tokens=min(most, context_length - len(tokens)))
 
 
 def _run_session(

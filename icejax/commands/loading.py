@@ -26,7 +26,7 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
     with progress(console) as bars:
         bar = bars.add_task("load", total=None)
         return generation.load(
-            arguments.model or generation.ASSETS,
+            generation.ASSETS if arguments.model is None else arguments.model,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             experts_on_host=arguments.experts_on_host,

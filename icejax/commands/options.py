@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from icejax.cache import POLICIES, PRESETS, CachePolicy, name_of, names
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.commands import programs
-from icejax.errors import meant
+from icejax.errors import InputError, meant
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.launch import write
 from icejax.ranges import number
@@ -110,7 +110,7 @@ def _add_cache(parser: Parser) -> None:
     error = f"relative error above which a KV head attends to more: the cache {TOLERANT}, beside --budget"
     group.add_argument("--tolerance", type=float, metavar="E", help=error)
     group.add_argument("--max-budget", type=int, metavar="N", help="tokens it then attends to exactly, with --tolerance")
-    group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
+    group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: the cache's own)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
     group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
     group.add_argument("--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
@@ -124,6 +124,8 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 def policy(arguments: argparse.Namespace) -> CachePolicy:
     """Returns the cache policy; InputError for an unknown one or an option that is out of range."""
+    if arguments.max_budget is not None and arguments.tolerance is None and arguments.cache != TOLERANT:
+        raise InputError("--max-budget needs --tolerance: it bounds what a tolerance may take")
     named = cache_options(arguments.cache_option, **{name: getattr(arguments, name) for name in OF_CACHE})
     return make_policy(arguments.cache or (DEFAULT_CACHE if arguments.tolerance is None else TOLERANT), named)
 

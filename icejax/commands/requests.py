@@ -15,8 +15,8 @@ from icejax import jsontext
 from icejax.detokenize import stop_strings
 from icejax.errors import InputError, meant, quoted
 from icejax.generation import ASSETS
-from icejax.prompts import chat, is_unicode, opening
-from icejax.ranges import whole
+from icejax.prompts import chat, opening
+from icejax.ranges import is_unicode, whole
 from icejax.request import Request
 from icejax.sampling import Sampling
 from icejax.templates import render
@@ -111,6 +111,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 
 def read_prompts(arguments: argparse.Namespace) -> list[Asked]:
     """Returns the prompts of the command line; InputError if there is none or a file cannot be read."""
+    if arguments.prompt.count("-") > 1:
+        raise InputError("--prompt - is given more than once: standard input can be read only once")
     prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
     asked, path = [Asked(prompt=prompt) for prompt in prompts], arguments.prompt_file
     if path is None and not asked:

@@ -77,8 +77,8 @@ class Tolerant(Clustered):
         )
 
     @property
-    def _most_paged(self) -> int:
-        return self._largest._most_paged
+    def _most_exact(self) -> int:
+        return self._largest._most_exact
 
     def _first(self, pages: int) -> int:
         """Returns how many of `pages` pages are fetched before the error is estimated."""
