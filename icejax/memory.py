@@ -88,7 +88,8 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
     free = psutil.virtual_memory().available
     if need > (free if limit is None else min(free, limit)):
         there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
-        raise InputError(f"{what} {need / 2**30:.3g} GiB of host memory and {there}: {advice}")
+        needed = f"{need / 2**30:.1f}" if need > 2**27 else f"{need / 2**30:.3g}"
+        raise InputError(f"{what} {needed} GiB of host memory and {there}: {advice}")
     if platform() != "gpu":
         return
     most, held = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)

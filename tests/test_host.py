@@ -70,6 +70,33 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
     assert [x.size for arrays in brought for x in arrays] == [planes * ids.size * SHAPE[6]]
 
 
+@pytest.mark.parametrize("singly", [False, True])
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize("backend", [*fetch.ORDER["cpu"], "gather"])
+def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, monkeypatch):
+    stored, brought = bits(SHAPE, "bfloat16"), []
+
+    def spied(*arrays):
+        brought.append(read(*arrays))
+        return brought[-1]
+
+    read = BACKENDS[backend]
+    monkeypatch.setitem(BACKENDS, backend, spied)
+    ids = np.random.default_rng(1).integers(0, PAGES * (SHAPE[5] if singly else 1), (ROWS, SHAPE[3], 9)).astype(np.int32)
+
+    @jax.jit
+    def fetched(pool, ids):
+        (found,) = host.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
+        return jax.lax.bitcast_convert_type(found, stored.dtype)
+
+    found = np.asarray(fetched(jax.device_put(stored, memory.on_host()), jnp.asarray(ids)))
+    for at in np.ndindex(ids.shape):
+        page, slot = divmod(ids[at], SHAPE[5]) if singly else (ids[at], slice(None))
+        place = TABLE[at[0], page // host.EXTENT], 1, page % host.EXTENT, at[1], plane, slot
+        np.testing.assert_array_equal(found[at][0] if singly else found[at], stored[place])
+    assert [x.size for arrays in brought for x in arrays] == [found.size]
+
+
 def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
     pool = jax.device_put(bits(SHAPE, "float32"), memory.on_host())
     rng = np.random.default_rng(1)

@@ -1,0 +1,61 @@
+"""Keys of pages that come first: where that is done, and what crosses the bus for it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from icejax.cache import Clustered, Coded, Tolerant
+from icejax.errors import InputError
+from icejax.plan import make_plan
+from tests.layer import Layer, draw
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "latent", "expected"),
+    [
+        ({}, "cpu", False, True),
+        ({}, "gpu", False, True),
+        ({}, "tpu", False, False),  # whose host memory is read in tiles of several rows
+        ({}, "cpu", True, False),  # whose keys hold their values
+        (dict(page_dtype="int8"), "cpu", False, False),
+        (dict(resident=True), "cpu", False, False),
+        (dict(tail=False), "cpu", False, False),
+        (dict(rerank=False), "cpu", False, False),
+        (dict(keys_first=False), "cpu", False, False),
+        (dict(keys_first=True), "tpu", False, True),  # a plan refuses it
+    ],
+    ids=str,
+)
+def test_keys_come_first_where_that_can_be(options, platform, latent, expected):
+    assert Clustered(**options).settled(platform, latent=latent).keys_first is expected
+
+
+@pytest.mark.parametrize("policy", [Tolerant(), Coded()], ids=str)
+def test_policies_that_look_in_their_own_way_are_left_alone(policy):
+    assert policy.settled("cpu", latent=False) == policy
+    with pytest.raises(InputError, match=r"needs? keys_first=false, got True: use the clustered cache$"):
+        replace(policy, keys_first=True)
+
+
+def test_keys_come_first_only_where_they_can(bundled):
+    with pytest.raises(
+        InputError, match=r"^keys_first=true needs values apart from keys, which latent layers have not: leave it out$"
+    ):
+        Clustered(keys_first=True).settled("cpu", latent=True)
+    with pytest.raises(InputError, match=r"^keys_first=true needs resident=false, got True: leave it out$"):
+        Clustered(keys_first=True, resident=True)
+    with pytest.raises(
+        InputError, match=r"^clustered fetches single tokens, which TPU cannot: use a cache that fetches pages$"
+    ):
+        make_plan(bundled[0], Clustered(keys_first=True), batch_size=1, prompt_tokens=99, new_tokens=6, platform="tpu")
+
+
+def test_what_comes_from_the_host_is_the_keys_of_pages_and_the_values_of_the_best():
+    prompt, new = draw((250,), 1)
+    layer = Layer(Clustered(budget=64, candidates=1), (250,), *prompt)
+    layer.step(*(x[0] for x in new))
+    pages, exact = layer.policy.num_ranked(1000), int((np.asarray(layer.state.weights) > 0).sum())
+    assert pages == 2 * 4 and exact == 2 * (64 - 8 - 8 - 1)  # KV heads; sinks, window and the newest token
+    assert layer.state.fetched.tolist() == [(2 * pages * 16 + exact) // 2]
+    assert layer.policy.num_moved(1000) == (pages * 16 + 64 - 8 - 1) // 2
