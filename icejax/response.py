@@ -36,7 +36,7 @@ class GenerationResponse:
         ttft_s: seconds from the call to the first token.
         compile_s: how many of these went into tracing and compiling programs, which later calls of the same sizes do not do.
         tpot_s: median seconds per token after it; None until the row has ended.
-        prefill_tps, decode_tps: tokens per second of this row in the two phases.
+        prefill_tps, decode_tps: tokens per second of this row in the two phases, compiling included in the first.
         cache, budget: the policy's name, and tokens attended exactly per KV head and layer (None: all).
         device_kv_bytes, digest_bytes: keys and values, and digests, on the device.
         host_kv_bytes: the pool.

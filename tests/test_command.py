@@ -80,6 +80,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
     keys = layers * kv_heads * 112 * 16 * steps  # and the values of what is selected, as slots that have both
     assert found["pages_fetched"] == (keys + found["pages_selected"]) // 2
+    assert found["hit_rate"] == 0
     assert 192 * layers * kv_heads * steps <= found["pages_selected"] <= 207 * layers * kv_heads * steps
     assert found["fetch_backend"] == "gather_flat" and found["dtype"] == "float32" and found["budget"] == 256
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.balanced import Balanced
 from icejax.cache.found import Found
-from icejax.cache.policy import Heads, View
+from icejax.cache.policy import Heads, Lengths, Report, View
 from icejax.cache.retrieval import Near, PagedState, Pages
 from icejax.cache.slots import joined
 from icejax.errors import InputError
@@ -111,6 +111,12 @@ class Reranked(Balanced):
         fetched = (pages * p + single + 1) // TWICE  # as slots of keys and values
         state = replace(state, weights=weights.reshape(state.weights.shape), fetched=fetched)
         return attended, replace(found, ids=slots, counts=counts), state
+
+    def report(self, state: PagedState, lengths: Lengths) -> Report:
+        report = super().report(state, lengths)
+        if not self.keys_first:
+            return report
+        return replace(report, found=report.found.at[2].set(state.fetched))  # all that came was needed
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
         if self.by_slot or not self.rerank:
