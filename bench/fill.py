@@ -28,7 +28,8 @@ NOISE = 0.1  # of the standard deviation of all keys, or values, of a layer
 def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) -> tuple[DecodeState, jax.Array | None]:
     """Returns state and pool of a cache of about `context` tokens, as prefill would leave it but for what the keys are.
 
-    A page is filled whole, so that the context is shorter by up to a page.
+    A page is filled whole, so that the context is shorter by up to a page. Codes of keys are left 0: ranking by them takes as
+    long whatever they say.
     """
     base = BASE
     if plan.pooled:  # whole pages behind sinks and the window that a prompt fills
@@ -53,8 +54,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         big, table = host.allocate(plan.pool_shape(count), plan.pool_dtype), jnp.asarray(table)
         noise = jax.random.normal(jax.random.key(seed), real.shape, real.dtype)
         # An empty state holds one buffer many times over, which could not be given away.
-        empty = policy.init(plan.spec)
-        layers = [jax.tree.map(jnp.copy, empty) if i in plan.pooled else x for i, x in enumerate(layers)]
+        for i in plan.pooled:
+            layers[i] = jax.tree.map(jnp.copy, plan.policies[i].init(plan.spec))
         leaves = {i: layers[i].index.levels[0] for i in plan.pooled}
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
