@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import icejax
 from bench.capture import Captured
 from icejax.cache.digest_tree import Digested
+from icejax.cache.policies.arkvale import CuboidIndex
+from icejax.cache.policies.quest import BoundsIndex, bound
 from icejax.ops import key_codes, tree
 from icejax.ops.attention import Attended, Scoring, merge_by_lse
 from icejax.ops.digests import NARROW, digest, score
@@ -139,16 +141,8 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, index: Digested, name: s
     if name == "exact-lse":
         tokens = jnp.where(mask[:, :, None], jnp.einsum("bkgh,bkpsh->bkgps", q, k) * s, -jnp.inf)
         return jax.nn.logsumexp(tokens, axis=-1)
-    low, high = (f(jnp.where(mask[..., None], k, fill), axis=3) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
-    if name == "cuboid":  # ArkVale: the middle of the box, and the mean distance from it
-        centre = (low + high) / 2
-        spread = jnp.where(mask[..., None], jnp.abs(k - centre[..., None, :]), 0).sum(3)
-        spread /= jnp.maximum(digests.count, 1)[..., None]
-        low, high = centre - spread, centre + spread
-    low, high = (jnp.where(digests.count[..., None] > 0, x, 0) for x in (low, high))
-    positive, negative = jnp.maximum(q, 0), jnp.minimum(q, 0)
-    found = (jnp.einsum("bkgh,bkph->bkgp", positive, high) + jnp.einsum("bkgh,bkph->bkgp", negative, low)) * s
-    return jnp.where(digests.count[:, :, None, :] > 0, found, -jnp.inf)
+    index = CuboidIndex() if name == "cuboid" else BoundsIndex()
+    return s * bound(q, index.describe(k, None, mask))
 
 
 @jax.jit(static_argnames="dtype")

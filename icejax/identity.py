@@ -7,6 +7,7 @@ import json
 import types
 import typing
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ SCALARS = {int, float, str, bool, type(None)}
 
 def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
     """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
-    config = {f"config.{key}": value for key, value in dataclasses.asdict(model.config).items()}
+    config = dict(_flat("config", dataclasses.asdict(model.config)))
     policy = policy.settled(memory.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
     weights = 0
@@ -38,6 +39,15 @@ def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
         weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
     return json.loads(json.dumps(fields, default=str))  # as it is read back
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what dicts in dicts hold, so that a message can name it."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}", each)
+    else:
+        yield name, value
 
 
 def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Clustered(Reranked):
             None: in the model's dtype.
         resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
             is that of the fetched pages.
-        opened: nodes of the digest tree opened per level.
+        opened: nodes of the digest tree opened per level, or as many more as bring to light twice the pages that are ranked.
         compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
