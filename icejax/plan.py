@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from dataclasses import dataclass
 
 import jax
@@ -22,6 +23,7 @@ from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.ops.rope import check_turn
+from icejax.ranges import LARGEST
 
 LOG = logging.getLogger(__name__)
 SHORTEST, STEP, EVEN = 256, 8192, 1024  # tokens
@@ -129,9 +131,19 @@ class Plan:
         return row_extents(ladder(tokens) // self.page_size, range(self.prompt_pages, most), most=extents_for(most))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
-        """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of so many extents, as wide as the widest plane."""
+        """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of so many extents, as wide as the widest plane.
+
+        Raises:
+            InputError: single slots are fetched, and there are more than 32 bits count.
+        """
         page = (self.pool.planes, page_rows(self.page_size, self.pool_dtype), max(self.spec.planes))
-        return (extents, len(self.pooled), EXTENT, self.spec.num_kv_heads, *page)
+        shape = (extents, len(self.pooled), EXTENT, self.spec.num_kv_heads, *page)
+        if self.pool.unit < self.page_size and (slots := math.prod(shape[:-1])) > LARGEST:
+            raise InputError(
+                f"a pool whose single tokens are fetched has at most {LARGEST} keys and values, this one would have {slots}: "
+                "use a smaller batch or context, or --cache-option keys_first=false"
+            )
+        return shape
 
 
 def reports(plan: Plan, cache: KVCache) -> list[Report]:

@@ -169,11 +169,7 @@ class Saved:
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
-        with contextlib.ExitStack() as stack:
-            with _reading(self.path):
-                arrays = present(self.path) / ARRAYS
-                _check_file(self.path, arrays)
-                file = stack.enter_context(open(arrays, "rb"))
+        with _reading(self.path), open(_checked(self.path, present(self.path) / ARRAYS), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != self._size:
                 damaged(self.path, f"{ARRAYS} has {size} bytes, expected {self._size}")
@@ -205,9 +201,7 @@ def look(path: Path) -> Saved:
     """Returns the session at `path`, whatever it was saved with; InputError if there is none, or its description is damaged."""
     try:
         with _reading(path):
-            about = present(path) / ABOUT
-            _check_file(path, about, most=MOST_BYTES)
-            text = about.read_text(encoding="utf-8")
+            text = _checked(path, present(path) / ABOUT, most=MOST_BYTES).read_text(encoding="utf-8")
         fields = json.loads(text)
         if not isinstance(fields, dict):
             damaged(path, f"{ABOUT} holds no object")
@@ -270,11 +264,12 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path} is a session that cannot be read ({error.strerror}): use a copy of it") from None
 
 
-def _check_file(path: Path, file: Path, *, most: float = math.inf) -> None:
-    """Raises InputError for a file of the session at `path` that is none, as a pipe, which one would wait for, or too large."""
+def _checked(path: Path, file: Path, *, most: float = math.inf) -> Path:
+    """Returns a file of the session at `path`; InputError for what is none, as a pipe that one would wait for, or too large."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-        damaged(path, f"{file.name} is no file" if not stat.S_ISREG(status.st_mode) else f"{file.name} is too large")
+        damaged(path, f"{file.name} is {'too large' if stat.S_ISREG(status.st_mode) else 'no file'}")
+    return file
 
 
 def _checksum(fields: dict[str, Any]) -> int:

@@ -51,6 +51,17 @@ def test_keys_come_first_only_where_they_can(bundled):
         make_plan(bundled[0], Clustered(keys_first=True), batch_size=1, prompt_tokens=99, new_tokens=6, platform="tpu")
 
 
+def test_a_pool_of_more_slots_than_32_bits_count_is_refused(bundled):
+    sizes = dict(batch_size=1, prompt_tokens=99, new_tokens=6)
+    plan = make_plan(bundled[0], Clustered(), **sizes)  # 4 layers, 64 pages of 16, 2 KV heads, keys and values: 16,384 slots
+    assert plan.pool_shape(2**17 - 1)[0] == 2**17 - 1
+    with pytest.raises(
+        InputError, match=r"^a pool .* at most 2147483647 keys and values, this one would have 2147483648: use a"
+    ):
+        plan.pool_shape(2**17)
+    assert make_plan(bundled[0], Clustered(keys_first=False), **sizes).pool_shape(2**17)[0] == 2**17
+
+
 def test_what_comes_from_the_host_is_the_keys_of_pages_and_the_values_of_the_best():
     prompt, new = draw((250,), 1)
     layer = Layer(Clustered(budget=64, candidates=1), (250,), *prompt)
