@@ -183,7 +183,8 @@ def test_rows_count_bytes_as_the_shapes_say(capsys, tmp_path):
         if row["policy"] == "full":
             assert row["device_kv_bytes"] >= row["context"] * token and row["moved_bytes_per_token"] == 0
         if row["policy"] == "clustered":
-            assert row["moved_bytes_per_token"] == 4 * 2 * 56 * 16 * 2 * 64 * 4  # layers, heads, pages, tokens
+            vectors = row["moved_bytes_per_token"] / (4 * 2 * 64 * 4)  # of a layer's head: the keys of pages, and the values
+            assert 112 * 16 + 192 <= vectors <= 112 * 16 + 207
             assert row["digest_bytes"] > 4 * 64 * 4 * 8 * row["context"] / 16
     assert [row["policy"] for row in scopes] == ["full", "clustered"] and scopes[1]["scope_ms"]["select"] > 0
     assert all(0 < row["python_ms"] < row["scope_ms"]["mlp"] for row in scopes)

@@ -14,7 +14,7 @@ def test_a_short_text_fetches_the_few_pages_it_has(bundled, resident):
     (found,) = icejax.generate(
         *bundled,
         "x = 1\n" * 25,
-        cache=Clustered(budget=64, resident=resident),
+        cache=Clustered(budget=64, resident=resident, keys_first=False),
         max_new_tokens=8,
         watch=lambda state: states.append([np.asarray(layer.index.levels[0].count) for layer in state.cache.layers]),
     )

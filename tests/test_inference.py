@@ -126,7 +126,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
 def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(120)]
-    base = Clustered(budget=64, compact_every=32)
+    base = Clustered(budget=64, compact_every=32, keys_first=False)
     (tokens, logits, _), held = (greedy(model, policy, prompts, 80) for policy in (base, replace(base, resident=True)))
     np.testing.assert_array_equal(tokens, held[0])
     np.testing.assert_array_equal(logits, held[1])

@@ -170,7 +170,8 @@ def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     decoding._programs.cache_clear()
     text, questions = document()
     plain, held = (
-        Session(*bundled, cache=Clustered(budget=64, resident=resident), context_length=3000) for resident in (False, True)
+        Session(*bundled, cache=Clustered(budget=64, keys_first=False, resident=resident), context_length=3000)
+        for resident in (False, True)
     )
     for q in (text + questions[0].text, *(q.text for q in questions[1:]), "Pass key", "Pass key"):
         expected, found = (each.ask(q, max_new_tokens=20) for each in (plain, held))

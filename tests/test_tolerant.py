@@ -116,7 +116,12 @@ def test_an_answer_tells_its_error_and_its_budget():
         return icejax.generate(model, tokenizer, prompt, cache=policy, max_new_tokens=8)[0]
 
     plain, loose, tight = (
-        answer(x) for x in (Clustered(budget=64), Tolerant(budget=64, tolerance=1e3), Tolerant(budget=64, tolerance=1e-3))
+        answer(x)
+        for x in (
+            Clustered(budget=64, keys_first=False),
+            Tolerant(budget=64, tolerance=1e3),
+            Tolerant(budget=64, tolerance=1e-3),
+        )
     )
     assert plain.estimated_error is plain.budget_used is None
     assert loose.token_ids == plain.token_ids and loose.budget_used == 64 and loose.pages_fetched == plain.pages_fetched
