@@ -50,16 +50,18 @@ def test_the_best_are_the_first_of_a_stable_sort(form, size, wanted):
     worth = ties(6, size)
     expected = np.argsort(-worth, axis=-1, kind="stable")[:, :wanted]
     other = np.random.default_rng(0).integers(0, 99, worth.shape)
-    arrays = (jnp.asarray(x).reshape(2, 3, size) for x in (worth, other.astype(np.int32)))
-    indices, taken, (found,) = form(*arrays, wanted=wanted)
+    room = np.random.default_rng(1).integers(0, wanted + 1, (2, 3))
+    worthy, others = (jnp.asarray(x).reshape(2, 3, size) for x in (worth, other.astype(np.int32)))
+    indices, taken, (found,) = form(worthy, jnp.asarray(room), others, wanted=wanted)
     np.testing.assert_array_equal(np.asarray(indices).reshape(6, wanted), expected)
     np.testing.assert_array_equal(np.asarray(found).reshape(6, wanted), np.take_along_axis(other, expected, axis=-1))
-    np.testing.assert_array_equal(np.flatnonzero(np.asarray(taken).reshape(6, size)[4]), np.sort(expected[4]))
+    for row, count in enumerate(room.reshape(-1)):
+        np.testing.assert_array_equal(np.flatnonzero(np.asarray(taken).reshape(6, size)[row]), np.sort(expected[row, :count]))
 
 
 def test_values_that_are_no_numbers_come_last():
     worth = jnp.asarray([np.nan, 3.0, np.nan, 5.0])
-    assert topk._best_counted(worth, wanted=4)[0].tolist() == [3, 1, 0, 2]
+    assert topk._best_counted(worth, jnp.asarray(4), wanted=4)[0].tolist() == [3, 1, 0, 2]
 
 
 def test_the_largest_are_as_many_as_there_is_room():

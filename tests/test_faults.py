@@ -33,7 +33,7 @@ FAULTS = (
     ("ops/ranked_attention.py", "jnp.where(taken[:, None], 0.0, paged)", "paged", "reference.py::test_200_steps_equal_the_reference[keys-first]"),
     ("ops/topk.py", "< room.reshape(-1, 1)", "< room.reshape(-1, 1) + 1", "policies.py::test_clustered_attends_to_no_more_tokens_than_its_budget"),
     ("cache/reranked.py", "(pages * p + single + 1) // TWICE", "(pages * p + 1) // TWICE", "keys_first.py::test_what_comes_from_the_host_is_the_keys_of_pages_and_the_values_of_the_best"),
-    ("cache/host.py", "+ plane * height", "", "host.py::test_one_plane_is_fetched_and_nothing_of_the_other"),
+    ("cache/host.py", "(page_ids % height).reshape(-1) + plane * height", "(page_ids % height).reshape(-1)", "host.py::test_one_plane_is_fetched_and_nothing_of_the_other"),
     ("ops/topk.py", "((other == own) & before)", "(other == own)", "accelerator.py::test_the_best_are_the_first_of_a_stable_sort"),
     ("ops/quantize.py", "/ most, least", "/ (0.8 * most), least", "page_format.py::test_int8_pages_are_within_half_a_step"),
     ("cache/page_format.py", "[lax.bitcast_convert_type(codes, jnp.uint8), scale]", "[scale, lax.bitcast_convert_type(codes, jnp.uint8)]", "page_format.py::test_int8_pages_are_within_half_a_step"),

@@ -97,7 +97,8 @@ def test_more_budget_attends_to_more_of_the_mass(seed):
         for head in range(KV_HEADS):
             keys = np.concatenate([prompt[1][0, :250, head], new[1][0, 0, head][None]]).astype(np.float64)
             q = new[0][0, 0, 2 * head].astype(np.float64) / SIZE**0.5
-            found = pages[ids[0, head], head, 0][weights[0, head] > 0]
+            kept = ids[0, head][weights[0, head, :, 0] > 0]  # slots of pages
+            found = pages[kept // policy.page_size, head, 0, kept % policy.page_size]
             mass.append(np.exp(found @ q).sum() / np.exp(keys @ q).sum())
         masses.append(mass)
     assert (np.diff(masses, axis=0) >= -1e-9).all()

@@ -124,7 +124,7 @@ def _identity(**changes):
         (lambda f: (f / saved.ABOUT).write_text("{"), "session.json is no JSON"),
         (
             lambda f: (f / saved.ABOUT).unlink() or (f / saved.ABOUT).mkdir(),
-            "is a session that cannot be read (Is a directory)",
+            "session.json is no file",
         ),
         (lambda f: (f / saved.ABOUT).write_text('{"identity": {}}'), "was saved by an older icejax: begin a new session"),
         (_identity(config__model_type=None), "config.model_type is None"),
