@@ -45,9 +45,10 @@ from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
 from icejax.ops.attention import Scoring
-from icejax.ops.digests import TAIL_CLAMP, score
+from icejax.ops.digests import score
 from icejax.ops.scatter import along
 from icejax.ops.topk import chosen
+from icejax.ops.tree import uneven_of
 from icejax.ranges import whole
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
@@ -138,9 +139,12 @@ def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array
     tokens = jnp.where(mask[:, None], jnp.einsum("kgh,kmsh->kgms", q, keys) * scale, -jnp.inf)
     taken = chosen(found.path[-1], digests.count.shape[2])[0]
     lies = along(q[None], index.scatter, scoring=Scoring(scale))
-    left = jnp.where(taken[:, None], -jnp.inf, score(q[None], digests, lies, scoring=Scoring(scale)).weight[0])
+    scores = score(q[None], digests, lies, scoring=Scoring(scale))
+    scores = scores._replace(weight=jnp.where(taken[:, None], -jnp.inf, scores.weight))
+    left, wide = scores.weight[0], scores.wide[0]
     parts = (near, tokens.reshape(*tokens.shape[:2], -1), left)
     lse = jax.nn.logsumexp(jnp.concatenate(parts, -1), -1)[..., None]
+    uneven = uneven_of([(scores, digests)], lse[None, ..., 0])[0]
     left = jnp.exp(left - lse)
 
     others = mask & ~(inside[:, 0] > -jnp.inf).reshape(mask.shape)
@@ -148,14 +152,11 @@ def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array
     mean = weights.sum(-1, keepdims=True) / jnp.maximum(others.sum(-1, dtype=jnp.float32), 1)[:, None, :, None]
     apart = jnp.where(others[:, None], jnp.square(weights - mean), 0).sum(-1)
 
-    wide = jnp.minimum(jnp.einsum("kgn,kpn->kgp", lies.variance[0], digests.width[0]), 2 * TAIL_CLAMP)
-    count = jnp.maximum(digests.count[0].astype(jnp.float32), 1)[:, None]
-    uneven = jnp.square(left) * jnp.minimum((jnp.exp(wide) - 1) / count, 1)
     of_values, untold = (x[:, None] for x in deviations)
     found = dict(
         true=error(out, exact(q, k, v, budget=budget)[0]),
         share=of_values * (left.sum(-1) + weights.sum((-1, -2))) / norm,
-        spread=untold * jnp.sqrt(uneven.sum(-1) + apart.sum(-1)) / norm,
+        spread=untold * jnp.sqrt(uneven + apart.sum(-1)) / norm,
         width=of_values * ((left * jnp.sqrt(wide)).sum(-1) + jnp.sqrt(apart).sum(-1)) / norm,
     )
     return {name: x.reshape(-1) for name, x in found.items()}

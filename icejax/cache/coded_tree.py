@@ -18,7 +18,7 @@ from icejax.ops.key_codes import KeyCodes
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Coded(Digested):
+class CodedIndex(Digested):
     """What is kept of all pages.
 
     Attributes:
@@ -40,28 +40,28 @@ class CodedTree(DigestTree):
     page_size: int
     bits: int
 
-    def empty(self, spec: CacheSpec, pages: int) -> Coded:
+    def empty(self, spec: CacheSpec, pages: int) -> CodedIndex:
         shape = (spec.batch_size, spec.num_kv_heads, pages)
         codes = key_codes.empty(shape, self.page_size, spec.head_dim, self.bits, spec.dtype)
-        return Coded(**vars(super().empty(spec, pages)), codes=codes)
+        return CodedIndex(**vars(super().empty(spec, pages)), codes=codes)
 
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
     ) -> Described:
         return *super().describe(k, v, mask), key_codes.encode(k, mask, self.bits)
 
-    def of_prompt(self, index: Coded, described: Described) -> Coded:
+    def of_prompt(self, index: CodedIndex, described: Described) -> CodedIndex:
         codes = PageIndex.put(self, index.codes, described[2], jnp.int32(0))
         return replace(super().of_prompt(index, described), codes=codes)
 
-    def prepared(self, index: Coded, described: Described, first: Int[Array, ""]) -> tuple[tuple[Digests, ...], KeyCodes]:
+    def prepared(self, index: CodedIndex, described: Described, first: Int[Array, ""]) -> tuple[tuple[Digests, ...], KeyCodes]:
         return super().prepared(index, described, first), described[2]
 
-    def put(self, index: Coded, prepared: tuple[tuple[Digests, ...], KeyCodes], first: Int[Array, ""]) -> Coded:
+    def put(self, index: CodedIndex, prepared: tuple[tuple[Digests, ...], KeyCodes], first: Int[Array, ""]) -> CodedIndex:
         return replace(super().put(index, prepared[0], first), codes=PageIndex.put(self, index.codes, prepared[1], first))
 
     def moved(
-        self, index: Coded, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
-    ) -> Coded:
+        self, index: CodedIndex, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+    ) -> CodedIndex:
         codes = PageIndex.moved(self, index.codes, ids, there, first, behind=behind)
         return replace(super().moved(index, ids, there, first, behind=behind), codes=codes)

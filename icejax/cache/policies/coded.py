@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.coded_tree import Coded as CodedIndex
-from icejax.cache.coded_tree import CodedTree
+from icejax.cache.coded_tree import CodedIndex, CodedTree
 from icejax.cache.found import Found
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policy import Heads, View
