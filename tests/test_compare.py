@@ -139,6 +139,21 @@ def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, 
     assert len(again) == len(found) and all((row["error"] == 7) == (row["policy"] != "quest") for row in again.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("left", ["lines.jsonl", "compare.jsonl"])
+def test_options_are_searched_for_once(run, tmp_path, monkeypatch, left):
+    """Not for another task, nor where a run goes on, whether its lines are there or its rows."""
+    searched = []
+    monkeypatch.setattr(tuned, "search", lambda knob, tokens, _: searched.append(tokens) or {knob.option: 0.75})
+    few = ("--policies", "topp", "--budgets", "32,64", "--protocols", "sparse")
+    assert run(*few) == 0 and searched == [32, 64]
+    for name in {"lines.jsonl", "compare.jsonl"} - {left}:
+        (tmp_path / "run" / name).unlink()
+    assert run(*few, "--tasks", "single,multikey-4") == 0 and searched == [32, 64]
+    found = rows.read(tmp_path / "run" / "compare.jsonl").values()
+    assert len(found) == 4 and all(row["options"] == {"mass": 0.75} for row in found)
+
+
 def test_options_of_a_policy_stand_behind_its_name():
     (found,), left_out = cells.contenders(["clustered:candidates=1:tail=false"], ["64"], 600)
     assert (found.name, found.policy) == ("clustered:candidates=1:tail=false", Clustered(64, candidates=1, tail=False))

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench.compare: error: {error}", file=sys.stderr)
         return 2
     asked = {(cell.length, cell.task): cell.questions for cell in each}
-    done = {key for key, row in before.items() if row["questions"] == asked.get((row["length"], row["task"]))}
+    done = {key: row for key, row in before.items() if row["questions"] == asked.get((row["length"], row["task"]))}
     units = {
         cell: sum(
             (name, one.name, one.asked, cell.length, cell.task, protocol) not in done

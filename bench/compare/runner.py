@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -22,11 +22,11 @@ from icejax.models import CausalLM
 class Runner:
     """The texts of a group and the subject of one model and length, each made when it is first needed."""
 
-    def __init__(self, model: CausalLM, length: int) -> None:
+    def __init__(self, model: CausalLM, length: int, options: dict[tuple[str, str], dict]) -> None:
         self._model, self._length = model, length
         self._texts: dict[tuple[str, int], tuple[Text, list[Question]]] = {}
         self._subject: Subject | None = None
-        self._options: dict[tuple[str, str], dict] = {}  # those that were searched for
+        self._options = options  # of a policy and a budget, those that were searched for
         self._warm = False
 
     def line(self, cell: Cell, number: int, one: Contender, protocol: Protocol) -> dict:
@@ -78,16 +78,17 @@ def run(
     some: dict[int, list[Contender]],
     protocols: list[Protocol],
     path: Path,
-    done: Container[tuple],
+    done: dict[tuple, dict],
 ) -> Iterator[str]:
     """Adds the lines of a model that a file does not hold yet; yields what each was about, those that were there too.
 
     Args:
-        done: keys of the rows that need no line.
+        done: the rows that need no line, by their keys.
     """
     there = cells.lines(path)
     for length, contenders in some.items():
-        runner = Runner(model, length)
+        of = [each for each in (*done.values(), *there.values()) if (each["model"], each["length"]) == (name, length)]
+        runner = Runner(model, length, {(each["policy"], each["budget"]): each["options"] for each in of if each["options"]})
         groups = ((cell, group) for cell in each if cell.length == length for group in cells.groups(model, cell))
         for cell, some_texts in groups:
             for one in contenders:
