@@ -110,7 +110,7 @@ class Method:
 RERANKED = Method(candidates=None, keys_first=True)
 WHOLE = replace(RERANKED, keys_first=False)
 DEFAULT = (RERANKED, WHOLE, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False))
-FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (14, 28, 40)))
+FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (40, 56, 112)))
 CODED = (RERANKED, *(replace(WHOLE, codes=bits, singly=singly) for singly in (True, False) for bits in key_codes.BITS))
 METHODS = (
     Method(tail=False, walk=False),

@@ -36,7 +36,7 @@ from icejax.jsontext import MOST_BYTES
 from icejax.models import CausalLM
 from icejax.plan import Plan
 
-VERSION = 13
+VERSION = 14
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes that are verified at once
 MOST = 2**31  # tokens are counted in 32 bits

@@ -40,7 +40,7 @@ def neighbours(keys: np.ndarray, order: np.ndarray, late: np.ndarray, size: int)
 
 
 def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[np.ndarray]:
-    """Returns groups of alike keys, groups alike in nodes of 16 behind one another, nodes in nodes; 1 is partial, 2 empty."""
+    """Returns groups of alike keys, groups alike in nodes of 8 behind one another, nodes in nodes; 1 is partial, 2 empty."""
     levels = max(0, round(np.log2(len(keys) / block)))
     part = -(-len(keys) // (2**levels * size)) * size
     order = halve(keys, np.arange(len(keys)), late, part, levels)
@@ -209,12 +209,13 @@ class Reference:
             runs = range(0, len(levels[-1]), tree.FAN_OUT)
             levels.append([self.node(levels[-1][i : i + tree.FAN_OUT]) for i in runs])
         candidates, rest = list(range(len(levels[-1]))), []
+        several = max(self.policy.opened, 2 * -(-self.policy.num_ranked(2**20) // tree.FAN_OUT))
         for level in range(len(levels) - 1, -1, -1):
             nodes = [levels[level][i] for i in candidates]
             both = [self.score(q, tokens) for tokens in nodes]
             estimates, scores = np.stack(both, axis=2) if both else np.zeros((2, len(q), 0))
             if level:
-                opened = set(self.best(estimates, self.policy.opened).tolist())
+                opened = set(self.best(estimates, several).tolist())
                 rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
                 firsts, below = [candidates[i] * tree.FAN_OUT for i in opened], len(levels[level - 1])
                 candidates = sorted(c for f in firsts for c in range(f, f + tree.FAN_OUT) if c < below)

@@ -62,10 +62,10 @@ def test_packing_beats_order_of_time_on_spread():
 
 
 def test_nodes_hold_pages_alike():
-    """Pages of sixteen far groups of sixteen clusters, shuffled, come back one group to a node."""
+    """Pages of sixteen far groups of sixteen clusters, shuffled, come back two nodes to a group."""
     rng = np.random.default_rng(2)
     far, near = 20 * rng.standard_normal((16, 1, 32)), rng.standard_normal((16, 16, 32))
     labels = rng.permutation(np.repeat(np.arange(256), 16))
     keys = (far + near).reshape(256, 32)[labels] + 0.01 * rng.standard_normal((4096, 32))
     order = np.asarray(packed(keys.astype(np.float32)[None, None], np.ones((1, 4096), bool), page_size=16))[0, 0]
-    assert all(len(set(node)) == 1 for node in (labels[order] // 16).reshape(16, 256))
+    assert all(len(set(node)) == 1 for node in (labels[order] // 16).reshape(32, 128))

@@ -28,7 +28,7 @@ def test_200_steps_equal_the_reference(monkeypatch, options):
 @pytest.mark.parametrize("clock", [1, 7, 24, 63])
 def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
     """At other steps than those where pages and rounds of compaction begin; over the next two rounds."""
-    policy = Clustered(budget=48, page_size=8, candidates=2, opened=4, compact_every=32)
+    policy = Clustered(budget=48, page_size=8, candidates=1, opened=4, compact_every=32)
     assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=2, clock=clock)
 
 

@@ -30,7 +30,7 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
     keys, values, mask = pages_of(np.random.default_rng(4), 600)
     mask[:, :, 570:] = False
     levels = jitted(tree_of, keys, values, mask)
-    assert [x.count.shape[-1] for x in levels] == [608, 38]
+    assert [x.count.shape[-1] for x in levels] == [600, 75]
     for at, count in ((570, 1), (571, 1), (599, 1), (3, 1), (583, 17), (31, 2), (96, 16), (15, 34), (592, 8)):
         new = pages_of(np.random.default_rng(at), count)
         for old, x in zip((keys, values, mask), new, strict=True):
@@ -39,13 +39,13 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
     found = list(map(read, levels))
     for at in range(600):
         check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
-    for node in range(38):
-        part = np.s_[0, 0, 16 * node : 16 * node + 16]
+    for node in range(75):
+        part = np.s_[0, 0, 8 * node : 8 * node + 8]
         check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
 
 
 def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
-    """The others of its page point the other way, so that their mean hides it, and it shares a node with 15 pages."""
+    """The others of its page point the other way, so that their mean hides it, and it shares a node with 7 pages."""
     rng = np.random.default_rng(14)
     keys, values = (rng.standard_normal((1, 1, 600, 16, 64)).astype(np.float32) for _ in range(2))
     direction = rng.standard_normal(64)
@@ -108,7 +108,7 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     options = dict(selected=12, tail=True)
     scatter = scatter_of(keys, mask).astype(np.float32)
     flat = jitted(tree.walk, q, levels[:1], scatter, scoring=Scoring(16**-0.5), opened=1, **options)
-    whole = jitted(tree.walk, q, levels, scatter, scoring=Scoring(16**-0.5), opened=57, **options)
+    whole = jitted(tree.walk, q, levels, scatter, scoring=Scoring(16**-0.5), opened=113, **options)
     np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
     np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
@@ -118,7 +118,7 @@ def test_every_token_counts_once_however_few_nodes_are_open(small_top):
     """A zero query scores every node by its count alone."""
     keys, values, mask = pages_of(np.random.default_rng(7), 900)
     levels = jitted(tree_of, keys, values, mask)
-    for opened in (1, 8, 57):
+    for opened in (1, 8, 113):
         found = jitted(
             tree.walk,
             jnp.zeros((1, 1, 1, 16)),

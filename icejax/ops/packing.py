@@ -24,7 +24,7 @@ def pack(k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: in
 
     Tokens are halved along their main axis down to blocks of about `block`, so cost is S log S; in a block each page is the
     free token farthest from the block's middle with its nearest free neighbours (IceCache's greedy packing, which begins
-    with the largest norm, without its tree search). By their mean keys pages are then put into nodes of 16 in the same way,
+    with the largest norm, without its tree search). By their mean keys pages are then put into nodes of 8 in the same way,
     and nodes into nodes. The last page may be partial, with empty slots last; empty pages are last of all.
 
     In one block, with pages of 2 and keys of one channel:

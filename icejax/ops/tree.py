@@ -16,7 +16,7 @@ from icejax.ops.scatter import Along, along
 from icejax.ops.topk import best, chosen
 from icejax.ops.value_fit import FromKeys
 
-FAN_OUT = 16  # pages of a node, nodes of a node above
+FAN_OUT = 8  # pages of a node, nodes of a node above
 Group = Literal["sum", "max", "interleave"]
 EVEN = 64  # the highest level has whole 64s of nodes: XLA:GPU then fuses what it joins of them into the products
 TOP = 2304  # nodes of the highest level, all of which are scored: 32,768 tokens and 4,096 new ones
