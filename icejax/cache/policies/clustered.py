@@ -80,7 +80,7 @@ class Clustered(Reranked):
     digest_dtype: str | None = None
     page_dtype: str | None = None
     resident: bool = False
-    opened: int = 80
+    opened: int = 88
     compact_every: int = 1024
     dense_layers: int | None = None
     reuse: int = 1
