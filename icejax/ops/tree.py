@@ -214,10 +214,10 @@ def _padded(digests: Digests, whole: int) -> Digests:
 
 
 def _families(digests: Digests) -> Digests:
-    """Returns [B, K, P, ...] as [B, K, P / 16, 16, ...]."""
+    """Returns [B, K, P, ...] as [B, K, P / 8, 8, ...]."""
     return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, FAN_OUT, *x.shape[3:]), digests)
 
 
 def _rows(x: jax.Array, nodes: jax.Array) -> jax.Array:
-    """Returns the families [B, K, M, 16, ...] of `nodes` [B, K, M]."""
+    """Returns the families [B, K, M, 8, ...] of `nodes` [B, K, M]."""
     return jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 3)), axis=2, mode="promise_in_bounds")
