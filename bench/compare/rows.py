@@ -111,19 +111,22 @@ def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
 
 
 def alike(found: list[dict]) -> list[dict]:
-    """Returns the rows of the models, lengths, tasks and protocols that most policies have rows of.
+    """Returns the rows of the models, lengths, tasks and protocols that most policies have rows of, of the policies that have all.
 
     Not of those that the full cache answers less than half of: they tell nothing of other caches.
     """
     policies, answered = defaultdict(set), {}
     where = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
     for row in found:
-        policies[where(row)].add(row["policy"].partition(":")[0])
+        policies[where(row)].add(row["policy"])
         if row["policy"] == "full":
             answered[where(row)] = row["exact"]
-    can = {cell: names for cell, names in policies.items() if answered.get(cell, 1.0) >= 0.5}
+    plain = {cell: {name for name in names if ":" not in name} for cell, names in policies.items()}
+    can = {cell: names for cell, names in plain.items() if answered.get(cell, 1.0) >= 0.5}
     most = max(map(len, can.values()), default=0)
-    return [row for row in found if len(can.get(where(row), ())) == most]
+    cells = {cell for cell, names in can.items() if len(names) == most}
+    whole = set.intersection(*(policies[cell] for cell in cells)) if cells else set()
+    return [row for row in found if where(row) in cells and row["policy"] in whole]
 
 
 def plot(found: list[dict], picture: Path) -> None:
