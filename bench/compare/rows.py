@@ -111,7 +111,7 @@ def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
 
 
 def alike(found: list[dict]) -> list[dict]:
-    """Returns the rows of the models, lengths, tasks and protocols that most policies have rows of, of the policies that have all.
+    """Returns the rows of the models, lengths, tasks and protocols that most policies have, of policies that have all of them.
 
     Not of those that the full cache answers less than half of: they tell nothing of other caches.
     """
