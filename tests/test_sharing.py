@@ -41,6 +41,7 @@ def test_room_for_all_tokens_is_still_the_full_cache(model, options):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
+@pytest.mark.slow
 def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
     plan = plan_for(model, replace(SMALL, reuse=3, keys_first=False), [families.tokens(300)], 80)
     state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
