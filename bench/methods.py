@@ -110,7 +110,7 @@ class Method:
 RERANKED = Method(candidates=None, keys_first=True)
 WHOLE = replace(RERANKED, keys_first=False)
 DEFAULT = (RERANKED, WHOLE, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False))
-FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (40, 56, 112)))
+FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (80, 96, 112)))
 CODED = (RERANKED, *(replace(WHOLE, codes=bits, singly=singly) for singly in (True, False) for bits in key_codes.BITS))
 METHODS = (
     Method(tail=False, walk=False),
@@ -163,7 +163,7 @@ def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=Non
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
     if method.walk:
-        opened = max(method.opened or icejax.Clustered().opened, 2 * -(-fetched // tree.FAN_OUT))
+        opened = tree.num_opened(fetched, least=method.opened or icejax.Clustered().opened)
         rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
         about = dict(guess=guess, path=path, from_keys=from_keys)
         return tree.walk(q, index.levels, index.scatter, opened=opened, selected=fetched, **rules, **about)

@@ -27,19 +27,19 @@ def small_top(monkeypatch):
 
 
 def test_every_level_stays_exact_when_pages_are_put_in(small_top):
-    keys, values, mask = pages_of(np.random.default_rng(4), 600)
+    keys, values, mask = pages_of(np.random.default_rng(4), 603)
     mask[:, :, 570:] = False
     levels = jitted(tree_of, keys, values, mask)
-    assert [x.count.shape[-1] for x in levels] == [600, 75]
-    for at, count in ((570, 1), (571, 1), (599, 1), (3, 1), (583, 17), (31, 2), (96, 16), (15, 34), (592, 8)):
+    assert [x.count.shape[-1] for x in levels] == [608, 76]
+    for at, count in ((570, 1), (571, 1), (599, 1), (3, 1), (583, 17), (31, 2), (96, 16), (15, 34), (592, 8), (600, 3)):
         new = pages_of(np.random.default_rng(at), count)
         for old, x in zip((keys, values, mask), new, strict=True):
             old[:, :, at : at + count] = x
         levels = jitted(put_in, levels, *new, jnp.int32(at))
     found = list(map(read, levels))
-    for at in range(600):
+    for at in range(603):
         check(found[0], (0, 0, at), float64(keys[0, 0, at], values[0, 0, at], mask[0, 0, at]))
-    for node in range(75):
+    for node in range(76):
         part = np.s_[0, 0, 8 * node : 8 * node + 8]
         check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
 

@@ -121,10 +121,8 @@ def alike(found: list[dict]) -> list[dict]:
         policies[where(row)].add(row["policy"])
         if row["policy"] == "full":
             answered[where(row)] = row["exact"]
-    plain = {cell: {name for name in names if ":" not in name} for cell, names in policies.items()}
-    can = {cell: names for cell, names in plain.items() if answered.get(cell, 1.0) >= 0.5}
-    most = max(map(len, can.values()), default=0)
-    cells = {cell for cell, names in can.items() if len(names) == most}
+    can = {cell: sum(":" not in name for name in names) for cell, names in policies.items() if answered.get(cell, 1.0) >= 0.5}
+    cells = {cell for cell, count in can.items() if count == max(can.values())}
     whole = set.intersection(*(policies[cell] for cell in cells)) if cells else set()
     return [row for row in found if where(row) in cells and row["policy"] in whole]
 

@@ -17,7 +17,7 @@ from bench.program.work import Work
 from bench.sizes import nbytes
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.retrieval import PagedState, Retrieval
-from icejax.ops.tree import FAN_OUT
+from icejax.ops import tree
 
 LEVELS = ("low", "mid", "high")
 SHARE = 0.9  # of a data sheet's bandwidth that the floor reads weights at
@@ -213,5 +213,6 @@ def _looked_at(policy: Retrieval, layer: PagedState) -> int:
     if not isinstance(policy, Clustered):
         return nbytes(layer.index)
     *lower, highest = layer.index.levels
-    opened = max(policy.opened, 2 * -(-policy.num_ranked(layer.index.levels[0].count.shape[-1]) // FAN_OUT)) * FAN_OUT
+    ranked = policy.num_ranked(layer.index.levels[0].count.shape[-1])
+    opened = tree.num_opened(ranked, least=policy.opened) * tree.FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

@@ -53,6 +53,11 @@ def num_levels(pages: int) -> int:
     return levels
 
 
+def num_opened(pages: int, *, least: int) -> int:
+    """Returns how many nodes are opened per level, so that twice `pages` come to light and a budget for all pages finds all."""
+    return max(least, 2 * -(-pages // FAN_OUT))
+
+
 def build(pages: Digests) -> tuple[Digests, ...]:
     """Returns the digests of pages and of every level above them, highest last."""
     levels = [pages]

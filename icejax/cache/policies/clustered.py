@@ -161,8 +161,7 @@ class Clustered(Reranked):
             index.levels,
             index.scatter,
             scoring=heads.scoring,
-            # Twice the pages wanted come to light at least, so that a budget for all pages finds all.
-            opened=max(self.opened, 2 * -(-most // tree.FAN_OUT)),
+            opened=tree.num_opened(most, least=self.opened),
             selected=fetched,
             tail=self.tail,
             rule=self.score,
