@@ -149,6 +149,16 @@ def test_a_step_brings_experts_from_the_host_and_copies_no_table(family, target,
 
 
 @pytest.mark.slow
+def test_a_large_batch_reads_each_expert_once():
+    line = "--shape qwen3-30b-a3b --layers 2 --context 4096 --batch 32 --cache full --target h100,v6e"
+    experts = 2 * 128 * 3 * 768 * 2048 * 2  # bytes
+    gpu, tpu = said("h100", "bench.program", *line.split())
+    for row in (gpu, tpu):
+        assert experts <= row["scopes"]["mlp"]["device_bytes"] < 1.1 * experts and row["temp_bytes"] < experts / 50
+    assert (gpu["launches"], gpu["graph_launches"], gpu["blocking"], gpu["sorts"]) == (1, 1, 0, 0)
+
+
+@pytest.mark.slow
 def test_the_step_with_experts_in_host_memory_is_one_graph():
     line = "--shape qwen3-30b-a3b --layers 2 --weights plain,int4 --experts-on-host 64 --cache full,clustered --context 4096"
     for row in said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):

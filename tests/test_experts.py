@@ -23,6 +23,7 @@ MIXTURES = [
     if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
     and "enable_moe_block" not in dict(row.changes)
 ]
+OF_CODES = experts.by_sum, experts.one_by_one, experts.in_blocks
 LIMITED = ExpertForm(limit=0.8, alpha=1.3, biased=True)
 
 
@@ -50,7 +51,7 @@ def drawn(rng, tokens: int, skew: float) -> np.ndarray:
     return np.argsort(-worth, axis=1)[:, :CHOSEN].astype(np.int32)
 
 
-@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [*OF_CODES, experts.by_all], ids=lambda form: form.__name__)
 @pytest.mark.parametrize("tokens", [1, 8, 300])
 @pytest.mark.parametrize("skew", [0.0, 20.0])
 def test_every_form_is_a_plain_loop(form, tokens, skew):
@@ -61,7 +62,7 @@ def test_every_form_is_a_plain_loop(form, tokens, skew):
     np.testing.assert_allclose(found, plain(x, weights, ids), rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", OF_CODES, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("tokens", [3, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["int4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("int8", "float4_e2m1fn"))])
 def test_every_form_takes_codes(form, tokens, kind):
@@ -78,7 +79,7 @@ def test_every_form_takes_codes(form, tokens, kind):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("form", [experts.by_sum, experts.one_by_one, experts.in_blocks], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [*OF_CODES, experts.by_all], ids=lambda form: form.__name__)
 def test_every_form_takes_biases_and_limits(form):
     rng = np.random.default_rng(2)
     biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (INNER, INNER, HIDDEN))
@@ -98,14 +99,15 @@ def test_weights_are_those_of_the_experts(tokens):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 
 
-def test_what_a_token_holds_stays_with_it():
-    """One that is not finite, as padding may be, changes no other, whichever blocks they share."""
+@pytest.mark.parametrize("form", [experts.in_blocks, experts.by_all], ids=lambda form: form.__name__)
+def test_what_a_token_holds_stays_with_it(form):
+    """One that is not finite, as padding may be, changes no other, whichever products they share."""
     rng = np.random.default_rng(9)
     weights, ids = stack(rng), drawn(rng, 40, 0.0)
     x = rng.standard_normal((40, HIDDEN)).astype(np.float32)
     expected = plain(x, weights, ids)
     x[11] = np.nan
-    found = np.asarray(jax.jit(experts.in_blocks)(x, jax.tree.map(jnp.asarray, weights), ids))
+    found = np.asarray(jax.jit(form)(x, jax.tree.map(jnp.asarray, weights), ids))
     others = np.arange(40) != 11
     assert np.isnan(found[11]).all()
     np.testing.assert_allclose(found[others], expected[others], rtol=0, atol=tolerances.EXACT)

@@ -15,12 +15,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import ExpertForm
+from icejax.ops.attention import EINSUM
 from icejax.ops.gated import gated
 from icejax.ops.hosted import Hosted, is_hosted
 from icejax.ops.quantized import Grouped, product
-from icejax.ops.topk import inverse
+from icejax.ops.topk import inverse, ranks
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
+MANY = 128  # up to which an accelerator multiplies all tokens by an expert while it reads the next one
 PLAIN = ExpertForm()
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
@@ -49,9 +51,11 @@ def mixed(
 
 def _in_one(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> jax.Array:
     """Returns what each expert makes of its token, in the form that is best for so many."""
+    few, one, blocks, every = (functools.partial(each, form=form) for each in (by_sum, one_by_one, in_blocks, by_all))
+    if not isinstance(experts.gate, Grouped) and len(x) <= MANY and ids.size > len(experts.gate):
+        return lax.platform_dependent(x, experts, ids, cpu=blocks if len(x) > FEW else one, default=every)
     if len(x) > FEW:
-        return in_blocks(x, experts, ids, form=form)
-    few, one = (functools.partial(each, form=form) for each in (by_sum, one_by_one))
+        return blocks(x, experts, ids)
     return lax.platform_dependent(x, experts, ids, cuda=few, rocm=few, default=one)
 
 
@@ -102,18 +106,29 @@ def one_by_one(
     return lax.map(lambda pair: _expert(experts, pair[1], pair[0], form), pairs).reshape(*ids.shape, -1)
 
 
+def by_all(
+    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+) -> Float[Array, "T k D"]:
+    """Returns what each expert makes of its token, of what all make of all: each is read once, in a product a matrix."""
+
+    def made(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = EINSUM("td,efd->etf" if rows.ndim == 2 else "etd,efd->etf", rows, matrices)
+        return y if bias is None else y + bias[:, None].astype(jnp.float32)
+
+    return _through(experts, x, made, form)[ids, jnp.arange(len(x))[:, None]]
+
+
 def in_blocks(
     x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T k D"]:
-    """Returns what each expert makes of its token: pairs are sorted by expert, and each has blocks of them to itself."""
+    """Returns what each expert makes of its token: each has blocks of pairs to itself, which stand in its order."""
     count, pairs = len(jax.tree.leaves(experts)[0]), ids.size
     block = min(max(1 << (pairs // count).bit_length(), LEAST_BLOCK), MOST_BLOCK)
-    # Of more than 16 tokens, so of prompts and large batches: places by running counts would hold pairs times experts.
-    order = jnp.argsort(ids.reshape(-1), stable=True)
+    place = ranks(-ids.reshape(-1).astype(jnp.float32))
     taken = (ids.reshape(-1, 1) == jnp.arange(count)[None, :]).sum(0, dtype=jnp.int32)
     first, blocks = jnp.cumsum(taken) - taken, -(-taken // block)
     ends = jnp.cumsum(blocks)
-    tokens = jnp.pad(order // ids.shape[1], (0, block))
+    tokens = jnp.pad(inverse(place) // ids.shape[1], (0, block))
 
     def fill(i: jax.Array, out: jax.Array) -> jax.Array:
         expert = (ends <= i).sum()
@@ -123,7 +138,7 @@ def in_blocks(
         return lax.dynamic_update_slice_in_dim(out, made, at, axis=0)
 
     out = lax.fori_loop(0, ends[-1], fill, jnp.zeros((pairs + block, x.shape[1]), x.dtype))
-    return out[inverse(order)].reshape(*ids.shape, -1)
+    return out[place].reshape(*ids.shape, -1)
 
 
 def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
