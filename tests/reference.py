@@ -141,6 +141,8 @@ class Reference:
         self.pages += [np.zeros(0, int)] * (clock // policy.page_size)
         self.steps = clock
         self.nodes: dict[bytes, np.ndarray] = {}
+        self.facts: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.bands = bands(k.shape[1])
 
     def node(self, parts: list[np.ndarray]) -> np.ndarray:
         """Returns `outliers_first`, which is the same in every step for the same tokens."""
@@ -149,19 +151,27 @@ class Reference:
             self.nodes[key] = outliers_first(self.k, parts)
         return self.nodes[key]
 
+    def described(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns mean and variance of a node's keys without the outliers, and the mean of its values; once per node."""
+        key = tokens.tobytes()
+        if key not in self.facts:
+            k = self.k[others(tokens)]
+            self.facts[key] = k.mean(0), k.var(0), self.v[tokens].mean(0)
+        return self.facts[key]
+
     def score(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the estimated log-sum-exps of a page or node, outliers first, [2, G]: to choose by, and to weigh by."""
         if not len(tokens):
             return np.full((2, len(q)), -np.inf)
-        k, s = self.k[others(tokens)], q / q.shape[-1] ** 0.5
-        first, second = np.log(len(tokens)) + s @ k.mean(0), 0.5 * self.wide(q, tokens)
+        s = q / q.shape[-1] ** 0.5
+        first, second = np.log(len(tokens)) + s @ self.described(tokens)[0], 0.5 * self.wide(q, tokens)
         return np.maximum([first + second, first + np.minimum(second, TAIL_CLAMP)], (s @ self.k[tokens[:OUTLIERS]].T).max(-1))
 
     def moved(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns by how much a node's mean key moves under softmax, to first order and boundedly, [G, H]."""
         s, bound = q / q.shape[-1] ** 0.5, np.sqrt(np.minimum(1, TAIL_CLAMP / np.maximum(0.5 * self.wide(q, tokens), 1e-30)))
         shape = (self.fit.shape + np.diag(np.diag(self.fit.shape))) / 2
-        return s @ shape * self.k[others(tokens)].var(0).sum() * bound[:, None]
+        return s @ shape * self.described(tokens)[1].sum() * bound[:, None]
 
     def told(self, keys: np.ndarray) -> np.ndarray:
         """Returns what differences of keys tell of values."""
@@ -170,7 +180,7 @@ class Reference:
     def wide(self, q: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the variance of the scores of a node's keys [G]: their own in each band, inside it as of all of the head."""
         s, own = q / q.shape[-1] ** 0.5, np.diag(self.fit.shape)
-        return (s**2 * own @ bands(len(own)).T / (own @ bands(len(own)).T)) @ (bands(len(own)) @ self.k[others(tokens)].var(0))
+        return (s**2 * own @ self.bands.T / (own @ self.bands.T)) @ (self.bands @ self.described(tokens)[1])
 
     def best(self, scores: np.ndarray, count: int) -> np.ndarray:
         """Returns the candidates of largest softmax, summed over the group, among those not empty."""
@@ -223,7 +233,7 @@ class Reference:
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []
         # Softmax moves the mean key of a node along the query, and with it the mean value.
-        rest = [(s, tokens, self.v[tokens].mean(0) + self.told(self.moved(q, tokens))) for s, tokens in rest]
+        rest = [(s, tokens, self.described(tokens)[2] + self.told(self.moved(q, tokens))) for s, tokens in rest]
         return [nodes[i] for i in best], rest
 
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
