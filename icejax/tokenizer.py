@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 from icejax.checkpoint.huggingface import read_json
 from icejax.errors import InputError, told
+
+MOST_GROWTH = 100  # times the text, of all that a tokenizer replaces; those of published models at most some tens
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -30,7 +35,37 @@ def load_tokenizer(folder: Path) -> Any:
     with told(f"{folder} has no tokenizer that loads"):
         # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
         kind = AutoConfig.for_model(config["model_type"], tokenizer_class=config.get("tokenizer_class"))
-        return AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
+    if (growth := _growth(tokenizer)) > MOST_GROWTH:
+        raise InputError(
+            f"{folder}: the tokenizer may make {growth:.3g} times as much of a text, which no memory may hold: "
+            f"expected at most {MOST_GROWTH} times; look at what tokenizer.json replaces and repeats"
+        )
+    return tokenizer
+
+
+def _growth(tokenizer: Any) -> float:
+    """Returns by how much a tokenizer may lengthen a text: its normalizers and templates together, or its decoders."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    parts = (getattr(fast, name, None) for name in ("normalizer", "post_processor", "decoder"))
+    before, behind, back = (1.0 if part is None else _grown(json.loads(part.__getstate__())) for part in parts)
+    return max(before * behind, back)
+
+
+def _grown(step: dict) -> float:
+    match step:
+        case {"normalizers": steps} | {"processors": steps} | {"decoders": steps}:
+            return math.prod(map(_grown, steps))
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if pattern:
+            return max(1.0, len(content) / len(pattern))
+        case {"type": "Replace", "content": content} | {"type": "Prepend", "prepend": content}:
+            return 1.0 + len(content)  # where an expression matches nothing, too
+        case {"type": "Precompiled", "precompiled_charsmap": str(coded)}:
+            table = base64.b64decode(coded)
+            return max(1.0, *map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
+        case {"type": "TemplateProcessing", "single": pieces}:
+            return max(1.0, sum("Sequence" in piece for piece in pieces))
+    return 1.0
 
 
 def _is_known(folder: Path, name: Any) -> bool:

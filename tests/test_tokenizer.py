@@ -175,3 +175,33 @@ def test_a_tokenizer_that_fails_is_one_line(tmp_path):
     model, tokenizer = icejax.load(tmp_path / "model")
     with pytest.raises(icejax.InputError, match="the tokenizer fails: "):
         icejax.generate(model, tokenizer, "import os", max_new_tokens=1)
+
+
+TEN = [dict(type="Replace", pattern=dict(String="a"), content="a" * 10)]
+TWICE = dict(type="TemplateProcessing", single=2 * [dict(Sequence=dict(id="A", type_id=0))], pair=[], special_tokens={})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(normalizer=dict(type="Sequence", normalizers=9 * TEN)),
+        dict(normalizer=dict(type="Replace", pattern=dict(Regex="a*"), content="a" * 100)),
+        dict(decoder=dict(type="Sequence", decoders=9 * TEN)),
+        dict(normalizer=TEN[0], post_processor=dict(type="Sequence", processors=4 * [TWICE])),
+    ],
+    ids=["replaced", "of nothing", "back", "repeated"],
+)
+def test_one_that_multiplies_text_is_refused(tmp_path, change):
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(icejax.InputError, match=r"^\S+/model: the tokenizer may make \S+ times as much of a text, [^\n]*$"):
+        load_tokenizer(tmp_path / "model")
+
+
+def test_one_that_lengthens_text_a_little_loads(tmp_path):
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    change = dict(normalizer=TEN[0], post_processor=TWICE, decoder=dict(type="Sequence", decoders=[*TEN, dict(type="Fuse")]))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert load_tokenizer(tmp_path / "model")("ab").input_ids == 2 * list(b"a" * 10 + b"b")
