@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention import EINSUM
 
-TOGETHER = 1024  # vectors whose products with all centroids stay in a processor's cache
+TOGETHER = 256  # vectors whose products with all centroids stay in a processor's cache
 
 
 def kmeans(
@@ -84,12 +84,13 @@ def _limits(few: jax.Array | None, count: int, like: jax.Array) -> jax.Array:
 
 
 def _nearest(x: jax.Array, centroids: jax.Array, limit: jax.Array, cosine: bool) -> jax.Array:
-    size = jnp.linalg.norm(centroids, axis=-1) if cosine else jnp.square(centroids).sum(-1)
+    # Half of the square beside the product as it is: XLA:CPU takes three times as long where the product is doubled.
+    size = jnp.linalg.norm(centroids, axis=-1) if cosine else jnp.square(centroids).sum(-1) / 2
     number = jnp.arange(len(centroids), dtype=jnp.int32)
 
     def one(vector: jax.Array) -> jax.Array:
         near = EINSUM("cd,d->c", centroids, vector)
-        near = near / jnp.maximum(size, 1e-30) if cosine else 2 * near - size
+        near = near / jnp.maximum(size, 1e-30) if cosine else near - size
         near = jnp.where(number < limit, near, -jnp.inf)
         # The first of the nearest; XLA:CPU takes six times as long for an argmax.
         return jnp.where(near == near.max(), number, len(centroids) - 1).min()
