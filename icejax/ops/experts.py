@@ -22,7 +22,7 @@ from icejax.ops.quantized import Grouped, product
 from icejax.ops.topk import inverse, ranks
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone
-MANY = 128  # up to which an accelerator multiplies all tokens by an expert while it reads the next one
+MANY = 64  # up to which an accelerator multiplies all tokens by an expert while it reads the next one, and holds all products
 PLAIN = ExpertForm()
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
