@@ -36,6 +36,7 @@ def test_questions_follow_one_another(bundled, cache):
     assert [a.prompt_tokens for a in answers] == [len(text) + 12 + i * (12 + 7) for i in range(4)]
 
 
+@pytest.mark.slow
 def test_a_second_question_gives_what_one_long_prompt_gives(tmp_path):
     """With a budget for all tokens nothing is approximated, so the texts in a row are as one text."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
