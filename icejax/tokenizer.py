@@ -36,7 +36,8 @@ def load_tokenizer(folder: Path) -> Any:
         # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
         kind = AutoConfig.for_model(config["model_type"], tokenizer_class=config.get("tokenizer_class"))
         tokenizer = AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
-    if (growth := _growth(tokenizer)) > MOST_GROWTH:
+        growth = _growth(tokenizer)
+    if growth > MOST_GROWTH:
         raise InputError(
             f"{folder}: the tokenizer may make {growth:.3g} times as much of a text, which no memory may hold: "
             f"expected at most {MOST_GROWTH} times; look at what tokenizer.json replaces and repeats"
@@ -46,13 +47,18 @@ def load_tokenizer(folder: Path) -> Any:
 
 def _growth(tokenizer: Any) -> float:
     """Returns by how much a tokenizer may lengthen a text: its normalizers and templates together, or its decoders."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    parts = (getattr(fast, name, None) for name in ("normalizer", "post_processor", "decoder"))
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return 1.0
+    fast = tokenizer.backend_tokenizer
+    parts = fast.normalizer, fast.post_processor, fast.decoder
     before, behind, back = (1.0 if part is None else _grown(json.loads(part.__getstate__())) for part in parts)
     return max(before * behind, back)
 
 
 def _grown(step: dict) -> float:
+    """Returns by how much a step lengthens a text at most, as the tokenizers library writes it down; a sequence's multiply."""
     match step:
         case {"normalizers": steps} | {"processors": steps} | {"decoders": steps}:
             return math.prod(map(_grown, steps))
