@@ -187,11 +187,14 @@ def test_an_option_is_searched_for_until_the_mean_is_the_budget(name, tokens):
         return {"topp": 4000 * value**3, "magicpig": 20 + 900 * value / (300 + value), "vattention": 30 + 4 / value}[name]
 
     options = tuned.search(knob, tokens, attended)
-    assert abs(attended(options) / tokens - 1) < tuned.CLOSE and len(tried) <= tuned.ROUNDS + 1
+    assert len(tried) <= tuned.ROUNDS
+    if name == "magicpig":  # a table costs memory and time
+        assert max(tried) < 2 * max(192, options["tables"])
+    assert abs(attended(options) / tokens - 1) < tuned.CLOSE
 
 
 def test_a_budget_out_of_reach_is_missed_by_as_little_as_can_be():
-    options = tuned.search(tuned.KNOBS["magicpig"], 256, lambda options: min(100.0, options["tables"]))
+    options = tuned.search(tuned.KNOBS["magicpig"], 256, lambda options: options["tables"] / 20)
     assert options == dict(tables=2048, budget=512)
 
 

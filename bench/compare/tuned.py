@@ -21,7 +21,8 @@ class Knob:
 
     Attributes:
         option: its name.
-        low, high: where the search begins; the higher, the more is attended to.
+        low, high: where the search ends; the higher, the more is attended to.
+        start, stride: where it begins, and how far it goes from there at first.
         value: the option's value at a place between them.
         more: the other options that differ from a policy's own defaults, given the budget.
     """
@@ -29,6 +30,8 @@ class Knob:
     option: str
     low: float
     high: float
+    start: float
+    stride: float
     value: Callable[[float], float]
     more: Callable[[int], dict[str, int]] = lambda tokens: {}
 
@@ -39,32 +42,42 @@ class Knob:
 
 # The two that sample have room for twice the budget: heads that are asked for more than others get it.
 KNOBS = {
-    "topp": Knob("mass", -6, 12, lambda at: 1 / (1 + math.exp(-at))),
-    "magicpig": Knob("tables", math.log(2), math.log(2048), lambda at: round(math.exp(at)), lambda n: dict(budget=2 * n)),
+    "topp": Knob("mass", -6, 12, 0, 1, lambda at: 1 / (1 + math.exp(-at))),
+    "magicpig": Knob(
+        "tables", math.log(2), math.log(2048), math.log(192), 0.5, lambda at: round(math.exp(at)), lambda n: dict(budget=2 * n)
+    ),
     # The top tokens have half of what 4 sinks and a window of 16 leave of the budget, the sample the rest in the mean.
-    "vattention": Knob("epsilon", 0, 8, lambda at: math.exp(-at), lambda n: dict(budget=2 * n, top=max(1, (n - 20) // 2))),
+    "vattention": Knob(
+        "epsilon", 0, 8, 1, 0.5, lambda at: math.exp(-at), lambda n: dict(budget=2 * n, top=max(1, (n - 20) // 2))
+    ),
 }
 
 
 def search(knob: Knob, tokens: int, attended: Callable[[dict[str, float]], float]) -> dict[str, float]:
     """Returns the options with which `attended`, their mean of tokens, comes closest to a budget.
 
-    By the Illinois rule (Dowell and Jarratt, 1971), on the logarithm of tokens over budget.
+    Strides that double find two places with the budget between them; then the Illinois rule (Dowell and Jarratt, 1971) is
+    followed, on the logarithm of tokens over budget.
     """
     found: list[tuple[float, dict[str, float]]] = []
-
-    def off(at: float) -> float:
+    ends: dict[bool, tuple[float, float]] = {}  # whether it is too much: the newest such place, and by how much it is
+    at, stride, last = knob.start, knob.stride, None
+    while len(found) < ROUNDS:
         options = knob.options(at, tokens)
-        found.append((math.log(attended(options) / tokens), options))
-        return found[-1][0]
-
-    low, high = knob.low, knob.high
-    below, above, side = off(low), off(high), 0
-    while len(found) < ROUNDS and below < 0 < above and abs(found[-1][0]) > CLOSE / 2:
-        at = low + (high - low) * below / (below - above)
-        here = off(at)
-        if here < 0:
-            low, below, above, side = at, here, above / (2 if side < 0 else 1), -1
+        off = math.log(attended(options) / tokens)
+        found.append((abs(off), options))
+        over = off > 0
+        ends[over] = at, off
+        if abs(off) <= CLOSE / 2 or (at == (knob.low if over else knob.high)):
+            break
+        if len(ends) == 2:
+            if over == last:
+                place, other = ends[not over]
+                ends[not over] = place, other / 2
+            (low, below), (high, above) = ends[False], ends[True]
+            at = low + (high - low) * below / (below - above)
         else:
-            high, above, below, side = at, here, below / (2 if side > 0 else 1), 1
-    return min(found, key=lambda pair: abs(pair[0]))[1]
+            at = max(knob.low, at - stride) if over else min(knob.high, at + stride)
+            stride *= 2
+        last = over
+    return min(found, key=lambda pair: pair[0])[1]
