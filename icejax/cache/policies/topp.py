@@ -12,6 +12,8 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.oracle import Ranked
 from icejax.ranges import number
 
+ONE = 0x3F800000  # the bits of 1.0, the largest of all weights
+
 
 @dataclass(frozen=True)
 class TopP(Ranked):
@@ -33,7 +35,20 @@ class TopP(Ranked):
         check_dense(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R G S"]:
-        weights, slots = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), scores.shape[-1])
-        # A token is needed if those before it have not enough; so is the first, whatever the mass.
-        needed = jnp.cumsum(weights, axis=-1) - weights < self.mass
-        return jnp.put_along_axis(jnp.zeros(scores.shape, bool), slots, needed, axis=-1, inplace=False)
+        weights = jax.nn.softmax(scores, axis=-1)
+        bits = jax.lax.bitcast_convert_type(weights, jnp.int32)  # in the order of the weights, as none is negative
+
+        def halved(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = ends
+            middle = low + (high - low) // 2
+            enough = jnp.where(bits >= middle, weights, 0).sum(-1, keepdims=True) >= self.mass
+            return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+        # The largest weight that tokens must have for the mass: by halving, as a sort takes many times as long.
+        none = jnp.zeros_like(bits[..., :1])
+        least, _ = jax.lax.fori_loop(0, 31, halved, (none, none + ONE + 1))
+        more, same = bits > least, bits == least
+        # Of equal weight the first are needed, while those before them have not enough.
+        earlier = jnp.cumsum(same, axis=-1, dtype=weights.dtype) - 1
+        before = jnp.where(more, weights, 0).sum(-1, keepdims=True) + earlier * weights
+        return more | (same & (before < self.mass))
