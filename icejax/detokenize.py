@@ -6,10 +6,12 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.errors import InputError, quoted
+from icejax.errors import InputError, quoted, told
 from icejax.ranges import is_unicode
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
+OF_ONE = 3  # tokens at most that are the beginning of a character: it has four bytes
+MOST_UNFINISHED = 16  # tokens that all leave a character unfinished: then they are no text
 
 
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
@@ -25,6 +27,12 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
         if not is_unicode(each):
             raise InputError(f"a stop string must be Unicode text, got {quoted(each)}: a lone surrogate can never match")
     return stop
+
+
+def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
+    """Returns the text of tokens, a question mark for what no output takes; InputError where the tokenizer fails."""
+    with told("the tokenizer fails"):
+        return tokenizer.decode(tokens, **options).encode(errors="replace").decode()
 
 
 class Detokenizer:
@@ -45,10 +53,14 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Returns the text that `token` completes."""
         self._tokens.append(token)
-        before, text = self._decode(self._read), self._decode(None)
+        end, text = len(self._tokens), self._decode(None)
         if text.endswith(UNFINISHED):
-            return ""
-        self._start, self._read = self._read, len(self._tokens)
+            if end - self._read < MOST_UNFINISHED:
+                return ""
+            end -= OF_ONE  # which may become a character yet
+            text = self._decode(end)
+        before = self._decode(self._read)
+        self._start, self._read = self._read, end
         return self._release(text[len(before) :])
 
     def rest(self) -> str:
@@ -64,7 +76,7 @@ class Detokenizer:
     def _decode(self, end: int | None) -> str:
         # Decoding a few tokens before the new ones keeps the spaces some tokenizers drop at the start.
         tokens = self._tokens[self._start : end]
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return decoded(self._tokenizer, tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _release(self, text: str) -> str:
         text = self._held + text

@@ -37,7 +37,7 @@ def told(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, InputError):
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__

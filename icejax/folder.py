@@ -29,7 +29,7 @@ def present(path: Path) -> Path:
     """Returns where the folder `path` is: there, or beside it if its writer was killed while the two changed places."""
     target = Path(os.path.realpath(path))
     old = _beside(target, "old")
-    return old if old.is_dir() and not os.path.lexists(target) else path
+    return old if os.path.isdir(old) and not os.path.lexists(target) else path
 
 
 def kept(folder: Path, *, mark: str) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from icejax.errors import InputError
+from icejax.errors import InputError, printable
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 REMOVE_S = 2.0  # while what was being written is removed
@@ -96,7 +96,7 @@ class _Warnings(logging.Handler):
         message = record.getMessage()
         if message not in self._told:
             self._told.add(message)
-            _complain(f"{self._name}: {record.levelname.lower()}: {message}")
+            _complain(printable(f"{self._name}: {record.levelname.lower()}: {message}"))
 
 
 def write(text: str) -> None:

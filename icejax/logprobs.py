@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from icejax.detokenize import decoded
 from icejax.ranges import whole
 from icejax.response import Logprob, TokenLogprobs
 
@@ -26,7 +27,7 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, cou
     chosen, best, ids = (np.asarray(x) for x in _likely(logits, tokens, count=min(count, logits.shape[-1])))
 
     def named(token: int, logprob: float) -> Logprob:
-        return Logprob(int(token), tokenizer.decode([int(token)]), float(logprob))
+        return Logprob(int(token), decoded(tokenizer, [int(token)]), float(logprob))
 
     return [
         TokenLogprobs(named(token, own), tuple(named(*each) for each in zip(row_ids, row_best, strict=True)))

@@ -141,7 +141,7 @@ class Plan:
         if self.pool.unit < self.page_size and (slots := math.prod(shape[:-1])) > LARGEST:
             raise InputError(
                 f"a pool whose single tokens are fetched has at most {LARGEST} keys and values, this one would have {slots}: "
-                "use a smaller batch or context, or --cache-option keys_first=false"
+                "use a smaller batch or context, or whole pages (--cache clustered --cache-option keys_first=false)"
             )
         return shape
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from icejax.request import Request
 from icejax.templates import render
 
 LOG = logging.getLogger(__name__)
+PROBED = (16, 512, 16384)  # characters
+SLOWEST = 1e-3  # seconds for a character; those of published models take some 1e-6
 
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
@@ -97,12 +101,22 @@ def check_context(model: CausalLM, context_length: int | None) -> int:
 
 
 def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
-    """Returns a prompt's tokens, of one far too long the first ones that show it, and whether there are more."""
-    characters = 2 * enough
-    while prompt:
+    """Returns a prompt's tokens, of one far too long the first ones that show it, and whether there are more.
+
+    A few characters go first: a tokenizer's regular expressions may take for ever, and nothing can stop them.
+    """
+    if not prompt:
+        return [], False
+    probed = (n for n in PROBED if n < 2 * enough)
+    for characters in itertools.chain(probed, (2 * enough * 4**i for i in itertools.count())):
+        started = time.perf_counter()
         with told("the tokenizer fails"):
             ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        seconds, count = time.perf_counter() - started, min(characters, len(prompt))
+        if seconds > 2 + count * SLOWEST:
+            raise InputError(
+                f"the tokenizer took {seconds:.1f} s for {count} characters, expected thousandths: "
+                "look at the regular expressions of tokenizer.json"
+            )
         if characters >= len(prompt) or len(ids) >= enough:
             return ids, characters < len(prompt)
-        characters *= 4
-    return [], False

@@ -248,7 +248,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(x) is int and x >= 0 for x in value)
+    return isinstance(value, list) and len(value) == 2 and all(type(x) is int and 0 <= x < 2**63 for x in value)
 
 
 @contextlib.contextmanager

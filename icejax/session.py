@@ -170,6 +170,8 @@ class Session:
                 f"{self.context_length} is full; begin a new one, or one with a larger context_length"
             )
         limit, tokens = min(max_new_tokens, room), held[self._seen :] + new
+        if not tokens:
+            raise InputError("the chat template leaves the message out: say something else, or begin a new session")
         if held:
             limit = min(limit, self._room_behind(tokens))
         if kept_in is not None:

@@ -143,7 +143,7 @@ class Row:
         """Adds a token and the pages of its step; returns the text that it completes."""
         self.tokens.append(token)
         self.pages += pages
-        text = self._text.add(token)
+        text = "" if token in self._eos else self._text.add(token)
         if token in self._eos or self._text.stopped:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._limit:

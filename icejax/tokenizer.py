@@ -6,6 +6,7 @@ import base64
 import inspect
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
-    settings = read_json(file) if file.exists() else {}
+    settings = read_json(file) if os.path.lexists(file) else {}  # a link that leads nowhere is told
     known = [_is_known(folder, fields.get("tokenizer_class")) for fields in (settings, config)]
     mapped = settings.get("auto_map")
     if (mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped) and not any(known):

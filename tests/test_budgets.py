@@ -10,10 +10,10 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import AdaKV, PyramidKV, SnapKV, Streaming
+from icejax.cache import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, VAttention
 from icejax.cache.eviction import Slots
 from tests import tolerances
-from tests.layer import HEADS, KV_HEADS, Layer, attention, draw
+from tests.layer import HEADS, KV_HEADS, Layer, attention, dense, draw
 from tests.run import plan_for
 
 LENGTHS, STEPS = (250, 9, 120), 64
@@ -90,6 +90,7 @@ def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
         (AdaKV, dict(kernel=2), "kernel must be an odd number, got 2"),
         (PyramidKV, dict(beta=0), "beta must be at least 1, got 0"),
         (PyramidKV, dict(budget=31), "budget must be at least 32, got 31"),
+        (LaCache, dict(budget=3_000_000, rungs=1024), "budget must be at most 2097151, got 3000000"),
     ],
     ids=str,
 )
@@ -156,3 +157,21 @@ def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor
     slots = layer.state.positions.shape[2]
     assert slots == 4 * 64 - 3 * int(floor * 64) + layer.spec.new_capacity
     assert policy.report(layer.state, layer.lengths).allocated == 4 * slots
+
+
+@pytest.mark.parametrize(
+    "policy, exact",
+    [
+        (RocketKV(budget=300_000_000), True),
+        (LaCache(budget=2_000_000, rungs=1024), True),
+        (ShadowKV(outliers=0), False),
+        (VAttention(delta=1e-17), False),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_options_at_their_ends_leave_numbers(policy, exact):
+    prompt, new = draw((200,), 1)
+    found = Layer(policy, (200,), *prompt).step(*(x[0] for x in new))[0]
+    assert np.isfinite(found).all() and (found != 0).any()
+    if exact:
+        np.testing.assert_allclose(found, dense(prompt, new, (200,), 0)[0], rtol=0, atol=tolerances.EXACT)

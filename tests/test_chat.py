@@ -150,6 +150,7 @@ def test_a_full_context_says_so(talk):
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["--budget", "x"], "argument --budget: invalid int value: 'x'"),
         (["--sesion", "x"], "unrecognized arguments: --sesion x (did you mean --session?)"),
+        (["--x\n\x1b[31m"], r"unrecognized arguments: --x\n\x1b[31m"),
         (["--host-memory-limit", "0"], "--host-memory-limit must be a number above 0 and at most 1e+09, got 0.0"),
     ],
 )

@@ -150,7 +150,14 @@ def test_broken_folders_are_refused(folder, case):
 
 @pytest.mark.parametrize(
     "path, message",
-    [("nowhere/at/all", "found no such folder"), ("org/name", "the hub does not bring it"), ("empty", "is empty")],
+    [
+        ("nowhere/at/all", "found no such folder"),
+        ("org/name", "the hub does not bring it"),
+        ("empty", "is empty"),
+        ("~nobody-here/x", "^~nobody-here/x cannot be read: Could not determine home directory"),
+        ("x" * 300, "cannot be read: .*File name too long"),
+        ("a\0b", "cannot be read: .*null"),
+    ],
 )
 def test_a_model_that_is_not_there(tmp_path, monkeypatch, path, message):
     (tmp_path / "empty").mkdir()
@@ -222,6 +229,23 @@ def test_a_damaged_orbax_folder_is_told_in_one_line(folder, tmp_path, damage):
         file.write_text(json.dumps(fields))
     with pytest.raises(InputError, match=r"^\S+ is not a whole Orbax checkpoint \([^\n]+\): convert it again$"):
         load_model(tmp_path / "orbax")
+
+
+def test_a_conversion_into_its_source_or_of_a_broken_one_makes_nothing(folder, tmp_path, capsys):
+    before = sorted(folder.iterdir())
+    assert convert("hf_to_orbax", [str(folder), str(folder / "orbax")]) == 2
+    error = capsys.readouterr().err
+    assert error == f"convert.hf_to_orbax: error: {folder}/orbax is in the source {folder}: choose another place\n"
+    assert sorted(folder.iterdir()) == before
+    (folder / "config.json").write_text("{")
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "new" / "deep")]) == 2 and not (tmp_path / "new").exists()
+
+
+def test_a_link_that_leads_nowhere_is_told(folder):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").symlink_to("gone")
+    with pytest.raises(InputError, match="has no generation_config.json"):
+        load_model(folder)
 
 
 def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):

@@ -186,6 +186,8 @@ from tests.raw_configs import (
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [0] * 8}}, "'short_factor' must be a number from 1e-06 to 1e+06, got 0"),
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1]}}, "8 frequencies need as many factors, got 1"),
         (PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5}, "4 frequencies need as many factors, got 8"),
+        (PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "'original_max_position_embeddings' of longrope must be at least 2, got 1"),
+        (GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 1e5}}, "the linear factor of RoPE must be a number from 1 to 512, got 100000.0"),
         (PHI3 | {"rope_scaling": LONGROPE | {"attention_factor": NAN}}, "'attention_factor' must be a number from 1e-06 to 1e+06, got nan"),
         (dict(model_type="gemma4", text_config=[]), "'text_config' must be an object, got []"),
         (dict(model_type="gemma3"), "config.json has no 'text_config', which a gemma3 model needs"),

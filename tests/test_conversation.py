@@ -18,6 +18,7 @@ from icejax.conversation import addition, with_one_end
 from icejax.decoding import COUNTS
 from icejax.generation import ASSETS
 from icejax.session import Session
+from icejax.streaming import Row
 from tests import chat_templates
 
 ADDITIONS = {
@@ -118,6 +119,30 @@ def test_the_tokens_of_a_chat_are_those_of_the_whole_conversation(monkeypatch, f
         assert session.messages == messages
     assert len(scripted.prefilled) == 1
     assert tokenizer.decode(session.token_ids).count("Be brief") == its.system
+
+
+def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
+    """All that it writes behind the answer, its end mark, is in the cache already."""
+    tokenizer = chat_templates.tokenizer("llama")
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages[:2] %}{{ m.content }}{% endfor %}{{ eos_token * (messages | length > 2) }}",
+    )
+    scripted = Scripted(monkeypatch, tokenizer)
+    session = Session(scripted.model, tokenizer)
+    scripted.answers, scripted.leaves = [[65, tokenizer.eos_token_id]], 0
+    list(session.stream_chat("a"))
+    before = list(session.token_ids), list(session.messages)
+    with pytest.raises(icejax.InputError, match="^the chat template leaves the message out: say something else, or begin"):
+        list(session.stream_chat("b"))
+    assert (session.token_ids, session.messages) == before
+
+
+def test_the_end_of_an_answer_is_no_text():
+    """Whether or not the tokenizer calls it special."""
+    row = Row(SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens))), (), (100,), [1], 10)
+    assert [row.take(token, np.zeros(COUNTS, int)) for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
 
 
 def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):

@@ -1,10 +1,13 @@
 """Streaming text: whole characters only, nothing of a stop string, and the same text in the end."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icejax.detokenize import Detokenizer
+from icejax.detokenize import Detokenizer, decoded
+from icejax.errors import InputError
 from icejax.generation import ASSETS
 
 
@@ -32,6 +35,25 @@ def test_unfinished_character_is_told_at_the_end(tokenizer):
     stream = Detokenizer(tokenizer)
     assert stream.add("é".encode()[0]) == ""
     assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_bytes_that_are_no_text_are_told_as_they_come(tokenizer):
+    """And a character whose bytes stand among them is whole."""
+    ids = [255] * 40 + [*"日".encode()] + [255] * 40 + [*"é".encode()]
+    stream = Detokenizer(tokenizer)
+    decoded, pieces = [], []
+    decode = stream._decode
+    stream._decode = lambda end: decoded.append(len(stream._tokens[stream._start : end])) or decode(end)
+    for token in ids:
+        pieces.append(stream.add(token))
+    assert "".join(pieces) + stream.rest() == tokenizer.decode(ids) and "日" in "".join(pieces)
+    assert max(decoded) < 40 and any(pieces[:20])
+
+
+def test_a_tokenizer_that_fails_or_gives_no_unicode_is_told():
+    with pytest.raises(InputError, match=r"^the tokenizer fails: chr\(\) arg not in range"):
+        decoded(SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens))), [0x110000])
+    assert decoded(SimpleNamespace(decode=lambda tokens: "a\ud800b"), [0]) == "a?b"
 
 
 def test_stop_string_is_held_back_and_cut(tokenizer):

@@ -11,7 +11,7 @@ PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
     ("errors", "ranges", "jsontext"),
-    ("launch", "config", "memory", "render", "templates", "compiler"),
+    ("strangers", "apart", "launch", "config", "memory", "templates", "compiler"),
     ("folder",),
     ("ops",),
     ("models", "cache"),

@@ -178,6 +178,8 @@ def test_errors_become_statuses(capsys, monkeypatch):
     assert launch.ending("x", lambda: None) == 0 and launch.ending("x", lambda: 5) == 5
     assert launch.ending("x", leave) == 3 and launch.ending("x", refuse) == 2
     assert capsys.readouterr() == ("", "x: error: no\n")
+    assert launch.ending("x", lambda: launch.LOG.warning("two\nlines \x1b[31m")) == 0
+    assert capsys.readouterr() == ("", "x: warning: two\\nlines \\x1b[31m\n")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert not launch.is_unicode()
 

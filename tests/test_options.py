@@ -1,10 +1,13 @@
 """Options of Python callers: wrong types and sizes are one line, and large ones cost nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import icejax
+from icejax import prompts
 from icejax.cache import Clustered, Full
 from icejax.detokenize import Detokenizer
 
@@ -109,15 +112,30 @@ def test_a_text_far_too_long_is_told_at_once(bundled):
 
 def test_a_text_of_long_tokens_is_read_on():
     """Where a token holds many characters, a prefix does not show how many tokens there are."""
-    from icejax.prompts import _tokens
 
     def words(text, **_):
         return {"input_ids": [len(word) for word in text.split()]}
 
     text = " ".join(["x" * 99] * 30)
-    assert _tokens(words, text, special_tokens=True, enough=50) == ([99] * 30, False)
-    assert _tokens(words, text, special_tokens=True, enough=20) == ([99] * 25 + [60], True)
-    assert _tokens(words, "", special_tokens=True, enough=20) == ([], False)
+    assert prompts._tokens(words, text, special_tokens=True, enough=50) == ([99] * 30, False)
+    assert prompts._tokens(words, text, special_tokens=True, enough=20) == ([99] * 25 + [60], True)
+    assert prompts._tokens(words, "", special_tokens=True, enough=20) == ([], False)
+
+
+def test_a_tokenizer_that_takes_too_long_is_told_by_a_few_characters(monkeypatch):
+    """Here each character takes a second by the clock."""
+    now = [0]
+
+    def slow(text, **_):
+        now[0] += len(text)
+        return {"input_ids": [*text.encode()]}
+
+    monkeypatch.setattr(prompts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with pytest.raises(
+        icejax.InputError, match=r"^the tokenizer took 16\.0 s for 16 characters, expected thousandths: look at "
+    ):
+        prompts._tokens(slow, "x" * 10**6, special_tokens=True, enough=10**6)
+    assert now == [16]
 
 
 class Letters:

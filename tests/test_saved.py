@@ -162,6 +162,7 @@ LIES = {
     "an array without a checksum": (lambda f: f["arrays"].update(token_ids=[4]), "does not say what it was saved with"),
     "an array of no bytes": (lambda f: f["arrays"].update(token_ids=[-1, 1]), "does not say what it was saved with"),
     "other arrays": (lambda f: f["arrays"].update(x=f["arrays"].pop("token_ids")), "arrays are others than those of this cache"),
+    "arrays of 10^4300 bytes": (lambda f: f["arrays"].update(x=[10**4300 - 1, 0]), "does not say what it was saved with"),
     "another length": (lambda f: f["arrays"]["token_ids"].__setitem__(0, 7), "arrays has .* bytes, expected"),
     "another checksum": (lambda f: f["arrays"]["token_ids"].__setitem__(1, 7), "the bytes of token_ids are not those"),
     "another model": (lambda f: f["identity"].update({"config.rope_theta": "a\nb"}), "saved with config.rope_theta = a b, here"),

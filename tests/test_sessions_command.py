@@ -115,6 +115,15 @@ def _identity(**changes):
     return change
 
 
+def _arrays(**arrays):
+    def change(folder):
+        fields = fields_of(folder)
+        fields["arrays"] |= arrays
+        seal(folder, fields)
+
+    return change
+
+
 @pytest.mark.parametrize(
     "damage, reason",
     [
@@ -127,6 +136,7 @@ def _identity(**changes):
             "session.json is no file",
         ),
         (lambda f: (f / saved.ABOUT).write_text('{"identity": {}}'), "was saved by an older icejax: begin a new session"),
+        (_arrays(a=[10**4300 - 1, 0], b=[10**4300 - 1, 0]), "it does not say what it was saved with"),
         (_identity(config__model_type=None), "config.model_type is None"),
         (_identity(config__num_hidden_layers=[[4]]), "config.num_hidden_layers is [[4]]"),
         (_identity(cache__budget="all"), "cache.budget is 'all'"),

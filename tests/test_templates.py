@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import icejax
-from icejax import templates
+from icejax import apart
 from icejax.templates import render
 from tests import chat_templates
 
@@ -54,6 +54,12 @@ def test_all_that_a_template_may_use_is_as_in_transformers(bundled, part):
     expected = bundled[1].apply_chat_template(TALK, chat_template=PARTS[part], add_generation_prompt=True, tokenize=False)
     map = bundled[1].special_tokens_map
     assert render(SimpleNamespace(chat_template=PARTS[part], special_tokens_map=map), TALK) == expected
+
+
+def test_a_special_token_may_have_the_name_of_a_variable():
+    tokenizer = SimpleNamespace(chat_template="{{ tools is none }}{{ messages[0].role }}{{ x }}", special_tokens_map={})
+    tokenizer.special_tokens_map = {"tools": "<t>", "messages": "<m>", "x": "<x>"}
+    assert render(tokenizer, TALK) == "Truesystem<x>"
 
 
 def test_named_templates_and_the_time_of_a_conversation():
@@ -103,7 +109,7 @@ def test_a_template_that_fails_is_told_in_one_line(capfd, fault):
     ids=["loops", "one long operation"],
 )
 def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(apart, "SECONDS", 0.5)
     render(holding("begun"), TALK)
     with pytest.raises(icejax.InputError, match=r"chat template did not end in 0\.5 s"):
         render(holding(template), TALK)
@@ -112,11 +118,11 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
 
 def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
     render(holding("begun"), TALK)
-    process = templates._RENDERER._process
+    process = apart.APART._process
     monkeypatch.setattr(process, "poll", lambda: None)  # it ends just after it was looked at
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(icejax.InputError, match="fails: the process that renders it ended with status -9"):
+    with pytest.raises(icejax.InputError, match="fails: the process that runs it ended with status -9"):
         render(holding("x"), TALK)
     monkeypatch.undo()
     assert render(holding("as before"), TALK) == "as before"
@@ -124,7 +130,7 @@ def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
 
 def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
     render(holding("begun"), TALK)
-    process = templates._RENDERER._process
+    process = apart.APART._process
 
     def interrupted(_):
         raise KeyboardInterrupt
@@ -138,14 +144,14 @@ def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
 PARENT = """
 import os, sys
 from types import SimpleNamespace
-from icejax import templates
+from icejax import apart, templates
 templates.render(SimpleNamespace(chat_template="x", special_tokens_map={}), [])
-print(templates._RENDERER._process.pid, flush=True)
+print(apart.APART._process.pid, flush=True)
 if sys.argv[1] == "wait":
     sys.stdin.read()
 elif sys.argv[1] == "hang":
     from threading import Timer
-    templates.SECONDS = 0.5
+    apart.SECONDS = 0.5
     Timer(0.2, lambda: os._exit(1)).start()
     templates.render(SimpleNamespace(chat_template="{{ 9 ** (9 ** 9) }}", special_tokens_map={}), [])
 """

@@ -14,6 +14,7 @@ from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Vi
 from icejax.cache.slots import apart, append_apart, by_head, joined, per_head
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import EINSUM, Attended, attend_all, causal_with_lse, masked_scores, merge_by_lse
+from icejax.ranges import LARGEST
 
 NO_TOKEN = -1
 Group = Literal["mean", "max", "sum"]
@@ -113,7 +114,7 @@ class Eviction(CachePolicy):
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
         """Returns how many of the tokens each KV head keeps after a text, at most `most`; they have their scores."""
         shape = tokens.positions.shape[:2]
-        return jnp.full(shape, self.most(shape[1]), jnp.int32)
+        return jnp.full(shape, min(self.most(shape[1]), LARGEST), jnp.int32)
 
     def worth(self, tokens: Slots) -> Float[Array, "B K S"]:
         """Returns what tokens are worth: the one that is worth least leaves first. Here it is their scores."""

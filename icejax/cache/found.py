@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from icejax.ops.attention import Attended
 from icejax.ops.value_fit import FromKeys
@@ -37,13 +37,17 @@ class Found:
     choice: Any = None
 
 
-def of_query_heads(page_ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"]) -> Found:
+def of_query_heads(ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"], which: Bool[Array, "B K G P"]) -> Found:
     """Returns the pages that each query head found for itself, with how many tokens they hold, as the KV head's.
 
     A page that several found counts once, and each head sees its own.
+
+    Args:
+        which: the same, of all pages.
     """
-    ids, tokens = (x.reshape(*x.shape[:2], -1) for x in (page_ids, counts))
-    same = (ids[..., :, None] == ids[..., None, :]) & (tokens > 0)[..., None, :]
-    again = (same & jnp.tri(ids.shape[-1], k=-1, dtype=bool)[None, None]).any(-1)
-    found_by = (page_ids[..., None] == ids[:, :, None, None]) & (counts > 0)[..., None]
-    return Found(ids, jnp.where(again, 0, tokens), bias=jnp.where(found_by.any(3), 0.0, -jnp.inf))
+    heads, most = ids.shape[2:]
+    ids, counts = (x.reshape(*x.shape[:2], -1) for x in (ids, counts))
+    found_by = jnp.take_along_axis(which, ids[:, :, None], axis=3)
+    earlier = jnp.arange(heads)[:, None] < jnp.repeat(jnp.arange(heads), most)[None, :]
+    again = (found_by & earlier[None, None]).any(2)
+    return Found(ids, jnp.where(again, 0, counts), bias=jnp.where(found_by, 0.0, -jnp.inf))

@@ -174,7 +174,7 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
         shape = _addressable(shape, bits)
     advice = (
         "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
-        "or (not on TPU) --cache-option page_dtype=int8"
+        "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
     )
     memory.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
     if platform == "cpu":  # an array over numpy's own memory could not be written in place later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -76,16 +77,16 @@ def _convert(
     progress: Progress | None,
 ) -> None:
     """Writes `folder` as `target`; `write` writes tensors, whose shapes and dtypes are known, into a folder one by one."""
+    if folder.resolve() in Path(os.path.realpath(target)).parents:
+        raise InputError(f"{target} is in the source {folder}: choose another place")
+    config = read_config(folder)
+    shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
+    found = opened(folder, config, shapes, quantize=quantize)
+    if whole := [key for key, source in found.sources.items() if source.method is not None and len(source.shape) == 3]:
+        raise InputError(f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(whole)})")
+    about = found.about()
     with claim(target, mark=CONFIG, replace=force) as held:
         _check_target(folder, target)
-        config = read_config(folder)
-        shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
-        found = opened(folder, config, shapes, quantize=quantize)
-        if whole := [key for key, source in found.sources.items() if source.method is not None and len(source.shape) == 3]:
-            raise InputError(
-                f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(whole)})"
-            )
-        about = found.about()
         held.check_room(sum(huggingface.size(*each) for each in about.values()))
         with held.writing() as made:
             copy_companions(folder, made)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
 
-from icejax.errors import InputError
+from icejax.errors import InputError, told
 from icejax.folder import present
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
@@ -22,25 +23,23 @@ def resolve(model: str | Path) -> Path:
     """Returns the folder of `model`: itself, or the snapshot of a hub id, downloaded if need be.
 
     Raises:
-        InputError: there is no such folder, it holds GGUF instead of safetensors, or the hub does not bring it.
+        InputError: there is no such folder, it cannot be read, it holds GGUF instead of safetensors, or the hub does not bring
+            it.
     """
-    folder = present(Path(model).expanduser())
-    if _is_gguf(folder):
-        raise InputError(f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize")
-    if folder.is_dir():
-        if not any(folder.iterdir()):
-            raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
-        return folder
-    if folder.exists() or not HUB_ID.fullmatch(str(model)):
-        raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
+    with told(f"{model} cannot be read"):
+        folder = present(Path(model).expanduser())
+        if _is_gguf(folder):
+            raise InputError(f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize")
+        if folder.is_dir():
+            if not any(folder.iterdir()):
+                raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
+            return folder
+        if folder.exists() or not HUB_ID.fullmatch(str(model)):
+            raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    with told(f"{model}: no such folder, and the hub does not bring it"):
         return Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, "model*.safetensors", "*.index.json"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{model}: no such folder, and the hub does not bring it ({reason})") from None
 
 
 def _is_gguf(folder: Path) -> bool:
@@ -53,5 +52,5 @@ def _is_gguf(folder: Path) -> bool:
 def copy_companions(source: Path, target: Path) -> None:
     """Copies config and tokenizer files."""
     for name in COMPANIONS:
-        if (source / name).exists():
+        if os.path.lexists(source / name):  # a link that leads nowhere is told
             shutil.copyfile(source / name, target / name)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from icejax import ranges
+from icejax.apart import APART
 from icejax.checkpoint.float4 import Float4, Mxfp4
 from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
 from icejax.checkpoint.rounding import Method
@@ -244,7 +245,14 @@ def _but(names: tuple[str, ...], layout: Layout) -> Layouts:
 
 def _named(names: Sequence[str], patterns: Iterable[str]) -> bool:
     """Says whether a name of compressed-tensors is one of a module's, or a regular expression behind `re:` that fits one."""
-    return any(re.match(p[3:], name) if p.startswith("re:") else p == name for name in names for p in patterns)
+    return any(_fits(p[3:], names) if p.startswith("re:") else p in names for p in patterns)
+
+
+def _fits(expression: str, names: Sequence[str]) -> bool:
+    answer = APART.ask(dict(expression=expression, names=list(names)), most=0)  # it may be made never to end
+    if "fault" in answer:
+        raise InputError(f"{SOURCE}: the expression {quoted(expression)} {answer['fault']}: expected a simpler one")
+    return answer["fits"]
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def read_config(folder: Path) -> ModelConfig:
     if len(of.forms) > 1 and config.tie_word_embeddings and any(key.endswith(HEAD) for key, _ in stored_in(folder)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     generation = folder / "generation_config.json"
-    if generation.exists():
+    if os.path.lexists(generation):  # a link that leads nowhere is told
         more = Fields(huggingface.read_json(generation), generation.name).token_ids("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
     return config

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
-from icejax.checkpoint.folder import ORBAX
+from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.commands.options import Parser
 from icejax.commands.show import progress
 from icejax.launch import ending
@@ -28,7 +28,8 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     parser.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4, as compressed-tensors")
     parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
     arguments = parser.parse_args(argv)
-    back = to == "hf" or (to is None and (Path(arguments.source) / ORBAX).is_dir())
+    source = resolve(arguments.source)
+    back = to == "hf" or (to is None and (source / ORBAX).is_dir())
     with progress(Console(stderr=True)) as bars:
         bar = bars.add_task("convert", total=None)
 
@@ -36,4 +37,4 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
             bars.update(bar, completed=done, total=total, description=key)
 
         run = orbax_to_hf if back else hf_to_orbax
-        run(arguments.source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=told)
+        run(source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=told)

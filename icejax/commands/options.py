@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from icejax.cache import POLICIES, PRESETS, CachePolicy, name_of, names
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.commands import programs
-from icejax.errors import InputError, meant
+from icejax.errors import InputError, meant, printable
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.launch import write
 from icejax.ranges import number
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, printable(f"{self.prog}: error: {message}") + "\n")
 
 
 class HelpCache(argparse.Action):

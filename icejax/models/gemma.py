@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from icejax import ranges
 from icejax.config import ModelConfig
 from icejax.models.hf_config import NEUTRAL, common_by_type, finish, layer_types
 
@@ -29,9 +30,9 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     fields.taken |= {"rope_local_base_freq", "_sliding_window_pattern"}
     layers, scaling = values["num_hidden_layers"], values["rope_scaling"]
     if scaling is not None and scaling.rope_type == "linear":  # the context counts it in
-        values["rope_scaling"] = replace(
-            scaling, original_max_position_embeddings=int(values["max_position_embeddings"] / scaling.factor)
-        )
+        longest = values["max_position_embeddings"]
+        ranges.number("config.json: the linear factor of RoPE", scaling.factor, least=1, most=longest)
+        values["rope_scaling"] = replace(scaling, original_max_position_embeddings=int(longest / scaling.factor))
     bias, every = fields.take("attention_bias", bool, default=False), fields.whole("sliding_window_pattern", default=6)
     values |= dict(
         qkv_bias=bias,

@@ -80,7 +80,7 @@ def _largest_sorted(worth: jax.Array, room: jax.Array, *, most: int) -> jax.Arra
 
 def _first_of(indices: jax.Array, room: jax.Array, size: int) -> jax.Array:
     """Returns which of `size` values the first `room` indices name: to compare all with all takes a CPU thrice as long."""
-    flat = indices.reshape(-1, indices.shape[-1])
+    flat = indices.reshape(room.size, indices.shape[-1])
     fits = jnp.arange(flat.shape[1])[None, :] < room.reshape(-1, 1)
     found = jnp.zeros((len(flat), size), bool).at[jnp.arange(len(flat))[:, None], flat].set(fits)
     return found.reshape(*indices.shape[:-1], size)

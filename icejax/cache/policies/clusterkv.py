@@ -66,5 +66,5 @@ class ClusterKV(Retrieval):
         there = slots_there(index.count, PAGE)[:, :, None]
         worth = jnp.where(there, approximate(heads.by_group(), index), -jnp.inf)
         counts = jnp.broadcast_to(there, worth.shape).astype(jnp.int32)
-        ids, _, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), counts)
-        return of_query_heads(ids, counts)
+        ids, which, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), counts)
+        return of_query_heads(ids, counts, which)

@@ -88,6 +88,8 @@ class InfiniGen(Retrieval):
         close = there & (scores > scores.max(-1, keepdims=True) - self.alpha)
         several = jnp.floor(close.sum(-1, dtype=jnp.float32).mean((1, 2))).astype(jnp.int32)
         wanted = self.num_fetched(index.count.shape[2])
-        ids, _, (counts,) = best(scores, wanted, jnp.broadcast_to(there, scores.shape).astype(jnp.int32))
+        room = jnp.broadcast_to(several[:, None, None], scores.shape[:3])
+        counts = jnp.broadcast_to(there, scores.shape).astype(jnp.int32)
+        ids, which, (counts,) = best(scores, wanted, counts, room=room)
         within = jnp.arange(wanted)[None] < several[:, None]
-        return of_query_heads(ids, jnp.where(within[:, None, None], counts, 0))
+        return of_query_heads(ids, jnp.where(within[:, None, None], counts, 0), which)

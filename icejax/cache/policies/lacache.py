@@ -14,7 +14,7 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart, by_head, joined, order
 from icejax.errors import InputError, quoted
 from icejax.ops.attention import Attended
-from icejax.ranges import whole
+from icejax.ranges import LARGEST, whole
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class LaCache(Eviction):
     def __post_init__(self) -> None:
         whole("sinks", self.sinks, least=0, most=2**20)
         whole("recent", self.recent, least=0, most=2**20)
-        whole("budget", self.budget, least=self.sinks + self.recent + 2)
         whole("rungs", self.rungs, least=2, most=1024)
+        whole("budget", self.budget, least=self.sinks + self.recent + 2, most=LARGEST // self.rungs)
         if not isinstance(self.reassign, bool):
             raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
 

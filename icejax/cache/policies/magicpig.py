@@ -88,8 +88,8 @@ class MagicPIG(Retrieval):
         agree = (codes == own).sum(-1, dtype=jnp.int32)
         sampled = slots_there(index.count, PAGE)[:, :, None] & (agree >= 2)
         worth = jnp.where(sampled, agree.astype(jnp.float32), -jnp.inf)
-        ids, _, (counts,) = best(worth, self.num_fetched(pages), sampled.astype(jnp.int32))
-        found = of_query_heads(ids, counts)
+        ids, which, (counts,) = best(worth, self.num_fetched(pages), sampled.astype(jnp.int32))
+        found = of_query_heads(ids, counts, which & sampled)
         return Sampled(**{field.name: getattr(found, field.name) for field in fields(found)}, mean=index.mean)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Sampled) -> tuple[Attended, Float[Array, "B K M p"]]:

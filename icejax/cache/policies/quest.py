@@ -94,5 +94,5 @@ class Quest(Retrieval):
     def find(self, heads: Heads, index: Bounds, view: View) -> Found:
         worth = bound(heads.by_group(), index)
         counts = jnp.broadcast_to(index.count[:, :, None], worth.shape)
-        page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), counts)
-        return of_query_heads(page_ids, counts)
+        page_ids, which, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), counts)
+        return of_query_heads(page_ids, counts, which)

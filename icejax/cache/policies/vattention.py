@@ -87,7 +87,7 @@ class VAttention(Oracle):
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         mean, variance = _moments(weights, first(draws[:, 0], least[..., 0], max(2, most)))
         total = jnp.where(exact, weights, 0).sum(-1, keepdims=True) + mean * count.astype(jnp.float32)
-        allowed = self.epsilon * total / NormalDist().inv_cdf(1 - self.delta)  # standard deviation of the sum
+        allowed = self.epsilon * total / -NormalDist().inv_cdf(self.delta)  # standard deviation of the sum
         wanted = jnp.square(count.astype(jnp.float32) / allowed) * variance
         wanted = jnp.clip(jnp.minimum(wanted, most).astype(jnp.int32), least, jnp.minimum(most, count))
         share = wanted.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)

@@ -1,11 +1,12 @@
-"""The process that renders chat templates: a template is a program by strangers, which may loop for ever or fill the memory.
+"""The process for what strangers wrote as a program, which may loop for ever or fill the memory.
 
-`icejax/templates.py` starts this file by its path, with the folders that hold Jinja: nothing else is loaded, so it is there at
-once. It reads requests from stdin and writes answers to stdout, one JSON object a line. What a template sees is what
-transformers shows it.
+That is chat templates and regular expressions. `icejax/apart.py` starts this file by its path, with the folders that hold
+Jinja: nothing else is loaded, so it is there at once. It reads requests from stdin and writes answers to stdout, one JSON
+object a line. What a template sees is what transformers shows it.
 """
 
 import json
+import re
 import resource
 import sys
 from datetime import datetime
@@ -77,7 +78,15 @@ ENVIRONMENT.globals |= dict(raise_exception=raise_exception, dict=MakeDict(), na
 compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 
 
-def answer(template, variables, now, most):
+def fits(expression, names):
+    """Returns whether a regular expression fits the beginning of one of the names, or why that is not known."""
+    try:
+        return {"fits": any(re.match(expression, name) for name in names)}
+    except Exception as error:
+        return {"fault": f"fails: {' '.join(str(error).split())[:300] or type(error).__name__}"}
+
+
+def rendered(template, variables, now, most):
     """Returns the text of a template, or why there is none; `now` is unix time, `most` is in characters."""
 
     def strftime_now(form):
@@ -113,9 +122,10 @@ def main():
     for line in sys.stdin.buffer:
         request = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # A template that loops ends by itself too, should nobody be left to end it.
+        # What loops ends by itself too, should nobody be left to end it.
         limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + request.pop("seconds")) + 1)
-        answered = json.dumps(answer(**request), ensure_ascii=False)
+        answer = (fits if "expression" in request else rendered)(**request)
+        answered = json.dumps(answer, ensure_ascii=False)
         sys.stdout.buffer.write(answered.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
 
