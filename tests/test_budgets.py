@@ -10,7 +10,7 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, VAttention
+from icejax.cache import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, Tolerant, VAttention
 from icejax.cache.eviction import Slots
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, attention, dense, draw
@@ -90,6 +90,7 @@ def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
         (AdaKV, dict(kernel=2), "kernel must be an odd number, got 2"),
         (PyramidKV, dict(beta=0), "beta must be at least 1, got 0"),
         (PyramidKV, dict(budget=31), "budget must be at least 32, got 31"),
+        (Tolerant, dict(budget=2**29), "budget must be at most 268435456, got 536870912"),
         (LaCache, dict(budget=3_000_000, rungs=1024), "budget must be at most 2097151, got 3000000"),
     ],
     ids=str,

@@ -62,7 +62,9 @@ class Tolerant(Clustered):
     def __post_init__(self) -> None:
         super().__post_init__()
         number("tolerance", self.tolerance, least=0, most=1e3, above=True)
-        if self.max_budget is not None:
+        if self.max_budget is None:
+            whole("budget", self.budget, most=2**28)  # four times as much may be attended to
+        else:
             whole("max_budget", self.max_budget, least=self.budget, most=2**30)
         needed = dict(rerank=True, tail=True, score="second-order", resident=False, reuse=1, keys_first=False)
         self._needs("a tolerance needs", "use the clustered cache", **needed)
