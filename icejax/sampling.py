@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from icejax.errors import InputError, quoted
+from icejax.ops.threshold import ordered, threshold
 from icejax.ranges import number, whole
-
-BITS = 2  # of the 32 of a threshold that are found in one pass over the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +144,6 @@ def candidates(logits: Float[Array, "B V"], rows: Samplings) -> Float[Array, "B 
     return jnp.where(kept, scaled, -jnp.inf)
 
 
-def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Returns whole numbers u32 in the order of fp32 numbers; the two zeros are one."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x).astype(jnp.float32), jnp.uint32)
-    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
-
-
 def kth_largest(order: UInt32[Array, "B V"], k: Int[Array, " B"]) -> UInt32[Array, " B"]:
     """Returns the k-th largest number u32[B] of each row, the smallest where k is 0 or more than there are.
 
@@ -159,7 +151,7 @@ def kth_largest(order: UInt32[Array, "B V"], k: Int[Array, " B"]) -> UInt32[Arra
     """
     vocabulary = order.shape[-1]
     k = jnp.where(k > 0, jnp.minimum(k, vocabulary), vocabulary)
-    return largest(lambda least: (order[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= k[:, None], len(k))
+    return threshold(lambda least: (order[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= k[:, None], len(k))
 
 
 def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[Array, " B"]) -> UInt32[Array, " B"]:
@@ -172,19 +164,7 @@ def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[
     def reach(least: UInt32[Array, "B N"]) -> Bool[Array, "B N"]:
         return jnp.where(order[:, None] >= least[:, :, None], weights[:, None], 0).sum(-1) >= share[:, None]
 
-    return jnp.where(p < 1, largest(reach, len(p)), 0)
-
-
-def largest(holds: Callable[[UInt32[Array, "B N"]], Bool[Array, "B N"]], rows: int) -> UInt32[Array, " B"]:
-    """Returns the largest numbers u32[B] that `holds` is true of, which is true up to some number; 0 where of none.
-
-    By bisection, `BITS` at a time. The passes are written out: at a loop XLA:GPU would end the CUDA graph of a step.
-    """
-    threshold = jnp.zeros(rows, jnp.uint32)
-    for shift in range(32 - BITS, -1, -BITS):
-        more = jnp.arange(1, 2**BITS, dtype=jnp.uint32) << shift
-        threshold += holds(threshold[:, None] + more[None]).sum(-1, dtype=jnp.uint32) << shift
-    return threshold
+    return jnp.where(p < 1, threshold(reach, len(p)), 0)
 
 
 def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:

@@ -64,10 +64,14 @@ def test_values_that_are_no_numbers_come_last():
     assert topk._best_counted(worth, jnp.asarray(4), wanted=4)[0].tolist() == [3, 1, 0, 2]
 
 
-def test_the_largest_are_as_many_as_there_is_room():
+def test_the_largest_are_as_many_as_there_is_room(monkeypatch):
     worth, room = ties(4, 50), np.asarray([0, 3, 17, 20], np.int32)
+    worth[0, 7], worth[1, 9] = -np.inf, -0.0
     rank = np.argsort(np.argsort(-worth, axis=-1, kind="stable"), axis=-1)
-    for found in (topk._largest_counted(worth, room), topk._largest_sorted(jnp.asarray(worth), room, most=20)):
+    sorted_ = topk._largest_sorted(jnp.asarray(worth), room, most=20)
+    monkeypatch.setattr(topk, "MOST_COUNTED", 49)
+    of_many = topk.largest(jnp.asarray(worth.reshape(2, 2, 50)), jnp.asarray(room.reshape(2, 2)), most=20).reshape(4, 50)
+    for found in (topk._largest_counted(worth, room), sorted_, topk._largest_halved(jnp.asarray(worth), room), of_many):
         np.testing.assert_array_equal(np.asarray(found), rank < room[:, None])
 
 

@@ -22,7 +22,8 @@ from transformers.generation.logits_process import (
 import icejax
 from icejax import decoding, inference
 from icejax.errors import InputError
-from icejax.sampling import Sampling, Samplings, candidates, choose, kth_largest, ordered, penalised, row_keys
+from icejax.ops.threshold import ordered
+from icejax.sampling import Sampling, Samplings, candidates, choose, kth_largest, penalised, row_keys
 from tests.run import jitted
 
 VOCABULARY = 50

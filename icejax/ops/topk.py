@@ -1,6 +1,7 @@
 """Which values are the largest: by sorting on CPU, elsewhere by counting those that are larger, unless they are very many.
 
-An accelerator sorts a thousand numbers in many dependent steps, and counts them in one. Of equal values the first is larger.
+An accelerator sorts a thousand numbers in many dependent steps, and counts them in one. Very many, of which only the set of the
+largest is asked for, are not sorted either: bisection finds the least of these. Of equal values the first is larger.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.ops.threshold import ordered, threshold
+
 MOST_COUNTED = 8192  # by estimate: each is compared with all, which for more takes an accelerator longer than the steps
+MUCH = 8  # a CPU sorts the largest of so many times as many faster than it finds the least of them by bisection
 
 
 def best(
@@ -32,9 +36,11 @@ def best(
 
 def largest(worth: Float[Array, "*R n"], room: Int[Array, "*R"], *, most: int) -> Bool[Array, "*R n"]:
     """Returns which values are the `room` largest of their row; `room` is at most `most`."""
-    by_sorting = functools.partial(_largest_sorted, most=min(most, worth.shape[-1]))
-    if worth.shape[-1] > MOST_COUNTED:
-        return by_sorting(worth, room)
+    size = worth.shape[-1]
+    by_sorting = functools.partial(_largest_sorted, most=min(most, size))
+    if size > MOST_COUNTED:
+        few = MUCH * most < size
+        return lax.platform_dependent(worth, room, cpu=by_sorting if few else _largest_halved, default=_largest_halved)
     return lax.platform_dependent(worth, room, cpu=by_sorting, default=_largest_counted)
 
 
@@ -84,6 +90,16 @@ def _first_of(indices: jax.Array, room: jax.Array, size: int) -> jax.Array:
     fits = jnp.arange(flat.shape[1])[None, :] < room.reshape(-1, 1)
     found = jnp.zeros((len(flat), size), bool).at[jnp.arange(len(flat))[:, None], flat].set(fits)
     return found.reshape(*indices.shape[:-1], size)
+
+
+def _largest_halved(worth: jax.Array, room: jax.Array) -> jax.Array:
+    """Finds the least of them by bisection; of those equal to it the first are taken, up to the room."""
+    order, room = ordered(jnp.where(jnp.isnan(worth), -jnp.inf, worth)), room[..., None]
+    rows, flat = order.reshape(room.size, -1), room.reshape(-1, 1)
+    least = threshold(lambda least: (rows[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= flat, len(rows))
+    more, same = (f(order, least.reshape(room.shape)) for f in (jnp.greater, jnp.equal))
+    left = room - more.sum(-1, keepdims=True, dtype=jnp.int32)
+    return more | (same & (jnp.cumsum(same, axis=-1, dtype=jnp.int32) <= left))
 
 
 def _largest_counted(worth: jax.Array, room: jax.Array) -> jax.Array:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.oracle import Ranked
+from icejax.ops.threshold import ordered, threshold
 from icejax.ranges import number
-
-ONE = 0x3F800000  # the bits of 1.0, the largest of all weights
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,14 @@ class TopP(Ranked):
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R G S"]:
         weights = jax.nn.softmax(scores, axis=-1)
-        bits = jax.lax.bitcast_convert_type(weights, jnp.int32)  # in the order of the weights, as none is negative
+        flat, order = weights.reshape(-1, weights.shape[-1]), ordered(weights)
 
-        def halved(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = ends
-            middle = low + (high - low) // 2
-            enough = jnp.where(bits >= middle, weights, 0).sum(-1, keepdims=True) >= self.mass
-            return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+        def enough(least: UInt32[Array, "B N"]) -> Bool[Array, "B N"]:
+            heavy = order.reshape(flat.shape)[:, None] >= least[:, :, None]
+            return jnp.where(heavy, flat[:, None], 0).sum(-1) >= self.mass
 
-        # The largest weight that tokens must have for the mass: by halving, as a sort takes many times as long.
-        none = jnp.zeros_like(bits[..., :1])
-        least, _ = jax.lax.fori_loop(0, 31, halved, (none, none + ONE + 1))
-        more, same = bits > least, bits == least
+        least = threshold(enough, len(flat)).reshape(*weights.shape[:-1], 1)
+        more, same = order > least, order == least
         # Of equal weight the first are needed, while those before them have not enough.
         earlier = jnp.cumsum(same, axis=-1, dtype=weights.dtype) - 1
         before = jnp.where(more, weights, 0).sum(-1, keepdims=True) + earlier * weights
