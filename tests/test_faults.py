@@ -50,7 +50,7 @@ FAULTS = (
     ("cache/window.py", "slot = self.fill + lengths.clock % self.page_size", "slot = self.fill", "policies.py::test_budget_for_all_tokens_equals_dense_attention"),
     ("cache/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "extend.py::test_logits_in_parts_equal_those_of_the_whole"),
     ("cache/policies/clustered.py", "rule=self.score", "rule='mean'", "reference.py::test_200_steps_equal_the_reference"),
-    ("cache/found.py", "jnp.where(again, 0, tokens)", "tokens", "peers.py::test_quest_chooses_pages_for_every_query_head"),
+    ("cache/found.py", "jnp.where(again, 0, counts)", "counts", "peers.py::test_quest_chooses_pages_for_every_query_head"),
     ("cache/blocks.py", "(view.lengths.pages + block - 1) // block", "view.lengths.pages // block", "extend.py::test_logits_in_parts_equal_those_of_the_whole"),
     ("cache/slots.py", "(row, slots[row], 0)", "(row, slots[0], 0)", "policies.py::test_budget_for_all_tokens_equals_dense_attention"),
     ("cache/index.py", "x, first, axis=2", "x, 0, axis=2", "peers.py::test_quest_chooses_pages_for_every_query_head"),
