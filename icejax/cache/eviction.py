@@ -14,6 +14,7 @@ from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Vi
 from icejax.cache.slots import apart, append_apart, by_head, joined, per_head
 from icejax.cache.spec import CacheSpec
 from icejax.ops.attention import EINSUM, Attended, attend_all, causal_with_lse, masked_scores, merge_by_lse
+from icejax.ops.topk import largest
 from icejax.ranges import LARGEST
 
 NO_TOKEN = -1
@@ -163,13 +164,9 @@ class Eviction(CachePolicy):
             least = jnp.finfo(jnp.float32).min
             tokens = replace(tokens, scores=jnp.maximum(self.score(tokens, heads, attended, view), least))
             budgets = self.budgets(tokens)
-            # Of equal worth the earlier one stays. The sort, once per text and no step, is of as many numbers as may stay.
-            worth, best = jax.lax.top_k(
-                jnp.where(tokens.there, self.worth(tokens), -jnp.inf), min(self.most(heads.k.shape[2]), size, count)
-            )
-            within = jnp.arange(best.shape[2])[None, None] < budgets[..., None]
-            best = jnp.sort(jnp.where(within & (worth > -jnp.inf), best, count), axis=2)
-            best = jnp.pad(best, ((0, 0), (0, 0), (0, size - best.shape[2])), constant_values=count)
+            worth = jnp.where(tokens.there, self.worth(tokens), -jnp.inf)
+            stays = largest(worth, jnp.minimum(budgets, size), most=min(self.most(heads.k.shape[2]), size)) & (worth > -jnp.inf)
+            best = jax.vmap(jax.vmap(lambda x: jnp.nonzero(x, size=size, fill_value=count)[0]))(stays)
             return replace(tokens.at(best), room=jnp.full_like(budgets, size) if self.on_top else budgets)
 
     def appended(self, state: Slots, heads: Heads, view: View) -> Slots:
