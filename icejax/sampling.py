@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from icejax.errors import InputError, quoted
-from icejax.ops.threshold import ordered, threshold
+from icejax.ops.threshold import least_of, ordered, threshold
 from icejax.ranges import number, whole
 
 
@@ -150,8 +150,7 @@ def kth_largest(order: UInt32[Array, "B V"], k: Int[Array, " B"]) -> UInt32[Arra
     What is not below it are k numbers, and more where several equal it.
     """
     vocabulary = order.shape[-1]
-    k = jnp.where(k > 0, jnp.minimum(k, vocabulary), vocabulary)
-    return threshold(lambda least: (order[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= k[:, None], len(k))
+    return least_of(order, jnp.where(k > 0, jnp.minimum(k, vocabulary), vocabulary))
 
 
 def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[Array, " B"]) -> UInt32[Array, " B"]:

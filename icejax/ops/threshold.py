@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 BITS = 2  # of the 32 of a threshold that are found in one pass over the numbers
 
@@ -27,3 +27,8 @@ def threshold(holds: Callable[[UInt32[Array, "B N"]], Bool[Array, "B N"]], rows:
         more = jnp.arange(1, 2**BITS, dtype=jnp.uint32) << shift
         found += holds(found[:, None] + more[None]).sum(-1, dtype=jnp.uint32) << shift
     return found
+
+
+def least_of(order: UInt32[Array, "B V"], count: Int[Array, " B"]) -> UInt32[Array, " B"]:
+    """Returns the largest number u32[B] that `count` numbers of a row are not below; for 0 the largest there is."""
+    return threshold(lambda least: (order[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= count[:, None], len(count))

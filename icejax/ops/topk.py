@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.threshold import ordered, threshold
+from icejax.ops.threshold import least_of, ordered
 
 MOST_COUNTED = 8192  # by estimate: each is compared with all, which for more takes an accelerator longer than the steps
 MUCH = 8  # a CPU sorts the largest of so many times as many faster than it finds the least of them by bisection
@@ -95,8 +95,7 @@ def _first_of(indices: jax.Array, room: jax.Array, size: int) -> jax.Array:
 def _largest_halved(worth: jax.Array, room: jax.Array) -> jax.Array:
     """Finds the least of them by bisection; of those equal to it the first are taken, up to the room."""
     order, room = ordered(jnp.where(jnp.isnan(worth), -jnp.inf, worth)), room[..., None]
-    rows, flat = order.reshape(room.size, -1), room.reshape(-1, 1)
-    least = threshold(lambda least: (rows[:, None] >= least[:, :, None]).sum(-1, dtype=jnp.int32) >= flat, len(rows))
+    least = least_of(order.reshape(room.size, -1), room.reshape(-1))
     more, same = (f(order, least.reshape(room.shape)) for f in (jnp.greater, jnp.equal))
     left = room - more.sum(-1, keepdims=True, dtype=jnp.int32)
     return more | (same & (jnp.cumsum(same, axis=-1, dtype=jnp.int32) <= left))
