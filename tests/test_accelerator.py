@@ -71,7 +71,12 @@ def test_the_largest_are_as_many_as_there_is_room(monkeypatch):
     sorted_ = topk._largest_sorted(jnp.asarray(worth), room, most=20)
     monkeypatch.setattr(topk, "MOST_COUNTED", 49)
     of_many = topk.largest(jnp.asarray(worth.reshape(2, 2, 50)), jnp.asarray(room.reshape(2, 2)), most=20).reshape(4, 50)
-    for found in (topk._largest_counted(worth, room), sorted_, topk._largest_halved(jnp.asarray(worth), jnp.asarray(room)), of_many):
+    for found in (
+        topk._largest_counted(worth, room),
+        sorted_,
+        topk._largest_halved(jnp.asarray(worth), jnp.asarray(room)),
+        of_many,
+    ):
         np.testing.assert_array_equal(np.asarray(found), rank < room[:, None])
 
 
