@@ -39,7 +39,7 @@ class Programs:
 
 
 @functools.cache
-def programs(policy: CachePolicy) -> Programs:
+def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
     """Returns the programs of `policy`."""
     traces, backend = [0], fetch_backend()
 
@@ -51,14 +51,14 @@ def programs(policy: CachePolicy) -> Programs:
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
-        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), Scoring(q.shape[-1] ** -0.5))
+        heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), Scoring(q.shape[-1] ** -0.5, softcap))
         found = policy.decode(state, heads, view(lengths, pool))
-        return found.attended.out[:, 0], found.state, found.tokens
+        return jax.tree.map(lambda x: x[:, 0], found.attended), found.state, found.tokens
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
-        found = policy.extend(state, Heads(q, k, v, new, Scoring(q.shape[-1] ** -0.5)), view(lengths, pool))
-        return found.attended.out, found.state, found.pages, found.used
+        found = policy.extend(state, Heads(q, k, v, new, Scoring(q.shape[-1] ** -0.5, softcap)), view(lengths, pool))
+        return found.attended, found.state, found.pages, found.used
 
     def compact(state, pool, lengths):
         count = policy.compact_every // policy.page_size
@@ -94,9 +94,9 @@ def projected(heads: jax.Array) -> jax.Array:
     return jnp.einsum("btnh,nhd->btd", heads, output_matrix(*heads.shape[2:])) + 1.0
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec"))
-def _prefill(q, k, v, lengths, *, policy, spec):
-    scoring = Scoring(q.shape[-1] ** -0.5)
+@functools.partial(jax.jit, static_argnames=("policy", "spec", "softcap"))
+def _prefill(q, k, v, lengths, *, policy, spec, softcap):
+    scoring = Scoring(q.shape[-1] ** -0.5, softcap)
     attended = causal(q, k, v, lengths=lengths.seen, window=None, scoring=scoring)
     view = View(Lengths.none(len(q)), turn=turned, project=projected)
     found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, scoring), attended, view)
@@ -108,10 +108,19 @@ class Layer:
 
     Attributes:
         tokens: how many were attended to in the newest step, by a query head and by any of a KV head, f32[2, B].
+        lse: the log-sum-exp of what was last put behind the cache: [B, N] of a step, [B, T, N] of more tokens.
     """
 
     def __init__(
-        self, policy: CachePolicy, lengths: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray, *, latent: bool = False
+        self,
+        policy: CachePolicy,
+        lengths: Sequence[int],
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        *,
+        latent: bool = False,
+        softcap: float | None = None,
     ) -> None:
         self.policy = policy = policy.settled("cpu", latent=latent)
         self.spec = CacheSpec(
@@ -126,7 +135,7 @@ class Layer:
             dtype="float32",
         )
         self.lengths = Lengths.of(jnp.asarray(lengths, jnp.int32))
-        self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec)
+        self.state, pages = _prefill(q, k, v, self.lengths, policy=policy, spec=self.spec, softcap=softcap)
         self.pool = None
         if pages is not None:
             extents = extents_for(policy.pool(self.spec).pages)
@@ -136,11 +145,11 @@ class Layer:
             self.table = jnp.asarray(table)
             self.pool = host.write_pages(host.allocate(shape, "float32"), pages[:, None], self.table, 0)
             self.lengths = replace(self.lengths, pages=jnp.int32(pages.shape[0]))
-        self.programs = programs(policy)
+        self.programs = programs(policy, softcap)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
-        out, self.state, self.tokens = self.programs.decode(self.state, q, k, v, self.lengths, self._pool)
+        (out, self.lse), self.state, self.tokens = self.programs.decode(self.state, q, k, v, self.lengths, self._pool)
         self.lengths = replace(self.lengths, clock=self.lengths.clock + 1)
         clock = int(self.lengths.clock)
         if self.pool is not None and clock % self.policy.page_size == 0:
@@ -167,7 +176,7 @@ class Layer:
     def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Sequence[int]) -> np.ndarray:
         """Puts `new` tokens per row, right-padded, behind all there are; returns the attention output [B, T, N, H]."""
         count = jnp.asarray(new, jnp.int32)
-        out, self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
+        (out, self.lse), self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
         if pages is not None:
             self.pool = host.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages)
         self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.pages + (used or 0))
@@ -219,16 +228,24 @@ def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
     )
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None = None) -> np.ndarray:
     """Returns the attention [N, H] of a token's queries [N, H] to keys and values [S, K, H] in float64."""
+    return attended(q, k, v, softcap)[0]
+
+
+def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the attention, and the log-sum-exp [N] of its scores."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    out = np.zeros((len(q), v.shape[2]))
+    out, lse = np.zeros((len(q), v.shape[2])), np.zeros(len(q))
     for head in range(len(q)):
         kv = head // (len(q) // k.shape[1])
         scores = k[:, kv] @ q[head] / q.shape[1] ** 0.5
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         out[head] = weights @ v[:, kv] / weights.sum()
-    return out
+        lse[head] = scores.max() + np.log(weights.sum())
+    return out, lse
 
 
 def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[np.ndarray]) -> None:

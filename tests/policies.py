@@ -137,6 +137,7 @@ POLICIES = (
     Row("vattention", VAttention(budget=64), lambda n: VAttention(budget=2 * n), slow=True),  # half of it are top tokens
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
+OF_BASES = [row for row in EXACT if not row.slow]  # for what only whole models show
 
 
 def by_row(*values: object, rows: Sequence[Row] = POLICIES, slow: bool = False) -> list:

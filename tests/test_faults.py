@@ -7,10 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parent.parent
 PROOFS = ("eviction_peers", "retrieval_peers", "omnikv")  # most of them are slow; elsewhere the default tests notice
-IMPORTED = ["flax.nnx", "orbax.checkpoint", "pytest", "torch", "transformers.modeling_utils"]  # once, for all of the faults
+# Imported once, for all of the faults.
+IMPORTED = [
+    "flax.nnx",
+    "orbax.checkpoint",
+    "pytest",
+    "torch",
+    "transformers.modeling_utils",
+    "hypothesis.strategies",
+    "beartype",
+]
+PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
     ("ops/kmeans.py", "number < limit", "number <= limit", "kmeans.py::test_of_some_centroids_there_are_few[False]"),
@@ -192,28 +203,44 @@ def forks():
     return context
 
 
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, forks):
+    """A copy of the project with its modules compiled: to read and to check them is half of the time of most faults."""
+    folder = tmp_path_factory.mktemp("project")
+    for part in ("icejax", "convert", "bench", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    assert exit_status(forks, folder, ["--collect-only", "--ignore=tests/test_faults.py"]) == 0
+    return folder
+
+
+def exit_status(forks, folder: Path, line: list[str]) -> int:
+    """Runs tests of a folder in a process of its own."""
+    process = forks.Process(target=run, args=(folder, [*line, *PLAIN]))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 def run(folder: Path, line: list[str]) -> None:
-    """The tests of a folder, in a process of its own; what they print is left there."""
-    printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
+    """The tests of a folder; what they print is left there."""
+    printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = False
     os.environ.pop("XLA_FLAGS", None)
+    # One example that fails is enough: none is made smaller or explained.
+    settings.register_profile("planted", phases=[Phase.explicit, Phase.generate])
     sys.exit(pytest.main(line))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module, text, fault, noticed_by", FAULTS, ids=lambda x: str(x)[:24])
-def test_the_tests_notice(tmp_path, forks, module, text, fault, noticed_by):
-    for folder in ("icejax", "convert", "bench", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+def test_the_tests_notice(tmp_path, forks, project, module, text, fault, noticed_by):
+    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "icejax" / module
     file.write_text(file.read_text().replace(text, fault))
-    line = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/test_{noticed_by}"]
-    line += ["-m", "slow or not slow"] if noticed_by.startswith(PROOFS) else []
-    done = forks.Process(target=run, args=(tmp_path, line))
-    done.start()
-    done.join()
-    assert done.exitcode == 1, (tmp_path / "printed").read_text()[-2000:]
+    line = [f"tests/test_{noticed_by}", "-x"] + (["-m", "slow or not slow"] if noticed_by.startswith(PROOFS) else [])
+    assert exit_status(forks, tmp_path, line) == 1, (tmp_path / "printed").read_text()[-2000:]

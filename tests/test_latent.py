@@ -12,6 +12,7 @@ from icejax.cache.policies.full import Ring
 from icejax.plan import make_plan
 from tests import tolerances
 from tests.layer import Layer, attention, draw
+from tests.policies import EXACT
 
 LENGTHS, NEW, STEPS = (250, 9, 100), (30, 7, 50), (36, 8)  # before and behind the new tokens; a page leaves every 16th step
 TOTAL = 350
@@ -62,7 +63,8 @@ BY_DEFAULT = ("latent-topk", "latent-clustered", "latent-quest", "narrow-cluster
     [
         pytest.param(*case, id=name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
         for name, case in (
-            {f"latent-{name}": (policy, (KEYS, VALUES), True) for name, policy in BOTH.items()}
+            {f"latent-{row}": (row.exact(TOTAL), (KEYS, VALUES), True) for row in EXACT}
+            | {f"latent-{name}": (policy, (KEYS, VALUES), True) for name, policy in BOTH.items()}
             | {f"narrow-{name}": (policy, (KEYS, VALUES), False) for name, policy in (BOTH | APART).items()}
             | {"wide-clustered": (ALL, (VALUES, KEYS), False)}
         ).items()

@@ -8,8 +8,8 @@ import icejax
 from icejax.cache import Clustered, Full
 from icejax.session import Session
 from tests import families, tolerances
-from tests.layer import Layer, attention, dense, draw, programs
-from tests.policies import EXACT, POLICIES, by_row
+from tests.layer import Layer, attended, dense, draw, programs
+from tests.policies import EXACT, OF_BASES, POLICIES, by_row
 from tests.test_session import Letters
 
 LENGTHS, STEPS = (250, 9, 100), 40
@@ -89,24 +89,29 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
     [*by_row(True, rows=EXACT), *by_row(False, rows=[row for row in POLICIES if row.keeps_all], slow=True)],
 )
 def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
-    """After steps that flush and compact; their padding holds NaN. With a budget for all, later steps are exact too."""
+    """After steps that flush and compact; their padding holds NaN. With a budget for all, later steps are exact too.
+
+    And scores have a cap then, as Gemma 2 has them; their log-sum-exp is what a layer with attention sinks asks for.
+    """
     new, total = (30, 7, 50), 350
     prompt, _ = draw(LENGTHS, 1)
     rng = np.random.default_rng(1)
     text = [np.concatenate([x, rng.standard_normal((3, total - x.shape[1], *x.shape[2:])).astype(x.dtype)], 1) for x in prompt]
-    layer = Layer(row.exact(total) if enough else row.small, LENGTHS, *(x[:, :256] for x in text))
+    softcap = 2.0 if enough else None
+    layer = Layer(row.exact(total) if enough else row.small, LENGTHS, *(x[:, :256] for x in text), softcap=softcap)
     at = np.asarray(LENGTHS)
 
-    def check(found, step) -> None:
+    def check(out, lse, step) -> None:
         for i, position in enumerate(at + step):
-            expected = attention(text[0][i, position], *(x[i, : position + 1] for x in text[1:]))
-            np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"row {i}, {position}")
+            expected = attended(text[0][i, position], *(x[i, : position + 1] for x in text[1:]), softcap)
+            for found, of in zip((out[i], lse[i]), expected, strict=True):
+                np.testing.assert_allclose(found, of, rtol=0, atol=tolerances.EXACT, err_msg=f"row {i}, {position}")
 
     def steps() -> None:
         for step in range(STEPS // 2):
             found = layer.step(*(np.stack([x[i, p + step] for i, p in enumerate(at)]) for x in text))
             if enough:
-                check(found, step)
+                check(found, layer.lse, step)
 
     steps()
     at += STEPS // 2
@@ -116,14 +121,14 @@ def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
             part[i, : new[i]] = x[i, position : position + new[i]]
     found = layer.extend(*more, new)
     for step in range(min(new)):
-        check(found[:, step], step)
-    check([found[i, count - 1] for i, count in enumerate(new)], np.asarray(new) - 1)
+        check(found[:, step], layer.lse[:, step], step)
+    check(*([x[i, count - 1] for i, count in enumerate(new)] for x in (found, layer.lse)), np.asarray(new) - 1)
     at += np.asarray(new)
     steps()
 
 
 @pytest.mark.slow
-@exact_ones
+@pytest.mark.parametrize("row", OF_BASES, ids=str)
 def test_a_session_asks_twice_and_is_kept(row, tmp_path, model):
     """With a budget for all tokens the second answer is that of one long text, saved and loaded in between or not."""
     session = Session(model, Letters(), cache=row.exact(600), context_length=500)

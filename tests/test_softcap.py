@@ -1,4 +1,7 @@
-"""Scores with a soft cap, as Gemma 2 has them: a model whose layers are given one has the logits of transformers' own form."""
+"""Scores with a soft cap, as Gemma 2 has them: a model whose layers are given one has the logits of transformers' own form.
+
+With a policy of every base; test_policies has a single layer with all of them.
+"""
 
 import dataclasses
 
@@ -10,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from icejax.config import ModelConfig
 from tests import families, tolerances
-from tests.policies import EXACT
+from tests.policies import OF_BASES
 from tests.run import follows
 
 CAPS = (2.0, 1.0, None)  # of a sliding, a full and a sliding layer
@@ -41,7 +44,7 @@ def models(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=() if row.name in BY_DEFAULT else pytest.mark.slow) for row in EXACT]
+    "row", [pytest.param(row, id=str(row), marks=() if row.name in BY_DEFAULT else pytest.mark.slow) for row in OF_BASES]
 )
 def test_prefill_decode_and_extend_equal_transformers(models, row):
     ours, theirs = models
