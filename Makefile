@@ -8,7 +8,7 @@ AOT := .venv-aot
 KVPRESS := .venv-kvpress
 
 # What says of whole models that their numbers are right is run once more with programs as users have them.
-OPTIMISED := tests/test_parity.py tests/test_reference.py tests/test_latent.py tests/test_inference.py
+OPTIMISED := tests/test_parity.py tests/test_reference.py -k "equal_transformers or equal_the_reference"
 
 .PHONY: run test test-slow test-aot lint
 
@@ -16,10 +16,10 @@ run: .venv/installed
 	$(BIN)/python -m icejax.generate
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile  # more processes would take more than 3 GB
+	$(BIN)/python -m pytest -n 2 --dist worksteal  # more processes would take more than 3 GB
 
 test-slow: .venv/installed-dev $(KVPRESS)/installed
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED)
 
 test-aot: $(AOT)/installed

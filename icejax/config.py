@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from icejax.ranges import POSITIONS
+
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -284,7 +286,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and answer the model is made for; scalings that configs do not count in are."""
-        if self.rope_scaling is not None and self.rope_scaling.rope_type in ("linear", "dynamic"):
-            return int(self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor)
-        return self.max_position_embeddings
+        """Tokens of prompt and answer it is made for, with scalings that configs do not count in; at most `POSITIONS`."""
+        own, scaling = self.max_position_embeddings, self.rope_scaling
+        if scaling is not None and scaling.rope_type in ("linear", "dynamic"):
+            own = int(scaling.original_max_position_embeddings * scaling.factor)
+        return min(own, POSITIONS)

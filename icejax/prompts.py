@@ -11,7 +11,7 @@ from typing import Any
 
 from icejax.errors import InputError, quoted, told
 from icejax.models import CausalLM
-from icejax.ranges import is_unicode, whole
+from icejax.ranges import POSITIONS, is_unicode, whole
 from icejax.request import Request
 from icejax.templates import render
 
@@ -48,7 +48,8 @@ def encode(
         InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for a token in `context_length` (the
             model's own by default); or the tokenizer is of another model.
     """
-    context_length = model.config.context_length if context_length is None else whole("context_length", context_length)
+    own = model.config.context_length
+    context_length = own if context_length is None else whole("context_length", context_length, most=POSITIONS)
     if not requests:
         raise InputError("no prompt: expected at least one")
     return [_encoded(model, tokenizer, each, context_length) for each in requests]
@@ -95,7 +96,7 @@ def check_context(model: CausalLM, context_length: int | None) -> int:
     own = model.config.context_length
     if context_length is None:
         return own
-    if whole("context_length", context_length) > own:
+    if whole("context_length", context_length, most=POSITIONS) > own:
         LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", context_length, own)
     return context_length
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from icejax.errors import InputError, quoted
 
-LARGEST = 2**31 - 1  # what an int32 holds, as positions and token ids are
+LARGEST = 2**31 - 1  # what an int32 holds, as token ids are
+POSITIONS = 2**24  # tokens whose positions are whole numbers in float32, in which RoPE turns by them
 
 
 def whole(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:

@@ -35,11 +35,11 @@ from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.jsontext import MOST_BYTES
 from icejax.models import CausalLM
 from icejax.plan import Plan
+from icejax.ranges import POSITIONS
 
 VERSION = 14
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes that are verified at once
-MOST = 2**31  # tokens are counted in 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def _about(path: Path, fields: dict[str, Any]) -> About:
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
             damaged(path, f"{name} is {value!r:.40}")
     about = About(**{field.name: fields.get(field.name) for field in dataclasses.fields(About)})
-    if not 0 < about.first <= about.tokens <= about.context_length < MOST:
+    if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
     if not isinstance(about.messages, list) or not all(map(_is_message, about.messages)):
         damaged(path, "messages are no list of roles and contents")

@@ -12,8 +12,6 @@ from tests import layer as harness
 from tests import reference_coded, tolerances
 from tests.test_reference import STEPS, assert_reference
 
-BITS = [4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (1, 2))]
-
 
 @pytest.mark.parametrize("bits", key_codes.BITS)
 def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
@@ -55,8 +53,10 @@ def test_codes_go_where_their_pages_go():
     assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()
 
 
-@pytest.mark.parametrize("singly", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tokens", "pages"])
-@pytest.mark.parametrize("codes", BITS)
+@pytest.mark.parametrize(
+    ("codes", "singly"),
+    [(4, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, False), (2, True), (1, False)))],
+)
 def test_200_steps_equal_the_reference(monkeypatch, codes, singly):
     """Nodes above the pages, twelve flushes, three compactions; prompts long and short."""
     monkeypatch.setattr(harness, "PROMPT", 1024)

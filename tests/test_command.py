@@ -195,7 +195,7 @@ BAD = {
     "sinks beyond counting": (["--cache-option", "sinks=1000000000"], "sinks must be at most 1048576, got 1000000000"),
     "page size beyond counting": (["--page-size", str(2**40)], "page_size must be at most 128, got 1099511627776"),
     "sinks without a budget": (["--cache-option", "sinks=1000000"], "a page of 16: at least 1000048, got 256"),
-    "context beyond counting": (["--prompt", "x", "--context-length", str(10**12)], "context_length must be at most 2147483647, got 1000000000000"),
+    "context beyond counting": (["--prompt", "x", "--context-length", str(10**12)], "context_length must be at most 16777216, got 1000000000000"),
     "temperature no number": (["--prompt", "x", "--temperature", "nan"], "temperature must be a number from 0 to 1e+06, got nan"),
     "very long prompt": (["--prompt", "x" * 30_000_000], "prompt 1 has at least 131072 tokens and the context holds 32768, the answer included"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),

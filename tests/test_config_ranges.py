@@ -206,3 +206,7 @@ def test_every_value_has_a_range(changes, message):
     with pytest.raises(InputError, match=re.escape(message)) as error:
         read(**changes)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_context_ends_where_positions_are_not_exact():
+    assert read(max_position_embeddings=2**30).context_length == 2**24

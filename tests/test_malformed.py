@@ -57,7 +57,7 @@ def sound(folder: Path) -> None:
 def read_config(folder: Path) -> None:
     config = load.read_config(folder)
     formats.sources(huggingface.read_json(folder / "config.json"), SHAPES)
-    assert 1 <= config.context_length < 2**31 and config.head_dim % 2 == 0
+    assert 1 <= config.context_length <= 2**24 and config.head_dim % 2 == 0
     if config.rope_scaling is None or config.rope_scaling.rope_type != "dynamic":
         assert np.isfinite(inverse_frequencies(config.layers[0].rope)).all()
 
@@ -76,7 +76,7 @@ def read_jsonl(folder: Path) -> None:
 
 def read_session(folder: Path) -> None:
     found = saved.look(folder)
-    assert 0 < found.about.tokens <= found.about.context_length < 2**31
+    assert 0 < found.about.tokens <= found.about.context_length <= 2**24
     assert hash(found.policy) is not None
     found.verify()
 

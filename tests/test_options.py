@@ -64,7 +64,7 @@ def test_a_budget_is_taken_if_it_holds_what_it_must(sinks, window, page, budget)
         (dict(max_new_tokens=True), "max_new_tokens must be a whole number, got True"),
         (dict(seed=0.0), "seed must be a whole number, got 0.0"),
         (dict(seed=2**32), "seed must be at most 4294967295, got 4294967296"),
-        (dict(context_length=10**12), "context_length must be at most 2147483647, got 1000000000000"),
+        (dict(context_length=10**12), "context_length must be at most 16777216, got 1000000000000"),
         (dict(context_length=20.0), "context_length must be a whole number, got 20.0"),
         (dict(stop=["a", 3]), "a stop string must be text, got 3"),
         (dict(stop=["a", ""]), "a stop string is empty: expected some text"),

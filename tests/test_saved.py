@@ -137,11 +137,12 @@ LIES = {
     "tokens that are not there": (lambda f: f.update(tokens=f["tokens"] + 1), "arrays has .* bytes, expected"),
     "a context of 10^12 tokens": (lambda f: f.update(context_length=10**12), "room for 1000000000000 do not fit"),
     "10^12 tokens": (lambda f: f.update(tokens=10**12), "1000000000000 in all"),
-    "a context of 2^31 - 1": (lambda f: f.update(context_length=2**31 - 1), "arrays has .* bytes, expected"),
-    "a first text of 2^31 - 1": (
-        lambda f: f.update(first=2**31 - 2, tokens=2**31 - 2, context_length=2**31 - 1),
+    "a context of 2^24": (lambda f: f.update(context_length=2**24), "arrays has .* bytes, expected"),
+    "a first text of 2^24": (
+        lambda f: f.update(first=2**24 - 1, tokens=2**24 - 1, context_length=2**24),
         "arrays has .* bytes, expected",
     ),
+    "a context whose positions are not exact": (lambda f: f.update(context_length=2**24 + 1), "room for 16777217 do not fit"),
     "no first text": (lambda f: f.update(first=0), "0 first tokens"),
     "10^12 pages": (lambda f: f.update(pages=10**12), "1000000000000 pages and there is no room"),
     "a page less": (lambda f: f.update(pages=f["pages"] - 1), "arrays has .* bytes, expected"),
