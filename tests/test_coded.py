@@ -55,7 +55,10 @@ def test_codes_go_where_their_pages_go():
 
 @pytest.mark.parametrize(
     ("codes", "singly"),
-    [(4, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, False), (2, True), (1, False)))],
+    [
+        pytest.param(codes, form == "tokens", id=f"{codes}-{form}", marks=[pytest.mark.slow] if slow else [])
+        for codes, form, slow in ((4, "tokens", False), (4, "pages", True), (2, "tokens", True), (1, "pages", True))
+    ],
 )
 def test_200_steps_equal_the_reference(monkeypatch, codes, singly):
     """Nodes above the pages, twelve flushes, three compactions; prompts long and short."""
