@@ -48,8 +48,7 @@ def encode(
         InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for a token in `context_length` (the
             model's own by default); or the tokenizer is of another model.
     """
-    own = model.config.context_length
-    context_length = own if context_length is None else whole("context_length", context_length, most=POSITIONS)
+    context_length = _context(model, context_length)
     if not requests:
         raise InputError("no prompt: expected at least one")
     return [_encoded(model, tokenizer, each, context_length) for each in requests]
@@ -93,12 +92,16 @@ def check_context(model: CausalLM, context_length: int | None) -> int:
     Raises:
         InputError: it is out of range.
     """
-    own = model.config.context_length
+    length, own = _context(model, context_length), model.config.context_length
+    if length > own:
+        LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", length, own)
+    return length
+
+
+def _context(model: CausalLM, context_length: int | None) -> int:
     if context_length is None:
-        return own
-    if whole("context_length", context_length, most=POSITIONS) > own:
-        LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", context_length, own)
-    return context_length
+        return model.config.context_length
+    return whole("context_length", context_length, most=POSITIONS)
 
 
 def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
