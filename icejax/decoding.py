@@ -137,7 +137,8 @@ def _experts(layer: DecoderLayer, taken: jax.Array | None, live: jax.Array) -> I
 
 @functools.lru_cache(maxsize=16)
 def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
-    @functools.partial(jax.jit, donate_argnums=1, compiler_options=compiler.OPTIONS.get(plan.platform))
+    # Also what no step reads: its place would be another at every step, and a GPU's graph be told so, kernel by kernel.
+    @functools.partial(jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler.OPTIONS.get(plan.platform))
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
         model = nnx.merge(graph, serving(jax.tree.unflatten(tree, leaves), ~state.done))
         lengths = state.cache.lengths

@@ -1,6 +1,7 @@
 """Plans, sizes, programs and repeatability."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -77,6 +78,17 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
     size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
+
+
+def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
+    """A place that is another at every step is told to a GPU's graph, kernel by kernel."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
+    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
+    decoding = Decoding(model, plan)
+    program = decoding._programs[0].lower(decoding._leaves, state, pool).compile()
+    aliased = re.search(r"input_output_alias={(.*?)}, entry", program.as_text().splitlines()[0])[1]
+    assert aliased.count("alias)") == len(jax.tree.leaves(state))
 
 
 def test_the_same_input_gives_the_same_bits(tmp_path):
