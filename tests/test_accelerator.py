@@ -101,6 +101,14 @@ def test_products_are_the_same_whichever_comes_first(on_gpu):
         np.testing.assert_allclose(np.asarray(found), q @ k.swapaxes(2, 3), atol=tolerances.EXACT)
 
 
+@pytest.mark.parametrize("pages", [3 * digests.PART, digests.PART + 1])
+def test_values_are_the_same_sums_part_by_part(on_gpu, pages):
+    rng = np.random.default_rng(0)
+    weights, values = (rng.standard_normal(shape, np.float32) for shape in ((2, 3, 4, pages), (2, 3, pages, 16)))
+    found = digests._sums(jnp.asarray(weights), digests.Vectors(jnp.asarray(values), None))
+    np.testing.assert_allclose(np.asarray(found), weights @ values, atol=tolerances.EXACT)
+
+
 @pytest.mark.parametrize(
     ("dtype", "planes", "height", "size"),
     [("uint16", 2, 16, 32), ("uint32", 2, 4, 8), ("uint8", 2, 18, 128), ("uint16", 1, 4, 8)],
