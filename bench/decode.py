@@ -2,7 +2,9 @@
 
 Caches are filled with keys and values of a short real prefill, tiled with noise (`--prefill` runs the whole prompt instead).
 All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
-its warm-up. One JSON line per subject and context: seconds per token (median, and the 10th and 90th percentiles), bytes by part
+its warm-up. A step is started before the tokens of the one before are read, as `icejax.generate` does it. One JSON line per
+subject and context: seconds per token (median, 10th and 90th percentiles, and the mean, in which pages that leave the window
+count), bytes by part
 over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one (compilation), and the
 largest memory of the process so far, on the host and, where it is told, on the device. A table goes to stderr. `--profile` adds
 a line per subject of where a step's time goes: milliseconds by named scope of the program, and what Python takes beside the
@@ -55,28 +57,33 @@ def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Ca
 
 def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int, filled: bool) -> Iterator[dict]:
     """Yields a row per subject; those that do not fit, or are not installed, are told on stderr and left out."""
-    made, first = {}, {}
+    made, first, turns = {}, {}, -(-steps // TURN)
     for name, make in subjects.items():
         try:
-            made[name] = make(context=context, batch=batch, steps=steps + WARM_UP, filled=filled)
+            made[name] = make(context=context, batch=batch, steps=WARM_UP + turns * (TURN + 1), filled=filled)
         except (InputError, ImportError, MemoryError, jax.errors.JaxRuntimeError) as error:
             print(f"{name}, {context}: left out: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
             continue
         started = time.perf_counter()
         made[name].step()
+        made[name].rest()
         first[name] = time.perf_counter() - started
         for _ in range(WARM_UP - 1):
             made[name].step()
+        made[name].rest()
     seconds: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(-(-steps // TURN)):
+    for _ in range(turns):
         for name, subject in made.items():
+            subject.step()
             for _ in range(TURN):
                 started = time.perf_counter()
                 subject.step()
                 seconds[name].append(time.perf_counter() - started)
+            subject.rest()
     for name, subject in made.items():
         low, tpot, high = np.quantile(seconds[name], (0.1, 0.5, 0.9))
-        times = dict(tpot_s=tpot, tpot_low_s=low, tpot_high_s=high, compile_s=first[name] - tpot)
+        mean = np.mean(seconds[name])
+        times = dict(tpot_s=tpot, tpot_low_s=low, tpot_high_s=high, tpot_mean_s=mean, compile_s=first[name] - tpot)
         times = {key: round(float(value), 6) for key, value in times.items()} | dict(tokens_per_s=round(batch / tpot, 2))
         yield dict(policy=name, context=context, batch=batch, filled=filled) | times | subject.row()
 
@@ -87,9 +94,11 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     scopes = subject.scopes()
     for _ in range(WARM_UP):
         subject.step()
+    subject.rest()
     with jax.profiler.trace(str(folder)):
         for _ in range(TURN):
             subject.step()
+        subject.rest()
     events = traced(folder)
     return dict(scope_ms=by_scope(events, scopes, module="jit_step", steps=TURN), python_ms=python_ms(events))
 

@@ -56,12 +56,18 @@ class Icejax:
             self.ttft_s = round(time.perf_counter() - started, 3)
         self._decoding = Decoding(model, self._plan)
         self._policy, self._model = policy, model
-        self._fetched = []
+        self._brought, self._fetched = None, []
 
     def step(self) -> None:
-        """Decodes a token and waits for it."""
-        self._state, step, self._pool = self._decoding.step(self._state, self._pool)
-        self._fetched.append(int(np.asarray(step.tokens_and_pages)[2].sum()))
+        """Starts a step and reads what the one before brought, as `icejax.streaming` does."""
+        before = self._brought
+        self._state, self._brought, self._pool = self._decoding.step(self._state, self._pool)
+        if before is not None:
+            self._fetched.append(int(np.asarray(before.tokens_and_pages)[2].sum()))
+
+    def rest(self) -> None:
+        """Waits for the step that was started last."""
+        jax.block_until_ready(self._brought)
 
     def scopes(self) -> dict[str, str]:
         """Returns the scope of every instruction of a step."""
@@ -137,6 +143,9 @@ class Transformers:
         with torch.no_grad():
             out = self._run(self._token, past_key_values=self._cache, use_cache=True, position_ids=torch.tensor([[self._at]]))
             self._token, self._at = out.logits[:, -1:].argmax(-1), self._at + 1
+
+    def rest(self) -> None:
+        """Nothing is on its way."""
 
     def row(self) -> dict:
         """Returns sizes in bytes, over the batch."""
