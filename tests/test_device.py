@@ -71,6 +71,14 @@ def test_what_is_done_is_not_run_again_and_what_failed_comes_last(run, tmp_path)
     assert "missing" not in (tmp_path / "out" / "device.md").read_text()
 
 
+def test_parts_that_are_asked_for_run_alone_in_their_order_and_again(run):
+    parts = [part(name, "print(json.dumps(dict(at=time.monotonic())), flush=True)") for name in ("first", "second", "third")]
+    _, _, before = run(*parts)
+    _, told, found = run(*parts, options=["--part", "third", "--part", "first"])
+    assert told == ["third: done", "first: done"]
+    assert found["second"] == before["second"] and before["third"][0]["at"] < found["third"][0]["at"] < found["first"][0]["at"]
+
+
 def test_a_part_that_hangs_is_ended_with_all_it_started(run):
     child = "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     hangs = part("hangs", f"{child}print(json.dumps(dict(pid=child.pid)), flush=True)\ntime.sleep(60)", most=1)
@@ -134,6 +142,7 @@ def test_bad_options_are_one_line(run, tmp_path, capsys):
     (tmp_path / "other" / "decode.jsonl").write_text('{"tpot_s": 1.0}\n')
     for out, options, message in (
         ("out", ["--minutes", "0"], "--minutes must be above 0 and at most 1440, got 0"),
+        ("out", ["--part", "First"], "--part must be one of first, got 'First'"),
         ("out", ["--minutes", "nan"], "--minutes must be above 0 and at most 1440, got nan"),
         ("out", ["--tiny"], "holds results of the whole sizes: choose another folder, or run without --tiny"),
         ("file", [], "--out must be a folder that can be written, got "),

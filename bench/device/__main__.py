@@ -23,7 +23,7 @@ from bench.device.parts import TINY, Sizes, parts
 from bench.device.results import DONE, PAGE, Results
 from bench.device.running import Part, run
 from icejax import memory
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 
 MOST_MINUTES = 24 * 60
 
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.device", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results are, and go")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts of this call (default: %(default)s)")
+    parser.add_argument("--part", action="append", default=[], metavar="NAME", help="only this, done or not; repeatable")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the command itself where there is no device")
     parser.add_argument("--page", action="store_true", help="run nothing, only write the page of the results that are there")
     arguments = parser.parse_args(argv)
@@ -43,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not 0 < arguments.minutes <= MOST_MINUTES or math.isnan(arguments.minutes):
             raise InputError(f"--minutes must be above 0 and at most {MOST_MINUTES}, got {arguments.minutes:g}")
+        named = {part.name: part for part in wanted}
+        if unknown := [name for name in arguments.part if name not in named]:
+            raise InputError(f"--part must be one of {'; '.join(named)}, got {quoted(unknown[0])}")
         if arguments.page and not [*out.glob("*.jsonl")]:
             raise InputError(f"--page needs results in --out, got none in {out}: run it without --page first")
         results = Results(out, tiny=arguments.tiny)
@@ -56,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         _write(results, wanted)
 
     if not arguments.page:
-        run(wanted, results, scratch, seconds=60 * arguments.minutes, told=told)
+        asked = [named[name] for name in arguments.part]
+        run(asked or wanted, results, scratch, seconds=60 * arguments.minutes, told=told, again=bool(asked))
     _write(results, wanted)
     print(out / PAGE)
     return int(any(end["end"] != DONE for end in results.ends().values()))

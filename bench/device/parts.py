@@ -94,7 +94,6 @@ def _decode(
     for option, values in (("--cache-option", options), ("--flag", flags)):
         command += [word for value in values for word in (option, value)]
     command += ["--profile", str(profile)] if profile is not None else []
-    # A profile takes the programs that were compiled before, and are counted by then.
     return _part(sizes, name, DECODE, command, least=least, most=most, counted=profile is None, **more)
 
 
@@ -104,7 +103,8 @@ def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
     yield _decode(sizes, f"model, {long}, clustered", model, [long], "clustered")
     yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=50)
     yield _decode(sizes, f"model, {long}, coded", model, [long], "coded")
-    yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", profile=scratch / TRACE, most=150)
+    told = dict(profile=scratch / TRACE, xla_flags=(XLA_FLAGS["no graphs"],))  # kernels of a graph do not tell their scope
+    yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", most=150, **told)
     yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=30, most=120)
 
 

@@ -49,7 +49,9 @@ class Part:
     counted: bool = False
 
 
-def run(parts: list[Part], results: Results, scratch: Path, *, seconds: float, told: Callable[[str], None]) -> list[str]:
+def run(
+    parts: list[Part], results: Results, scratch: Path, *, seconds: float, told: Callable[[str], None], again: bool = False
+) -> list[str]:
     """Runs what has not been done yet, as far as time allows, and returns the names of what is left.
 
     What was tried before and failed comes after what was not tried yet.
@@ -57,8 +59,9 @@ def run(parts: list[Part], results: Results, scratch: Path, *, seconds: float, t
     Args:
         seconds: for all of them.
         told: is called with a line whenever a part has ended, or cannot start.
+        again: whether to run all as they come, also what is done.
     """
-    deadline, before = time.monotonic() + seconds, results.ends()
+    deadline, before = time.monotonic() + seconds, {} if again else results.ends()
     waiting = [part for part in parts if before.get(part.name, {}).get("end") != DONE]
     left = []
     for part in sorted(waiting, key=lambda part: part.name in before):
