@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,23 @@ def _experts(layer: DecoderLayer, taken: jax.Array | None, live: jax.Array) -> I
     return jnp.stack([jnp.where(live, taken.shape[-1], 0), missing])
 
 
+def _leaving(cache: KVCache, plan: Plan) -> list[tuple[jax.Array, Any]]:
+    """Returns what `flush` of every pooled layer does, at once for all that are alike: they are rows to it."""
+    states = {i: plan.policies[i].around(cache.layers[i], cache.lengths) for i in plan.pooled}
+    alike: dict[Any, list[int]] = {}
+    for i, state in states.items():
+        leaves, tree = jax.tree.flatten(state)
+        alike.setdefault((plan.policies[i], tree, *((x.shape, x.dtype) for x in leaves)), []).append(i)
+    found = {}
+    for (policy, *_), layers in alike.items():
+        together = jax.tree.map(lambda *x: jnp.concatenate(x), *(states[i] for i in layers))
+        rows, origin = len(cache.lengths.origin), jnp.tile(cache.lengths.origin, len(layers))
+        left = policy.flush(together, dataclasses.replace(cache.lengths, origin=origin))
+        for at, i in enumerate(layers):
+            found[i] = jax.tree.map(lambda x, at=at, rows=rows: x[at * rows : (at + 1) * rows], left)
+    return [found[i] for i in plan.pooled]
+
+
 @functools.lru_cache(maxsize=16)
 def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     # Also what no step reads: its place would be another at every step, and a GPU's graph be told so, kernel by kernel.
@@ -165,8 +183,8 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
 
     @jax.jit
     def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
-        leaving = [plan.policies[i].flush(cache.layers[i], cache.lengths) for i in plan.pooled]
-        return jnp.stack([page for page, _ in leaving])[None], [news for _, news in leaving], cache.lengths.pages
+        pages, news = zip(*_leaving(cache, plan), strict=True)
+        return jnp.stack(pages)[None], list(news), cache.lengths.pages
 
     @functools.partial(jax.jit, donate_argnums=0)
     def flushed(cache: KVCache, news: list) -> KVCache:

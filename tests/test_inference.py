@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import icejax
 from icejax import decoding, inference
 from icejax.cache import Clustered, Full
+from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policy import KVCache, Lengths
 from icejax.decoding import Decoding
 from icejax.plan import ladder, make_plan
 from icejax.sampling import Sampling
-from tests import families
+from tests import families, tolerances
 from tests.run import greedy, plan_for
 
 
@@ -78,6 +79,27 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
     size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
+
+
+@pytest.mark.parametrize("policy", [Clustered(budget=64), PQCache(budget=64)], ids=repr)
+def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, policy):
+    """Of two rows, one without a page yet, so that PQCache has no centroids for it."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompts = [families.tokens(300), families.tokens(9)]
+    plan = plan_for(model, policy, prompts, 40)
+    state, _, pool = inference.prefill(model, prompts, plan)
+    decoding = Decoding(model, plan)
+    for _ in range(plan.page_size - 1):
+        state, _, pool = decoding.step(state, pool)
+    step, flush, *_ = decoding._programs
+    cache = step(decoding._leaves, state, pool)[0].cache
+    pages, news, _ = flush(cache)
+    assert len(news) > 1
+    for at, i in enumerate(plan.pooled):
+        page, new = jax.jit(plan.policies[i].flush)(cache.layers[i], cache.lengths)
+        np.testing.assert_array_equal(np.asarray(pages[0, at]), np.asarray(page))
+        for found, expected in zip(jax.tree.leaves(news[at]), jax.tree.leaves(new), strict=True):
+            np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=tolerances.EXACT)
 
 
 def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):

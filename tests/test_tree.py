@@ -44,6 +44,20 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
         check(found[1], (0, 0, node), float64(keys[part], values[part], mask[part]))
 
 
+def test_what_is_around_a_page_is_all_that_its_lineage_reads(monkeypatch):
+    monkeypatch.setattr(tree, "TOP", 8)
+    keys, values, mask = pages_of(np.random.default_rng(4), 603)
+    levels = jitted(tree_of, keys, values, mask)
+    assert [x.count.shape[-1] for x in levels] == [608, 80, 16, 2]
+    for at in (0, 7, 8, 77, 570, 602):
+        page, at = jitted(digest, *pages_of(np.random.default_rng(at), 1)), jnp.int32(at)
+        around = tree.around(levels, at)
+        assert [x.count.shape[-1] for x in around[:-1]] == [8, 8, 8]
+        pairs = (jax.tree.leaves(jitted(tree.lineage, some, page, at)) for some in (levels, around))
+        for whole, part in zip(*pairs, strict=True):
+            np.testing.assert_array_equal(np.asarray(part), np.asarray(whole))
+
+
 def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
     """The others of its page point the other way, so that their mean hides it, and it shares a node with 7 pages."""
     rng = np.random.default_rng(14)

@@ -85,6 +85,9 @@ class DigestTree(PageIndex):
     def with_pages(self, index: Digested, described: Described, first: Int[Array, ""]) -> Digested:
         return _fitted(super().with_pages(index, described, first), described[1])
 
+    def around(self, index: Digested, page: Int[Array, ""]) -> Digested:
+        return replace(index, levels=tree.around(index.levels, page))
+
     def prepared(self, index: Digested, described: Described, first: Int[Array, ""]) -> tuple[Digests, ...]:
         return tree.lineage(index.levels, described[0], first)
 

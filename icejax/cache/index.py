@@ -31,6 +31,11 @@ class PageIndex(abc.ABC):
     def describe(self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]) -> Any:
         """Returns what is kept of pages, of whose slots `mask` says which hold a token; `v` is None where keys hold values."""
 
+    def around(self, index: Any, page: Int[Array, ""]) -> Any:
+        """Returns an index of which `prepared` reads no more than it needs for this page alone."""
+        del page
+        return index
+
     def prepared(self, index: Any, described: Any, first: Int[Array, ""]) -> Any:
         """Returns what `put` is to write for pages that begin at page `first`."""
         del index, first

@@ -167,8 +167,7 @@ class Retrieval(CachePolicy):
         with jax.named_scope("append"):
             window = self.window_of.append(state.window, heads, lengths)
             masks = tuple(per_head(x, num_heads) for x in self.window_of.masks(window, lengths, seen=lengths.seen + 1))
-        parts = (*zip(window.sinks, window.newest, strict=True), masks)
-        *planes, mask = (jnp.concatenate(pair, axis=2) for pair in parts)
+        *planes, mask = (jnp.concatenate(x, axis=2) for x in (*zip(window.sinks, window.newest, strict=True), masks))
         near = (*heads.of_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
             found = self.find(heads, state.index, view)
@@ -238,8 +237,12 @@ class Retrieval(CachePolicy):
         """Returns what the index keeps of pages, given plane by plane."""
         return self.index.describe(pages[0], pages[1] if len(pages) > 1 else None, mask)
 
+    def around(self, state: PagedState, lengths: Lengths) -> PagedState:
+        """Returns a state of which `flush` reads no more than it needs, so that layers can be rows of one."""
+        return replace(state, index=self.index.around(state.index, lengths.pages))
+
     def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K planes p W"], Any]:
-        """Returns the window page that is to leave, and what `flushed` needs to know: arrays.
+        """Returns the window page that is to leave, and what `flushed` needs to know, of a state or what is `around` that page.
 
         Called between steps whenever `page_size` tokens have been decoded.
         """

@@ -69,7 +69,11 @@ def build(pages: Digests) -> tuple[Digests, ...]:
 
 
 def lineage(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns the digests [B, K, n] of pages that are to stand from index `first` on, and those of all nodes above them."""
+    """Returns the digests [B, K, n] of pages that are to stand from index `first` on, and those of all nodes above them.
+
+    Args:
+        levels: of the tree, or for a single page those `around` it.
+    """
     changed = [pages]
     for level in levels[:-1]:
         above, count = _above(level, changed[-1], first)
@@ -90,9 +94,21 @@ def replace(levels: tuple[Digests, ...], changed: tuple[Digests, ...], first: In
     return tuple(replaced)
 
 
+def around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[Digests, ...]:
+    """Returns of every level but the highest the family that holds `page`, or its node: all that its `lineage` reads."""
+    families = []
+    for level in levels[:-1]:
+        start = page // FAN_OUT * FAN_OUT
+        families.append(jax.tree.map(lambda x, at=start: jax.lax.dynamic_slice_in_dim(x, at, FAN_OUT, axis=2), level))
+        page = page // FAN_OUT
+    return (*families, levels[-1])
+
+
 def _above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
     """Returns the first and the number of the nodes that hold what is `changed` from index `first` of a level on."""
     nodes = level.count.shape[2] // FAN_OUT
+    if nodes == 1:  # it may be the family of one of many
+        return first // FAN_OUT, 1
     count = min((changed.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # wherever it begins in a node
     return jnp.minimum(first // FAN_OUT, nodes - count), count
 
