@@ -36,7 +36,8 @@ from icejax.cache.fetch import try_ahead
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
 
-TURN, WARM_UP = 16, 3  # steps
+TURN = 16  # steps
+WARM_UP = TURN + 1  # with a page that leaves the window, whose programs are compiled then
 OURS = ("clustered", "coded")  # caches that --cache-option is for
 SUBJECTS = ("full", "clustered", "coded", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
 

@@ -46,9 +46,10 @@ class Icejax:
         self, model: CausalLM, policy: icejax.CachePolicy, *, context: int, batch: int, steps: int, filled: bool
     ) -> None:
         self._plan = make_plan(model, policy, batch_size=batch, prompt_tokens=context, new_tokens=steps + MORE)
-        started, self.ttft_s = time.perf_counter(), None
+        started, self.ttft_s, self.fill_s = time.perf_counter(), None, None
         if filled:
             self._state, self._pool = fill(model, self._plan, policy, context=context)
+            self.fill_s = round(time.perf_counter() - started, 3)
         else:
             prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context)).tolist()
             self._state, step, self._pool = prefill(model, prompts, self._plan)
@@ -85,6 +86,7 @@ class Icejax:
         return dict(
             budget=self._policy.budget,
             ttft_s=self.ttft_s,
+            fill_s=self.fill_s,
             weight_bytes=nbytes(self._decoding._leaves),
             device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
             digest_bytes=digests,
