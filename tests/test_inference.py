@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 import icejax
 from icejax import decoding, inference
 from icejax.cache import Clustered, Full
-from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policy import KVCache, Lengths
+from icejax.cache.retrieval import Retrieval
 from icejax.decoding import Decoding
 from icejax.plan import ladder, make_plan
 from icejax.sampling import Sampling
 from tests import families, tolerances
+from tests.policies import POLICIES, by_row
 from tests.run import greedy, plan_for
+
+PAGED = [row for row in POLICIES if isinstance(row.small, Retrieval)]
 
 
 @given(st.integers(1, 2_000_000))
@@ -81,12 +84,12 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
 
 
-@pytest.mark.parametrize("policy", [Clustered(budget=64), PQCache(budget=64)], ids=repr)
-def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, policy):
-    """Of two rows, one without a page yet, so that PQCache has no centroids for it."""
+@pytest.mark.parametrize("row", [*by_row(rows=PAGED[:1]), *by_row(rows=PAGED[1:], slow=True)])
+def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, row):
+    """Of two rows, one without a page yet, so that nothing is known of it, such as PQCache's centroids."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(9)]
-    plan = plan_for(model, policy, prompts, 40)
+    plan = plan_for(model, row.small, prompts, 40)
     state, _, pool = inference.prefill(model, prompts, plan)
     decoding = Decoding(model, plan)
     for _ in range(plan.page_size - 1):

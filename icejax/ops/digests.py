@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from icejax.ops.attention import EINSUM, Scoring, products
 from icejax.ops.quantize import dequantize, quantize
@@ -227,11 +227,11 @@ def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B
     return jax.lax.platform_dependent(weights, vectors.data, cpu=_at_once, default=_in_parts)
 
 
-def _at_once(weights: Float[Array, "B K G P"], x: Float[Array, "B K P H"]) -> Float[Array, "B K G H"]:
+def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
     return EINSUM("bkgp,bkph->bkgh", weights, x.astype(jnp.float32))
 
 
-def _in_parts(weights: Float[Array, "B K G P"], x: Float[Array, "B K P H"]) -> Float[Array, "B K G H"]:
+def _in_parts(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
     """Or a GPU adds up a thousand pages in so few programs that most of it has nothing to do."""
     parts = x.shape[2] // PART if x.shape[2] % PART == 0 else 1
     weights, x = weights.reshape(*weights.shape[:3], parts, -1), x.reshape(*x.shape[:2], parts, -1, x.shape[3])
