@@ -224,7 +224,7 @@ def _shares(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:
     weights = weights if vectors.scale is None else weights * vectors.scale[:, :, None, :]
-    return jax.lax.platform_dependent(weights, vectors.data, cpu=_at_once, default=_in_parts)
+    return jax.lax.platform_dependent(weights, vectors.data, cuda=_in_parts, default=_at_once)
 
 
 def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
@@ -232,7 +232,7 @@ def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Floa
 
 
 def _in_parts(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
-    """Or a GPU adds up a thousand pages in so few programs that most of it has nothing to do."""
+    """Or a GPU adds up a thousand pages in so few programs that most of it has nothing to do (bench/results/gpu.md)."""
     parts = x.shape[2] // PART if x.shape[2] % PART == 0 else 1
     weights, x = weights.reshape(*weights.shape[:3], parts, -1), x.reshape(*x.shape[:2], parts, -1, x.shape[3])
     return EINSUM("bkgsp,bksph->bksgh", weights, x.astype(jnp.float32)).sum(2)
