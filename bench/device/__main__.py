@@ -4,7 +4,7 @@ Needs no network and installs nothing. Parts run one after another, the most val
 a limit of its own; a row is written as soon as it is known, and a page (DIR/device.md) after every part. The next call goes on
 with what is not done yet, also where it was cut off. DIR has at most 8 files of 16 MiB; compiled programs and traces lie in the
 system's temporary folder. What did not fit the minutes, or failed, is told; a part that failed makes the exit status 1. All
-parts take about half an hour: on a machine that keeps nothing, carry DIR back and forth.
+parts take about an hour: on a machine that keeps nothing, carry DIR back and forth.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _needle(sizes: Sizes, cache: str) -> Part:
 
 
 def _decode(
-    sizes: Sizes, name: str, shape: str, contexts: Sequence[int], policies: str, *, batch: int = 1, least: float = 60,
+    sizes: Sizes, name: str, shape: str, contexts: Sequence[int], policies: str, *, batch: int = 1, least: float = 90,
     most: float = 180, options: Sequence[str] = (), flags: Sequence[str] = (), profile: Path | None = None, **more,
 ) -> Part:  # fmt: skip
     command = ["bench.decode", "--shape", shape, "--contexts", ",".join(map(str, contexts)), "--policies", policies]
@@ -101,11 +101,11 @@ def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
     """Yields what is asked for first: a whole model at a long context, and where its time goes."""
     model, cache, long, short = sizes.model, sizes.cache, sizes.long, sizes.short
     yield _decode(sizes, f"model, {long}, clustered", model, [long], "clustered")
-    yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=50)
+    yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=20)
     yield _decode(sizes, f"model, {long}, coded", model, [long], "coded")
     told = dict(profile=scratch / TRACE, xla_flags=(XLA_FLAGS["no graphs"],))  # kernels of a graph do not tell their scope
     yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", most=150, **told)
-    yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=30, most=120)
+    yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=60, most=120)
 
 
 def _options(sizes: Sizes) -> Iterator[Part]:
@@ -123,7 +123,7 @@ def _options(sizes: Sizes) -> Iterator[Part]:
 
 
 def _alone(sizes: Sizes, name: str, **more) -> Part:
-    return _decode(sizes, f"cache alone, {name}", sizes.cache, [sizes.long], "clustered", least=20, most=90, **more)
+    return _decode(sizes, f"cache alone, {name}", sizes.cache, [sizes.long], "clustered", least=35, most=90, **more)
 
 
 def _batches(sizes: Sizes) -> Iterator[Part]:
@@ -133,15 +133,15 @@ def _batches(sizes: Sizes) -> Iterator[Part]:
     for batch, options in ((sizes.some, []), (sizes.many, ["page_dtype=int8"])):
         for more, chosen in (("", options), (", resident", [*options, stays])):
             name = f"model, {long}, batch {batch}{more}"
-            yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=chosen, least=80, most=240)
+            yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=chosen, least=150, most=300)
     yield _decode(
-        sizes, f"model, {long}, batch {sizes.some}, coded", model, [long], "coded", batch=sizes.some, least=80, most=240
+        sizes, f"model, {long}, batch {sizes.some}, coded", model, [long], "coded", batch=sizes.some, least=150, most=300
     )
     for batch in (1, sizes.some, sizes.many):
         yield _decode(sizes, f"model, {short}, batch {batch}", model, [short], "full,clustered", batch=batch)
     for batch in (sizes.some, sizes.many):
         name = f"cache alone, batch {batch}"
-        yield _decode(sizes, name, sizes.cache, [long, short], "full,clustered", batch=batch, least=40)
+        yield _decode(sizes, name, sizes.cache, [long, short], "full,clustered", batch=batch, least=85)
 
 
 def _prefill(sizes: Sizes) -> Iterator[Part]:
@@ -154,7 +154,7 @@ def _prefill(sizes: Sizes) -> Iterator[Part]:
 
 
 def _longest(sizes: Sizes) -> Iterator[Part]:
-    yield _decode(sizes, f"cache alone, {sizes.longest}", sizes.cache, [sizes.longest], "clustered,full", least=60)
+    yield _decode(sizes, f"cache alone, {sizes.longest}", sizes.cache, [sizes.longest], "clustered,full", least=65)
     for policy in ("clustered", "full"):
         name = f"model, {sizes.longest}, {policy}"
-        yield _decode(sizes, name, sizes.model, [sizes.longest], policy, least=100, most=300)
+        yield _decode(sizes, name, sizes.model, [sizes.longest], policy, least=150, most=300)

@@ -224,7 +224,7 @@ def _shares(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:
     weights = weights if vectors.scale is None else weights * vectors.scale[:, :, None, :]
-    return jax.lax.platform_dependent(weights, vectors.data, cuda=_in_parts, default=_at_once)
+    return jax.lax.platform_dependent(weights, vectors.data, cuda=_in_parts, rocm=_in_parts, default=_at_once)
 
 
 def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
