@@ -4,11 +4,10 @@ Caches are filled with keys and values of a short real prefill, tiled with noise
 All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
 its warm-up. A step is started before the tokens of the one before are read, as `icejax.generate` does it. One JSON line per
 subject and context: seconds per token (median, 10th and 90th percentiles, and the mean, in which pages that leave the window
-count), bytes by part
-over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one (compilation), and the
-largest memory of the process so far, on the host and, where it is told, on the device. A table goes to stderr. `--profile` adds
-a line per subject of where a step's time goes: milliseconds by named scope of the program, and what Python takes beside the
-programs it calls (`python_ms`).
+count), bytes by part over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one
+(compilation), those of filling the cache, and the largest memory of the process so far, on the host and, where it is told, on
+the device. A table goes to stderr. `--profile` adds a line per subject of where a step's time goes: milliseconds by named scope
+of the program, and what Python takes beside the programs it calls (`python_ms`).
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def _decode(
     for option, values in (("--cache-option", options), ("--flag", flags)):
         command += [word for value in values for word in (option, value)]
     command += ["--profile", str(profile)] if profile is not None else []
-    return _part(sizes, name, DECODE, command, least=least, most=most, counted=profile is None, **more)
+    counted = profile is None  # a profile runs without graphs
+    return _part(sizes, name, DECODE, command, least=least, most=most, counted=counted, **more)
 
 
 def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:

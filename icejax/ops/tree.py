@@ -107,10 +107,9 @@ def around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[Digests, 
 def _above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
     """Returns the first and the number of the nodes that hold what is `changed` from index `first` of a level on."""
     nodes = level.count.shape[2] // FAN_OUT
-    if nodes == 1:  # it may be the family of one of many
-        return first // FAN_OUT, 1
     count = min((changed.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # wherever it begins in a node
-    return jnp.minimum(first // FAN_OUT, nodes - count), count
+    node = first // FAN_OUT
+    return node if count == 1 else jnp.minimum(node, nodes - count), count  # a single one is there, also of what is `around`
 
 
 def walk(
