@@ -135,6 +135,7 @@ def _batches(sizes: Sizes) -> Iterator[Part]:
         for more, chosen in (("", options), (", resident", [*options, stays])):
             name = f"model, {long}, batch {batch}{more}"
             yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=chosen, least=150, most=300)
+    yield _decode(sizes, f"model, {long}, batch {sizes.some}, full", model, [long], "full", batch=sizes.some, least=30)
     yield _decode(
         sizes, f"model, {long}, batch {sizes.some}, coded", model, [long], "coded", batch=sizes.some, least=150, most=300
     )
