@@ -1,13 +1,13 @@
 """Time per output token against context length: ``python -m bench.decode --shape attention --contexts 4096,131072``.
 
 Caches are filled with keys and values of a short real prefill, tiled with noise (`--prefill` runs the whole prompt instead).
-All subjects of a context stand side by side and take turns of 16 steps, so that what disturbs one disturbs all; each has had
-its warm-up. A step is started before the tokens of the one before are read, as `icejax.generate` does it. One JSON line per
-subject and context: seconds per token (median, 10th and 90th percentiles, and the mean, in which pages that leave the window
-count), bytes by part over the batch, bytes moved from the host per token, the seconds of the first step beyond a median one
-(compilation), those of filling the cache, and the largest memory of the process so far, on the host and, where it is told, on
-the device. A table goes to stderr. `--profile` adds a line per subject of where a step's time goes: milliseconds by named scope
-of the program, and what Python takes beside the programs it calls (`python_ms`).
+All subjects of a context stand side by side and take turns of 16 steps behind one that is not timed, so that what disturbs one
+disturbs all; each has had its warm-up. A step is started before the tokens of the one before are read, as `icejax.generate`
+does it. One JSON line per subject and context: seconds per token (median, 10th and 90th percentiles, and the mean, in which
+pages that leave the window count), bytes by part over the batch, bytes moved from the host per token, the seconds of the first
+step beyond a median one (compilation), those of filling the cache, and the largest memory of the process so far, on the host
+and, where it is told, on the device. A table goes to stderr. `--profile` adds a line per subject of where a step's time goes:
+milliseconds by named scope of the program, and what Python takes beside the programs it calls (`python_ms`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
 
 TURN = 16  # steps
-WARM_UP = TURN + 1  # with a page that leaves the window, whose programs are compiled then
 OURS = ("clustered", "coded")  # caches that --cache-option is for
 SUBJECTS = ("full", "clustered", "coded", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
 
@@ -60,7 +59,7 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
     made, first, turns = {}, {}, -(-steps // TURN)
     for name, make in subjects.items():
         try:
-            made[name] = make(context=context, batch=batch, steps=WARM_UP + turns * (TURN + 1), filled=filled)
+            made[name] = make(context=context, batch=batch, steps=turns * (TURN + 1), filled=filled)
         except (InputError, ImportError, MemoryError, jax.errors.JaxRuntimeError) as error:
             print(f"{name}, {context}: left out: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
             continue
@@ -68,7 +67,7 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
         made[name].step()
         made[name].rest()
         first[name] = time.perf_counter() - started
-        for _ in range(WARM_UP - 1):
+        for _ in range(made[name].warm_up - 1):
             made[name].step()
         made[name].rest()
     seconds: dict[str, list[float]] = {name: [] for name in made}
@@ -90,9 +89,9 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
 
 def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     """Traces 16 steps of a subject into `folder`; returns the milliseconds of a step by named scope, and Python's own."""
-    subject = make(**sizes | dict(steps=WARM_UP + TURN))
+    subject = make(**sizes | dict(steps=TURN))
     scopes = subject.scopes()
-    for _ in range(WARM_UP):
+    for _ in range(subject.warm_up):
         subject.step()
     subject.rest()
     with jax.profiler.trace(str(folder)):

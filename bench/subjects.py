@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.ops.attention import Attended
-from icejax.plan import make_plan, reports
+from icejax.plan import Plan, make_plan, reports
 
-MORE = 17  # tokens beside those that are timed: the first step, and a page of 16 that leaves the window
+WARM_UP = 17  # steps, at least: with a page of 16 that leaves the window, whose programs are compiled then
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,18 @@ class DotProduct(Full):
 
 
 class Icejax:
-    """One of our policies on a model."""
+    """One of our policies on a model.
+
+    Attributes:
+        warm_up: steps after which every program has been compiled that `steps` more will call.
+    """
 
     def __init__(
         self, model: CausalLM, policy: icejax.CachePolicy, *, context: int, batch: int, steps: int, filled: bool
     ) -> None:
-        self._plan = make_plan(model, policy, batch_size=batch, prompt_tokens=context, new_tokens=steps + MORE)
+        plan = functools.partial(make_plan, model, policy, batch_size=batch, prompt_tokens=context)
+        self.warm_up = _warm_up(plan(new_tokens=steps), steps)
+        self._plan = plan(new_tokens=1 + self.warm_up + steps)
         started, self.ttft_s, self.fill_s = time.perf_counter(), None, None
         if filled:
             self._state, self._pool = fill(model, self._plan, policy, context=context)
@@ -99,12 +106,19 @@ class Icejax:
         )
 
 
+def _warm_up(plan: Plan, steps: int) -> int:
+    compact = plan.compact_every if plan.compact_every <= WARM_UP + steps else 0
+    return max(WARM_UP, 1 + plan.page_size, 1 + compact)
+
+
 class Transformers:
     """Hugging Face's own caches on PyTorch, with random weights of a shape and random keys and values.
 
     Of kvpress, SnapKV (arXiv 2404.14469), which keeps `budget` tokens of a prompt that is really run; it needs an environment
     of its own, because `pip install kvpress` brings transformers before 5.3.
     """
+
+    warm_up = WARM_UP
 
     def __init__(self, config: dict, cache: str, *, budget: int, context: int, batch: int, steps: int) -> None:
         import torch

@@ -12,7 +12,7 @@ import transformers
 from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
-from bench.subjects import Transformers
+from bench.subjects import Transformers, _warm_up
 from icejax import compiler, memory
 from icejax.cache import Clustered, Full
 from icejax.errors import InputError
@@ -138,6 +138,23 @@ def test_all_memory_may_be_pinned_before_anything_is_on_the_device(monkeypatch):
     with pytest.raises(SystemExit):
         decode.main([])
     assert done == ["pinned limit", "model"]
+
+
+@pytest.mark.parametrize(
+    "policy, steps, expected",
+    [
+        (Full(), 64, 17),
+        (Clustered(budget=256), 64, 17),
+        (Clustered(budget=256, page_size=64), 4, 65),
+        (Clustered(budget=256, compact_every=64), 64, 65),
+        (Clustered(budget=256, compact_every=64), 46, 17),
+        (Clustered(budget=256, compact_every=64), 47, 65),
+    ],
+)
+def test_what_later_steps_call_is_compiled_in_the_warm_up(model, policy, steps, expected):
+    """The 64th step packs pages anew: it is the 47th behind a warm-up of 17."""
+    plan = make_plan(model, policy, batch_size=1, prompt_tokens=1024, new_tokens=steps)
+    assert _warm_up(plan, steps) == expected
 
 
 def test_compiler_options_are_added_and_taken_out(monkeypatch, capsys):

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 import icejax
 from icejax import decoding, inference
 from icejax.cache import Clustered, Full
+from icejax.cache.digest_tree import Digested
 from icejax.cache.policy import KVCache, Lengths
 from icejax.cache.retrieval import Retrieval
 from icejax.decoding import Decoding
+from icejax.ops import tree
 from icejax.plan import ladder, make_plan
 from icejax.sampling import Sampling
 from tests import families, tolerances
@@ -85,8 +87,9 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
 
 
 @pytest.mark.parametrize("row", [*by_row(rows=PAGED[:1]), *by_row(rows=PAGED[1:], slow=True)])
-def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, row):
+def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, row):
     """Of two rows, one without a page yet, so that nothing is known of it, such as PQCache's centroids."""
+    monkeypatch.setattr(tree, "TOP", 8)  # so that trees have levels
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(9)]
     plan = plan_for(model, row.small, prompts, 40)
@@ -98,6 +101,8 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, row):
     cache = step(decoding._leaves, state, pool)[0].cache
     pages, news, _ = flush(cache)
     assert len(news) > 1
+    kept = [cache.layers[i].index for i in plan.pooled]
+    assert all(len(index.levels) > 1 for index in kept if isinstance(index, Digested))
     for at, i in enumerate(plan.pooled):
         page, new = jax.jit(plan.policies[i].flush)(cache.layers[i], cache.lengths)
         np.testing.assert_array_equal(np.asarray(pages[0, at]), np.asarray(page))

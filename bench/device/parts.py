@@ -104,7 +104,8 @@ def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
     yield _decode(sizes, f"model, {long}, clustered", model, [long], "clustered")
     yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=20)
     yield _decode(sizes, f"model, {long}, coded", model, [long], "coded")
-    told = dict(profile=scratch / TRACE, xla_flags=(XLA_FLAGS["no graphs"],))  # kernels of a graph do not tell their scope
+    flag = XLA_FLAGS["no graphs"]  # kernels of a graph do not tell their scope
+    told = dict(profile=scratch / TRACE, what=dict(xla_flags=flag), xla_flags=(flag,))
     yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", most=150, **told)
     yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=60, most=120)
 

@@ -234,7 +234,7 @@ def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Floa
 def _in_parts(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
     """Or a GPU adds up a thousand pages in so few programs that most of it has nothing to do (bench/results/gpu.md).
 
-    The highest level and what is opened by default are whole parts; what is not is added up at once.
+    What is opened by default, and a highest level of more than 512 nodes, are whole parts; what is not is added up at once.
     """
     parts = x.shape[2] // PART if x.shape[2] % PART == 0 else 1
     weights, x = weights.reshape(*weights.shape[:3], parts, -1), x.reshape(*x.shape[:2], parts, -1, x.shape[3])
