@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,7 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.window import Window
 from icejax.ops.attention import EINSUM, Attended, products
-from icejax.ops.topk import best, ranks
+from icejax.ops.topk import best, largest
 from icejax.ranges import number, whole
 
 
@@ -90,11 +91,13 @@ class RetroInfer(Retrieval):
     ) -> tuple[Bool[Array, "B K P"], Bool[Array, "B K P"]]:
         """Returns the first clusters, as many as have no more than `wanted` tokens together, and those to be estimated."""
         # Without a cluster no weight means anything, and none is looked at.
-        worth = jnp.where(index.size > 0, jax.nn.softmax(scores, axis=-1).sum(2), -jnp.inf)
+        there, clusters = index.size > 0, index.size.shape[2]
+        worth = jnp.where(there, jax.nn.softmax(scores, axis=-1).sum(2), -jnp.inf)
         # Each has a token at least, so that no more than `wanted` can be taken.
-        _, _, (sizes,) = best(worth, min(wanted, worth.shape[2]), index.size)
-        taken = ((jnp.cumsum(sizes, axis=2) <= wanted) & (sizes > 0)).sum(-1, keepdims=True, dtype=jnp.int32)
-        filled = (index.size > 0).sum(-1, keepdims=True, dtype=jnp.int32)
-        estimated = jnp.ceil(filled.astype(jnp.float32) * self.estimated).astype(jnp.int32)
-        rank = jnp.where(index.size > 0, ranks(worth), worth.shape[2])
-        return rank < taken, (rank >= taken) & (rank < jnp.minimum(taken + estimated, worth.shape[2]))
+        _, _, (sizes,) = best(worth, min(wanted, clusters), index.size)
+        taken = ((jnp.cumsum(sizes, axis=2) <= wanted) & (sizes > 0)).sum(-1, dtype=jnp.int32)
+        estimated = jnp.ceil(there.sum(-1, dtype=jnp.float32) * self.estimated).astype(jnp.int32)
+        most = min(wanted + math.ceil(clusters * self.estimated) + 1, clusters)  # one more, or rounding could pass it
+        first = largest(worth, taken, most=min(wanted, clusters)) & there
+        looked_at = largest(worth, jnp.minimum(taken + estimated, most), most=most) & there
+        return first, looked_at & ~first
