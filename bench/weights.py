@@ -44,7 +44,7 @@ from icejax.models import CausalLM
 
 PLAIN = "plain"  # as --dtype says
 CACHES = {"full": icejax.Full()} | {f"clustered-{n}": icejax.Clustered(budget=n) for n in (64, 256)}
-TASK, LENGTH, WARM_UP = "single", 1024, 3  # pass keys; bytes of a piece of text; steps
+TASK, LENGTH = "single", 1024  # pass keys; bytes of a piece of text
 
 
 def timed(model: CausalLM, policy: icejax.CachePolicy, *, batch: int, prompt: int, steps: int, repeats: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def timed(model: CausalLM, policy: icejax.CachePolicy, *, batch: int, prompt: in
         subject = None  # or two caches would be there
         subject = Icejax(model, policy, **sizes)
         first.append(subject.ttft_s)
-    for _ in range(WARM_UP):
+    for _ in range(subject.warm_up):
         subject.step()
     seconds = []
     for _ in range(steps):
