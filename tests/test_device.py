@@ -123,6 +123,12 @@ def test_graphs_are_counted_once_and_kept(run, tmp_path):
     assert [row for row in run(again)[2]["decode"] if "graphs" in row] == [program]
 
 
+def test_programs_are_counted_in_the_order_of_compilation(tmp_path):
+    for number, text in ((9998, GRAPH), (10002, "")):
+        (tmp_path / f"module_{number}.jit_step.sm_9.0_gpu{graphs.LISTING[10:]}").write_text(text)
+    assert [program["graphs"] for program in graphs.counted(tmp_path)] == [2, 0]
+
+
 def test_files_stay_small(run, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MOST", 2000)
     monkeypatch.setattr(results, "TAIL", 100)

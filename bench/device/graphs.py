@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ GRAPH = "kCommandBuffer"
 
 def counted(dump: Path) -> list[dict]:
     """Returns of every decode program in a dump, in the order of compilation, its `graphs`, kernels and what is `outside`."""
-    return [of_listing(file.read_text()) for file in sorted(dump.glob(LISTING))]
+    return [of_listing(file.read_text()) for file in sorted(dump.glob(LISTING), key=_number)]
 
 
 def of_listing(text: str) -> dict:
@@ -27,6 +28,11 @@ def of_listing(text: str) -> dict:
     kinds = [kind for kind, _ in found]
     kernels = sum(kind in thunks.KERNELS for kind in kinds)
     return dict(graphs=kinds.count(GRAPH), kernels=kernels, outside=dict(outside.most_common()))
+
+
+def _number(file: Path) -> int:
+    """Returns the number of a module, by which names do not sort: they have four digits, and more from 10,000 on."""
+    return int(re.match(r"module_(\d+)", file.name)[1])
 
 
 def _flat(some: list[thunks.Thunk], *, inside: bool) -> Iterator[tuple[str, bool]]:
