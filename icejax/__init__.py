@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from icejax.cache import POLICIES, CachePolicy, Clustered, Full
+    from icejax.cache.options import make_policy
     from icejax.errors import InputError
     from icejax.generation import generate, load, stream_generate
     from icejax.prompts import chat
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 # Imported when first asked for: JAX takes seconds, in which a command line is to listen to Ctrl-C already.
 _MODULES = {
     "cache": ("POLICIES", "CachePolicy", "Clustered", "Full"),
+    "cache.options": ("make_policy",),
     "errors": ("InputError",),
     "generation": ("generate", "load", "stream_generate"),
     "prompts": ("chat",),
@@ -38,6 +40,7 @@ __all__ = [
     "chat",
     "generate",
     "load",
+    "make_policy",
     "stream_generate",
 ]
 

@@ -14,6 +14,7 @@ import pytest
 
 from bench.needle import task
 from icejax import session
+from icejax.cache import Clustered, name_of, names
 from icejax.cache.options import make_policy
 from icejax.commands import generate as command
 from icejax.commands.requests import BUNDLED_PROMPT
@@ -140,6 +141,15 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
 def test_cache_options_reach_the_policy():
     policy = make_policy("clustered", {"budget": 128, "page_size": "8", "sinks": "none", "dense_layers": "1"})
     assert (policy.budget, policy.page_size, policy.sinks, policy.dense_layers) == (128, 8, None, 1)
+
+
+def test_every_cache_is_made_by_its_name():
+    """With values too, which are the policy's own to check."""
+    preset = Clustered(budget=128, page_size=8, rerank=False, tail=False, balance=False, score="mean", group="interleave")
+    assert make_policy("icecache", {"budget": 128, "page_size": "8", "sinks": None}) == preset
+    assert [name_of(make_policy(name, {})) for name in names()] == names()
+    with pytest.raises(InputError, match="budget must be a whole number, got 2.5"):
+        make_policy("clustered", {"budget": 2.5})
 
 
 BAD = {

@@ -26,8 +26,16 @@ def described(name: str) -> dict[str, str]:
     }
 
 
-def make_policy(name: str, options: dict[str, str | int | float]) -> CachePolicy:
-    """Returns the policy `name` with `options`, text or numbers; InputError that lists the valid names or options."""
+def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
+    """Returns a cache policy by its name, as ``make_policy("snapkv", {"budget": 256})``.
+
+    Args:
+        name: of a policy or a preset, as `--cache` takes it (docs/methods.md).
+        options: its own, by their names: values, or texts as a command line has them, such as "none", "true" and "8".
+
+    Raises:
+        InputError: there is no such policy or option, or an option's value is out of range.
+    """
     entry = named(name)
     if entry is None:
         raise InputError(f"unknown cache {name!r}: expected one of {', '.join(names())}{meant(name, names())}")
@@ -37,7 +45,7 @@ def make_policy(name: str, options: dict[str, str | int | float]) -> CachePolicy
         if key not in valid:
             expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
             raise InputError(f"cache {name!r} has no option {key!r}: {expected}{meant(key, valid)}")
-        values[key] = _parse(key, value, kinds[key])
+        values[key] = _parse(key, value, kinds[key]) if isinstance(value, str) else value
     return policy(**values)
 
 
@@ -52,7 +60,7 @@ def cache_options(texts: Sequence[str], **named: int | float | None) -> dict[str
     return options | {key: value for key, value in named.items() if value is not None}
 
 
-def _parse(key: str, value: str | int | float, kind: Any) -> Any:
+def _parse(key: str, value: str, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         return value  # the policy knows which there are
     choices = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
