@@ -149,7 +149,7 @@ def test_options_are_searched_for_once(run, tmp_path, monkeypatch, left):
     assert run(*few) == 0 and searched == [32, 64]
     for name in {"lines.jsonl", "compare.jsonl"} - {left}:
         (tmp_path / "run" / name).unlink()
-    assert run(*few, "--tasks", "single,multikey-4") == 0 and searched == [32, 64]
+    assert run(*few, "--tasks", "multikey-4") == 0 and searched == [32, 64]
     found = rows.read(tmp_path / "run" / "compare.jsonl").values()
     assert len(found) == 4 and all(row["options"] == {"mass": 0.75} for row in found)
 

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench.compare: error: {error}", file=sys.stderr)
         return 2
     asked = {(cell.length, cell.task): cell.questions for cell in each}
-    done = {key: row for key, row in before.items() if row["questions"] == asked.get((row["length"], row["task"]))}
+    done = {key for key, row in before.items() if row["questions"] == asked.get((row["length"], row["task"]))}
     units = {
         cell: sum(
             (name, one.name, one.asked, cell.length, cell.task, protocol) not in done
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task("", total=sum(cell.texts * number for cell, number in units.items()))
         for name, model in panel.models(panel=arguments.panel, only=models, dtype="float32"):
-            for what in run(name, model, each, some, protocols, path, done):
+            for what in run(name, model, each, some, protocols, path, before, done):
                 bars.update(bar, advance=1, description=what)
     found = list((before | rows.summed(cells.lines(path).values())).values())
     if times is not None:

@@ -78,16 +78,18 @@ def run(
     some: dict[int, list[Contender]],
     protocols: list[Protocol],
     path: Path,
-    done: dict[tuple, dict],
+    before: dict[tuple, dict],
+    done: set[tuple],
 ) -> Iterator[str]:
     """Adds the lines of a model that a file does not hold yet; yields what each was about, those that were there too.
 
     Args:
-        done: the rows that need no line, by their keys.
+        before: rows by their keys; what was searched for they have already.
+        done: keys of those that need no line.
     """
     there = cells.lines(path)
     for length, contenders in some.items():
-        of = [each for each in (*done.values(), *there.values()) if (each["model"], each["length"]) == (name, length)]
+        of = [each for each in (*before.values(), *there.values()) if (each["model"], each["length"]) == (name, length)]
         runner = Runner(model, length, {(each["policy"], each["budget"]): each["options"] for each in of if each["options"]})
         groups = ((cell, group) for cell in each if cell.length == length for group in cells.groups(model, cell))
         for cell, some_texts in groups:
