@@ -38,12 +38,25 @@ def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
 class Detokenizer:
     """Text of a growing list of tokens; what may yet change, or begin a stop string, is held back.
 
+    Special tokens are no text, but one that is a stop string itself ends it.
+
     Attributes:
         stopped: whether a stop string has come; the text ends before it.
+
+    Raises:
+        InputError: a stop string has a special token beside other text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # which a caller's own tokenizer need not have
+        self._special = {number: token.content for number, token in added.items() if token.special}
+        for each in stop:
+            for name in self._special.values():
+                if name and name in each and name != each:
+                    raise InputError(
+                        f"stop string {quoted(each)} holds the special token {quoted(name)}, which is no text: give it alone"
+                    )
         self._tokenizer, self._stop = tokenizer, sorted(stop)
         self._longest = max(map(len, stop), default=0)
         self._tokens: list[int] = []
@@ -52,6 +65,12 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Returns the text that `token` completes."""
+        if token in self._special:
+            if self._special[token] in self._stop:
+                text, self.stopped = self.rest(), True
+                return text
+            held, self._held = self._held, ""  # no stop string goes on behind it
+            return held
         self._tokens.append(token)
         end, text = len(self._tokens), self._decode(None)
         if text.endswith(UNFINISHED):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from icejax.launch import unfinished
 OWN = re.compile(r"\.(.+)\.(part|old|lock)")
 # How Orbax and safetensors name the system's error inside their own.
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
-OLD_PART = "[a-z0-9_]" * 8  # what a folder on its way was called after its name in icejax 0.1
 
 
 def present(path: Path) -> Path:
@@ -111,16 +110,6 @@ class Claim:
                 shutil.rmtree(part, ignore_errors=True)
             else:
                 os.rename(old, target)
-        for stray in target.parent.glob(f".{glob.escape(target.name)}.{OLD_PART}"):
-            if self._was_on_its_way(stray):
-                shutil.rmtree(stray, ignore_errors=True)
-
-    def _was_on_its_way(self, stray: Path) -> bool:
-        """Says whether `stray` is what a killed writer of icejax 0.1 left, and nothing that is still needed."""
-        if stray.is_symlink() or not stray.is_dir() or stray.stat().st_mode & 0o777 != 0o700:
-            return False
-        names = [entry.name for entry in stray.iterdir()]
-        return not names or self.mark in names or (names == ["old"] and self._names[0].exists())
 
 
 @contextlib.contextmanager
@@ -156,10 +145,17 @@ def claim(path: Path, *, mark: str, replace: bool = True) -> Iterator[Claim]:
 @contextlib.contextmanager
 def _locked(path: Path, lock: Path) -> Iterator[None]:
     while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError:
+            if not os.path.islink(lock):
+                raise
+            raise InputError(f"{lock} is a link, and would be written to: remove it, or choose another place") from None
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise InputError(f"{lock} is no file: remove it, or choose another place")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(lock) and os.path.samestat(os.fstat(file), os.stat(lock)):
+            if _is_at(file, lock):
                 break
         except BlockingIOError:
             holder = os.pread(file, 20, 0).decode(errors="replace")
@@ -177,9 +173,17 @@ def _locked(path: Path, lock: Path) -> Iterator[None]:
             yield
     finally:
         try:
-            os.unlink(lock)
+            if _is_at(file, lock):
+                os.unlink(lock)
         finally:
             os.close(file)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Says whether an open file is still what stands at `path`, where somebody may have tidied up."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    return False
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from icejax.detokenize import Detokenizer, decoded
 from icejax.errors import InputError
@@ -76,3 +78,31 @@ def test_what_only_looked_like_a_stop_string_is_released(tokenizer):
 def test_special_tokens_are_not_text(tokenizer):
     stream = Detokenizer(tokenizer)
     assert stream.add(ord("a")) + stream.add(tokenizer.eos_token_id) + stream.rest() == "a"
+
+
+def test_a_space_behind_a_special_token_stays():
+    """Of a decoder that drops the first one of a text, as SentencePiece's does."""
+    words = {"<unk>": 0, "\u2581Hello": 1, "\u2581world": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<tool>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    stream, ids = Detokenizer(fast), [1, 3, 3, 2, 3, 1]
+    assert [stream.add(token) for token in ids] == ["Hello", "", "", " world", "", " Hello"]
+    assert fast.decode(ids, skip_special_tokens=True) == "Hello world Hello"
+
+
+def test_a_stop_string_may_be_a_special_token(tokenizer):
+    """And none goes on behind one."""
+    name, number = tokenizer.eos_token, tokenizer.eos_token_id
+    stream = Detokenizer(tokenizer, ["END", name])
+    assert "".join(map(stream.add, b"an E")) == "an " and not stream.stopped
+    assert stream.add(number) == "E" and stream.stopped and stream.rest() == ""
+    stream = Detokenizer(tokenizer, ["END"])
+    assert "".join(map(stream.add, [*b"an E", number, *b"ND"])) == "an END" and not stream.stopped
+    with pytest.raises(
+        InputError, match=f"^stop string '{name}.n' holds the special token '{name}', which is no text: give it"
+    ):
+        Detokenizer(tokenizer, [f"{name}\n"])

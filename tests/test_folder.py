@@ -118,19 +118,14 @@ def test_a_folder_between_two_names_is_found_and_put_back(tmp_path):
     assert present(tmp_path / "kept") == tmp_path / "kept" and version_of(tmp_path / "kept") == "old"
 
 
-def test_leftovers_of_earlier_versions_are_removed_and_nothing_else(tmp_path):
+def test_what_others_keep_beside_it_is_left_alone(tmp_path):
     save(tmp_path / "kept", "old")
-    for name in ("abcd_123", "00000000", "moved_on"):
-        (tmp_path / f".kept.{name}").mkdir(mode=0o700)
-    (tmp_path / ".kept.abcd_123" / MARK).touch()
-    shutil.copytree(tmp_path / "kept", tmp_path / ".kept.moved_on" / "old")
-    others = [".kept.settings", ".kept.readable", ".kept.longer_name", ".keptabcd_123", ".other.abcd_123", "kept.part"]
+    others = [".kept.original", ".kept.settings", ".keptabcd_123", ".other.abcd_123", "kept.part"]
     for name in others:
-        (tmp_path / name).mkdir(mode=0o755 if name == ".kept.readable" else 0o700)
-    (tmp_path / ".kept.settings" / "theirs").touch()
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / ".kept.original" / MARK).touch()
     (tmp_path / ".kept.old").mkdir()  # no session: somebody else's
     save(tmp_path / "kept*", "a pattern of nothing")
-    assert (tmp_path / ".kept.abcd_123").exists()
     with pytest.raises(InputError, match=r"cannot be written \(Directory not empty\)|cannot be written \(File exists\)"):
         (tmp_path / ".kept.old" / "theirs").touch()
         save(tmp_path / "kept", "new")
@@ -138,14 +133,30 @@ def test_leftovers_of_earlier_versions_are_removed_and_nothing_else(tmp_path):
     shutil.rmtree(tmp_path / ".kept.old")
     save(tmp_path / "kept", "new")
     assert sorted(os.listdir(tmp_path)) == sorted(["kept", "kept*", *others])
+    assert (tmp_path / ".kept.original" / MARK).exists()
 
 
-def test_what_only_an_earlier_version_moved_away_is_not_removed(tmp_path):
-    save(tmp_path / "kept", "old")
-    (tmp_path / ".kept.abcd_123").mkdir(mode=0o700)
-    os.rename(tmp_path / "kept", tmp_path / ".kept.abcd_123" / "old")
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    theirs, lock = tmp_path / "theirs", tmp_path / ".kept.lock"
+    theirs.write_text("precious")
+    lock.symlink_to(theirs)
+    with pytest.raises(InputError, match=f"^{lock} is a link, and would be written to: remove it, or choose another place$"):
+        save(tmp_path / "kept", "new")
+    assert theirs.read_text() == "precious" and not (tmp_path / "kept").exists()
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(InputError, match=f"^{lock} is no file: remove it, or choose another place$"):
+        save(tmp_path / "kept", "new")
+
+
+def test_a_lock_that_somebody_removed_is_not_missed(tmp_path):
+    lock = tmp_path / ".kept.lock"
     with claim(tmp_path / "kept", mark=MARK):
-        assert (tmp_path / ".kept.abcd_123" / "old" / MARK).exists()
+        lock.unlink()
+    with claim(tmp_path / "kept", mark=MARK):
+        lock.unlink()
+        lock.write_text("another's")
+    assert lock.read_text() == "another's"
 
 
 HOLD = """
