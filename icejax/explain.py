@@ -116,13 +116,13 @@ def check(picture: Path) -> None:
         raise InputError("--explain draws with matplotlib, which is not installed: pip install matplotlib") from None
     if picture.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--explain needs a file that ends in .png, .svg or .pdf, got {picture}")
-    if not picture.absolute().parent.is_dir():
-        raise InputError(f"--explain: there is no folder {picture.absolute().parent}")
     for path in (picture, picture.with_suffix(".json")):
-        if path.is_dir():
-            raise InputError(f"--explain: {path} is a folder: name a file")
         part = path.with_name(f".{path.name}.part")
         try:
+            if not path.absolute().parent.is_dir():
+                raise InputError(f"--explain: there is no folder {path.absolute().parent}")
+            if path.is_dir():
+                raise InputError(f"--explain: {path} is a folder: name a file")
             part.touch()
             part.unlink()
         except OSError as error:

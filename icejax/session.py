@@ -184,7 +184,7 @@ class Session:
             begun = prefill(self._model, [new], self._plan, **options)
             self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
-            self._extend(tokens, sampling, seed, progress)
+            self._extend(tokens, held, sampling, seed, progress)
         self.token_ids = held + new
         self.messages += turn
         row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, limit)
@@ -217,9 +217,12 @@ class Session:
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         return room
 
-    def _extend(self, tokens: Sequence[int], sampling: Sampling, seed: int, progress: Callable[[int], None] | None) -> None:
+    def _extend(
+        self, tokens: Sequence[int], held: Sequence[int], sampling: Sampling, seed: int,
+        progress: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
         run, plan = self._run, self._plan
-        options, seen = row_options([sampling], [self.token_ids], self._model.config.vocab_size)
+        options, seen = row_options([sampling], [held], self._model.config.vocab_size)
         state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
         decoding = Decoding(self._model, plan)
         self._run = Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))

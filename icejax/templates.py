@@ -25,7 +25,8 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], *, now: float | N
     template = tokenizer.chat_template
     if isinstance(template, dict):
         if "default" not in template:
-            raise InputError(f"the tokenizer's chat templates are {', '.join(sorted(template))}: expected one named default")
+            known = ", ".join(sorted(map(str, template)))
+            raise InputError(f"the tokenizer's chat templates are {known}: expected one named default")
         template = template["default"]
     if not template:
         raise InputError(

@@ -6,10 +6,10 @@ import base64
 import inspect
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from icejax.checkpoint.folder import companions
 from icejax.checkpoint.huggingface import read_json
 from icejax.errors import InputError, told
 
@@ -25,7 +25,9 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
-    settings = read_json(file) if os.path.lexists(file) else {}  # a link that leads nowhere is told
+    settings = read_json(file) if file in companions(folder) else {}
+    if others := [each for each in folder.glob("additional_chat_templates/*") if not each.is_file()]:
+        raise InputError(f"{others[0]} is no file: expected a chat template")
     known = [_is_known(folder, fields.get("tokenizer_class")) for fields in (settings, config)]
     mapped = settings.get("auto_map")
     if (mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped) and not any(known):
@@ -70,8 +72,9 @@ def _grown(step: dict) -> float:
         case {"type": "Precompiled", "precompiled_charsmap": str(coded)}:
             table = base64.b64decode(coded)
             return max(1.0, *map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
-        case {"type": "TemplateProcessing", "single": pieces}:
-            return max(1.0, sum("Sequence" in piece for piece in pieces))
+        case {"type": "TemplateProcessing", "single": pieces, "special_tokens": special}:  # as if the text had one token
+            names = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
+            return max(1.0, len(pieces) - len(names) + sum(len(special[name]["ids"]) for name in names))
     return 1.0
 
 

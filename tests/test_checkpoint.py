@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -114,6 +115,12 @@ def test_tied_head_is_dropped_if_it_is_the_embedding_and_refused_if_not(tmp_path
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
     with pytest.raises(InputError, match="lm_head.weight differs from the embedding"):
         load_model(tmp_path)
+    whole = model.model.embed_tokens.weight.detach().numpy()
+    for wrong in (np.zeros((), np.float32), whole[:0], whole[:3], np.concatenate([whole, whole[:9]])):
+        edit(tmp_path, lambda tensors, wrong=wrong: tensors.update({"lm_head.weight": wrong.copy()}))
+        message = f"lm_head.weight has shape {list(wrong.shape)}, expected {list(whole.shape)}"
+        with pytest.raises(InputError, match=re.escape(message)):
+            load_model(tmp_path)
 
 
 def _truncate(folder):
@@ -229,6 +236,56 @@ def test_a_damaged_orbax_folder_is_told_in_one_line(folder, tmp_path, damage):
         file.write_text(json.dumps(fields))
     with pytest.raises(InputError, match=r"^\S+ is not a whole Orbax checkpoint \([^\n]+\): convert it again$"):
         load_model(tmp_path / "orbax")
+
+
+def _endless(folder):
+    (folder / "_METADATA").unlink()
+    (folder / "_METADATA").symlink_to("/dev/zero")
+
+
+NOT_FILES = {
+    "pipe": (lambda f: (f / "manifest.ocdbt").unlink() or os.mkfifo(f / "manifest.ocdbt"), "manifest.ocdbt is no file"),
+    "endless": (_endless, "_METADATA is no file"),
+    "large": (lambda f: os.truncate(f / "_METADATA", 2**40), "_METADATA has 1099511627776 bytes"),
+    "elsewhere": (lambda f: (f / "more").symlink_to(f.parent), "more is no file"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FILES)
+def test_what_orbax_would_wait_for_is_told(folder, tmp_path, case):
+    change, message = NOT_FILES[case]
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
+    change(tmp_path / "orbax" / ORBAX)
+    with pytest.raises(InputError, match=rf"^\S+ is not a whole Orbax checkpoint \(\S+{message}\): convert it again$"):
+        load_model(tmp_path / "orbax")
+
+
+def test_what_is_no_file_is_not_copied(folder, tmp_path, capsys):
+    (folder / "merges.txt").symlink_to("/dev/zero")
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 2
+    message = f"{folder}/merges.txt is no file: expected one, or none of this name\n"
+    assert capsys.readouterr().err == f"convert.hf_to_orbax: error: {message}" and not (tmp_path / "orbax").exists()
+
+
+def test_a_conversion_without_memory_is_one_line(folder, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(huggingface, "read_tensor", full)
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 2
+    message = "out of memory on the host: convert where there is more of it: two of the largest tensors are there at once\n"
+    assert capsys.readouterr().err == f"convert.hf_to_orbax: error: {message}" and os.listdir(tmp_path) in ([], [folder.name])
+
+
+def test_what_a_folder_wishes_of_sampling_is_told(folder, caplog):
+    wishes = dict(do_sample=True, temperature=0.6, top_p=None, eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps(wishes))
+    with caplog.at_level("INFO", "icejax"):
+        load_model(folder)
+    told = (
+        "generation_config.json has do_sample=True, temperature=0.6, which is not used: options alone say how tokens are chosen"
+    )
+    assert told in caplog.messages
 
 
 def test_a_conversion_into_its_source_or_of_a_broken_one_makes_nothing(folder, tmp_path, capsys):

@@ -152,6 +152,12 @@ def test_every_cache_is_made_by_its_name():
         make_policy("clustered", {"budget": 2.5})
 
 
+def test_options_of_sampling_without_a_temperature_are_told(capsys):
+    told = "icejax.generate: warning: --top-k, --top-p and --min-p count where a temperature is given: the most likely token is taken\n"
+    for option, expected in ((("--top-p", "0.9"), told), (("--repetition-penalty", "1.1"), ""), ((), "")):
+        assert run(capsys, "--prompt", "x", "--system", "y", *option)[2].startswith(expected or "icejax.generate: error: ")
+
+
 BAD = {
     "model of no name": (["--model", "", "--prompt", "x"], ". has no config.json: expected a Hugging Face or icejax checkpoint folder"),
     "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - is given more than once: standard input can be read only once"),

@@ -169,6 +169,15 @@ def test_an_expression_that_does_not_end_is_one_line(capsys, sound, tmp_path, mo
     assert "the expression '(.+)+!' did not end in 0.5 s: expected a simpler one" in refused(capsys, tmp_path)
 
 
+def test_expressions_that_take_long_together_are_one_line(capsys, sound, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MOST_SECONDS", 0)
+    shutil.copytree(sound("packed-4"), tmp_path, dirs_exist_ok=True)
+    families.edit_config(tmp_path, quantization_config=group() | {"ignore": ["re:lm_head"]})
+    assert "the expression 'lm_head' and those before it took more than 0 s: expected a simpler one" in refused(
+        capsys, tmp_path
+    )
+
+
 @pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "nobody/Some-8B-GGUF", "folder"])
 def test_gguf_is_refused_by_name(capsys, sound, tmp_path, monkeypatch, name):
     """A file, what the hub has under such a name, which is not asked, and a folder without other weights."""

@@ -8,6 +8,7 @@ import pytest
 import icejax
 from bench.needle import task
 from icejax import compiler, decoding
+from icejax import session as module
 from icejax.cache import Clustered, Full
 from icejax.folder import Claim, claim
 from icejax.generation import still
@@ -121,6 +122,21 @@ def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
             break
     assert session.token_ids[-3:] == list(questions[0].answer[:3].encode())
     assert session.ask("\n" + questions[1].text).text == questions[1].answer
+
+
+def test_an_end_mark_that_is_left_out_is_not_penalised(bundled, monkeypatch):
+    """Of a text that the template puts another end behind, which then is not in it."""
+    texts, row_options = [], module.row_options
+    monkeypatch.setattr(
+        module, "row_options", lambda rows, some, size: texts.append(list(some[0])) or row_options(rows, some, size)
+    )
+    monkeypatch.setattr(Session, "_chat_turn", lambda self, text: ([], self.token_ids[:-1], list(text.encode())))
+    session = Session(*bundled, cache=Full(), context_length=3000)
+    session.ask("a = 1\nb =", max_new_tokens=4)
+    held = session.token_ids[:-1]
+    session.messages = ["any"]
+    list(session.stream_chat("c", sampling=icejax.Sampling(repetition_penalty=1.5), max_new_tokens=2))
+    assert texts == [held]
 
 
 def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):

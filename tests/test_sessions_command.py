@@ -14,7 +14,7 @@ from icejax import saved
 from icejax.cache import Full
 from icejax.commands import sessions
 from icejax.folder import claim
-from icejax.identity import identity
+from icejax.identity import damaged, identity
 from icejax.plan import make_plan
 from tests.test_saved import fields_of, seal
 
@@ -166,6 +166,35 @@ def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
     (line,) = [line for line in out.splitlines() if "damaged: the bytes of " in line]
     assert (status, err) == (2, "") and line.startswith("book ") and line.endswith("are not those that were saved")
     assert ("token_ids" in line) == (0 <= at < 52)
+
+
+def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
+    """Once, and by a writer that never rests."""
+    verify, left = saved.Saved.verify, [1]
+
+    def busy(self):
+        if self.path.name == "book" and left:
+            left.pop()
+            fields = fields_of(self.path)
+            fields["started"] += 1
+            seal(self.path, fields)
+            damaged(self.path, "the bytes of it are another's")
+        verify(self)
+
+    monkeypatch.setattr(saved.Saved, "verify", busy)
+    status, out, err = run(capsys, folder, "--verify")
+    assert (status, err, left) == (0, "", []) and "damaged" not in out
+    left += 99 * [1]
+    status, out, err = run(capsys, folder, "--verify")
+    assert (status, err, len(left)) == (2, "", 96) and "damaged: the bytes of it are another's" in out
+
+
+def test_one_that_may_not_be_read_is_not_removed(capsys, folder, monkeypatch):
+    def closed(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    assert run(capsys, folder, "--remove", "book") == (2, "book  not removed: Permission denied\n", "")
 
 
 def test_names_reach_the_terminal_as_text(capsys, folder):

@@ -72,6 +72,7 @@ def test_named_templates_and_the_time_of_a_conversation():
 FAULTS = {
     "none": (None, "the tokenizer has no chat template"),
     "no default": ({"rag": "a", "tool_use": "b"}, "chat templates are rag, tool_use: expected one named default"),
+    "names that are no text": ({1: "a", None: "b"}, "chat templates are 1, None: expected one named default"),
     "no text": (["a"], "chat template must be text, found a list"),
     "refusal": ("{{ raise_exception('only\nuser turns') }}", "refuses the messages: only user turns"),
     "division": ("{{ 1 / 0 }}", "fails: division by zero"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -179,6 +180,10 @@ def test_a_tokenizer_that_fails_is_one_line(tmp_path):
 
 TEN = [dict(type="Replace", pattern=dict(String="a"), content="a" * 10)]
 TWICE = dict(type="TemplateProcessing", single=2 * [dict(Sequence=dict(id="A", type_id=0))], pair=[], special_tokens={})
+SQUARE = TWICE | dict(
+    single=20 * [dict(SpecialToken=dict(id="s", type_id=0))],
+    special_tokens=dict(s=dict(id="s", ids=20 * [1], tokens=20 * ["s"])),
+)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +193,9 @@ TWICE = dict(type="TemplateProcessing", single=2 * [dict(Sequence=dict(id="A", t
         dict(normalizer=dict(type="Replace", pattern=dict(Regex="a*"), content="a" * 100)),
         dict(decoder=dict(type="Sequence", decoders=9 * TEN)),
         dict(normalizer=TEN[0], post_processor=dict(type="Sequence", processors=4 * [TWICE])),
+        dict(post_processor=SQUARE),
     ],
-    ids=["replaced", "of nothing", "back", "repeated"],
+    ids=["replaced", "of nothing", "back", "repeated", "special"],
 )
 def test_one_that_multiplies_text_is_refused(tmp_path, change):
     shutil.copytree(ASSETS, tmp_path / "model")
@@ -197,6 +203,25 @@ def test_one_that_multiplies_text_is_refused(tmp_path, change):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(icejax.InputError, match=r"^\S+/model: the tokenizer may make \S+ times as much of a text, [^\n]*$"):
         load_tokenizer(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer.json", "special_tokens_map.json", "additional_chat_templates/rag.jinja"]
+)
+def test_what_is_no_file_is_told(tmp_path, name):
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / name
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(file)  # to read one that nobody writes to would never end
+    with pytest.raises(icejax.InputError, match=rf"^{file} is no file: expected (one|a chat template)"):
+        load_tokenizer(tmp_path / "model")
+    if file.parent == tmp_path / "model":
+        file.unlink()
+        file.touch()
+        os.truncate(file, 2**40)
+        with pytest.raises(icejax.InputError, match=f"^{file} has 1099511627776 bytes: expected at most 104857600$"):
+            load_tokenizer(tmp_path / "model")
 
 
 def test_one_that_lengthens_text_a_little_loads(tmp_path):

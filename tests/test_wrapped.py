@@ -159,6 +159,10 @@ WRONG = {
         dict(text_config={"model_type": "gpt2"}),
         "config.json: model_type 'gpt2' is not supported: expected one of ",
     ),
+    "wrapped twice": (
+        dict(text_config=dict(model_type="gemma3", text_config={})),
+        "config.json: text_config is of gemma3, which holds a text model itself: expected one\n",
+    ),
     "tied to a word": (dict(tie_word_embeddings="yes"), "config.json: 'tie_word_embeddings' must be true or false, got 'yes'"),
     "a new field": (
         dict(vision_layers=3),

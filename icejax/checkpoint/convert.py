@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from icejax.checkpoint import huggingface, orbax
-from icejax.checkpoint.folder import COMPANIONS, ORBAX, copy_companions, resolve
+from icejax.checkpoint.folder import COMPANIONS, ORBAX, companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config
 from icejax.checkpoint.rounding import METHODS
 from icejax.checkpoint.tensors import Tensors, opened
@@ -84,12 +85,13 @@ def _convert(
     found = opened(folder, config, shapes, quantize=quantize)
     if whole := [key for key, source in found.sources.items() if source.method is not None and len(source.shape) == 3]:
         raise InputError(f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(whole)})")
-    about = found.about()
+    about, beside = found.about(), companions(folder)
     with claim(target, mark=CONFIG, replace=force) as held:
         _check_target(folder, target)
-        held.check_room(sum(huggingface.size(*each) for each in about.values()))
+        held.check_room(sum(huggingface.size(*each) for each in about.values()) + sum(file.stat().st_size for file in beside))
         with held.writing() as made:
-            copy_companions(folder, made)
+            for file in beside:
+                shutil.copyfile(file, made / file.name)
             if quantize is not None:
                 raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config()}
                 (made / CONFIG).write_text(json.dumps(raw, indent=2))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 from icejax.errors import InputError, told
 from icejax.folder import present
+from icejax.jsontext import MOST_BYTES
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -49,8 +49,12 @@ def _is_gguf(folder: Path) -> bool:
     return folder.name.lower().endswith("gguf")
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copies config and tokenizer files."""
-    for name in COMPANIONS:
-        if os.path.lexists(source / name):  # a link that leads nowhere is told
-            shutil.copyfile(source / name, target / name)
+def companions(folder: Path) -> list[Path]:
+    """Returns config and tokenizer files; InputError for one that is no file, as a link that leads nowhere, or too large."""
+    found = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)]
+    for file in found:
+        if not file.is_file():
+            raise InputError(f"{file} is no file: expected one, or none of this name")
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise InputError(f"{file} has {size} bytes: expected at most {MOST_BYTES}")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ from icejax.models.hf_config import finish
 SOURCE = "config.json: quantization_config"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # no method here changes them
+MOST_SECONDS = 60
 # Fields that say how codes were found, or how others compute with them.
 IRRELEVANT = frozenset(
     """activation_scheme act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
@@ -189,7 +191,7 @@ def _mxfp4(fields: Fields) -> Layouts:
 
 
 def _compressed(fields: Fields) -> Layouts:
-    ignored = _names(fields, "ignore")
+    ignored, modules = _names(fields, "ignore"), _Names()
     default = fields.take("format", str, default="")
     sparsity = Fields(fields.take("sparsity_config", dict, default={})).take("format", str, default="dense")
     ranges.one_of(f"{SOURCE}: 'format' of sparsity_config", sparsity, ("dense",))
@@ -205,9 +207,9 @@ def _compressed(fields: Fields) -> Layouts:
             groups.append((targets, _compressed_layout(stored, Fields(weights, f"{group.source}.weights"))))
 
     def layout(names: Sequence[str]) -> Layout | None:
-        if _named(names, ignored):
+        if modules.named(names, ignored):
             return None
-        return next((layout for targets, layout in groups if "Linear" in targets or _named(names, targets)), None)
+        return next((layout for targets, layout in groups if "Linear" in targets or modules.named(names, targets)), None)
 
     return layout
 
@@ -243,16 +245,25 @@ def _but(names: tuple[str, ...], layout: Layout) -> Layouts:
     return lambda modules: None if any(f".{name}." in f".{module}." for module in modules for name in names) else layout
 
 
-def _named(names: Sequence[str], patterns: Iterable[str]) -> bool:
-    """Says whether a name of compressed-tensors is one of a module's, or a regular expression behind `re:` that fits one."""
-    return any(_fits(p[3:], names) if p.startswith("re:") else p in names for p in patterns)
+class _Names:
+    """Names of modules by compressed-tensors; the expressions of a folder have a minute for all questions together."""
 
+    def __init__(self) -> None:
+        self._seconds = 0.0
 
-def _fits(expression: str, names: Sequence[str]) -> bool:
-    answer = APART.ask(dict(expression=expression, names=list(names)), most=0)  # it may be made never to end
-    if "fault" in answer:
-        raise InputError(f"{SOURCE}: the expression {quoted(expression)} {answer['fault']}: expected a simpler one")
-    return answer["fits"]
+    def named(self, names: Sequence[str], patterns: Iterable[str]) -> bool:
+        """Says whether a name is one of a module's, or a regular expression behind `re:` that fits one."""
+        return any(self._fits(p[3:], names) if p.startswith("re:") else p in names for p in patterns)
+
+    def _fits(self, expression: str, names: Sequence[str]) -> bool:
+        started = time.monotonic()
+        answer = APART.ask(dict(expression=expression, names=list(names)), most=0)  # it may be made never to end
+        self._seconds += time.monotonic() - started
+        if self._seconds > MOST_SECONDS:
+            answer = {"fault": f"and those before it took more than {MOST_SECONDS} s"}
+        if "fault" in answer:
+            raise InputError(f"{SOURCE}: the expression {quoted(expression)} {answer['fault']}: expected a simpler one")
+        return answer["fits"]
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import orbax.checkpoint as ocp
 
 from icejax.checkpoint import huggingface
 from icejax.errors import InputError
+from icejax.jsontext import MOST_BYTES
+
+DATA = "d"  # the folder of tensors' bytes, of which parts are read
 
 
 class _Later:
@@ -96,9 +100,21 @@ def _to_the_end() -> Iterator[None]:
 
 def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every tensor stored at `path`; InputError if it is no whole checkpoint."""
+    _check_files(path)
     with _told(path), ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
         return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
+
+
+def _check_files(path: Path) -> None:
+    """Raises InputError for what Orbax would wait for, as a pipe, or read whole, whatever its size."""
+    for where, folders, files in os.walk(path):
+        folder = Path(where)
+        for file in (folder / name for name in (*folders, *files)):
+            if file.is_symlink() if file.name in folders else not file.is_file():
+                raise InputError(f"{path} is not a whole Orbax checkpoint ({file} is no file): convert it again")
+            if folder.name != DATA and file.is_file() and (size := file.stat().st_size) > MOST_BYTES:
+                raise InputError(f"{path} is not a whole Orbax checkpoint ({file} has {size} bytes): convert it again")
 
 
 @contextlib.contextmanager

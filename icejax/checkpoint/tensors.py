@@ -143,7 +143,8 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
         if key in stored:
             faults.append(f"{key} is stored twice")
         elif key in expected or (key == HEAD and config.tie_word_embeddings):
-            faults += expected.get(key, Part(FLOATS, (tensor.shape,))).faults(key, tensor.shape, tensor.dtype)
+            tied = Part(FLOATS, (made_of[EMBEDDING].shape,))
+            faults += expected.get(key, tied).faults(key, tensor.shape, tensor.dtype)
         else:
             faults.append(f"{key} is not a parameter of this model")
         stored[key] = tensor

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
+from icejax.commands.memory import out_of_memory_told
 from icejax.commands.options import Parser
 from icejax.commands.show import progress
 from icejax.launch import ending
@@ -30,7 +31,8 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     arguments = parser.parse_args(argv)
     source = resolve(arguments.source)
     back = to == "hf" or (to is None and (source / ORBAX).is_dir())
-    with progress(Console(stderr=True)) as bars:
+    advice = "convert where there is more of it: two of the largest tensors are there at once"
+    with out_of_memory_told(advice, None), progress(Console(stderr=True)) as bars:
         bar = bars.add_task("convert", total=None)
 
         def told(key: str, done: int, total: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from icejax.ranges import number
 from icejax.sampling import Sampling
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
+LOG = logging.getLogger(__name__)
 OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of a cache
 
 
@@ -119,7 +121,10 @@ def _add_cache(parser: Parser) -> None:
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
     """Returns how tokens are chosen; InputError for an option that is out of range."""
-    return Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
+    found = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
+    if not found.samples and found != Sampling(repetition_penalty=found.repetition_penalty):
+        LOG.warning("--top-k, --top-p and --min-p count where a temperature is given: the most likely token is taken")
+    return found
 
 
 def policy(arguments: argparse.Namespace) -> CachePolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -17,7 +18,7 @@ from icejax.errors import InputError, meant, printable, quoted
 from icejax.folder import claim, kept, present
 from icejax.identity import Damaged, damaged
 from icejax.launch import ending, write
-from icejax.saved import ABOUT, ARRAYS, look
+from icejax.saved import ABOUT, ARRAYS, Saved, look
 
 HEAD = ["name", "size", "model", "cache", "tokens", "messages", "age"]
 # What is shown of a session's identity: by which name, under which key, of which kinds.
@@ -70,9 +71,13 @@ def _find(folder: Path) -> dict[str, Path]:
         raise InputError(f"{folder} cannot be read ({error.strerror}): expected a folder that holds sessions") from None
 
 
-def _describe(name: str, path: Path, *, verify: bool) -> dict[str, Any]:
-    """Returns what is known of a session, or why it cannot be gone on from."""
-    row: dict[str, Any] = dict(name=name)
+def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[str, Any]:
+    """Returns what is known of a session, or why it cannot be gone on from.
+
+    Args:
+        turns: how often it is looked at, at most, while another process saves it anew.
+    """
+    row, kept = dict[str, Any](name=name), None
     try:
         with os.scandir(present(path)) as files:
             row["bytes"] = sum(file.stat(follow_symlinks=False).st_size for file in files)
@@ -91,7 +96,16 @@ def _describe(name: str, path: Path, *, verify: bool) -> dict[str, Any]:
     except OSError as error:
         return row | dict(damaged=error.strerror)
     except InputError as error:
+        if turns > 1 and kept is not None and _saved_anew(path, kept):
+            return _describe(name, path, verify=verify, turns=turns - 1)
         return row | dict(damaged=_why(error, path))
+
+
+def _saved_anew(path: Path, kept: Saved) -> bool:
+    """Says whether a session is not the one any more that was looked at."""
+    with contextlib.suppress(InputError):
+        return look(path) != kept
+    return False
 
 
 def _remove(folder: Path, folders: dict[str, Path], names: list[str]) -> list[dict[str, Any]]:
@@ -107,6 +121,8 @@ def _remove(folder: Path, folders: dict[str, Path], names: list[str]) -> list[di
                     raise InputError(f"{folders[name]} holds more than a session ({quoted(min(others))}): remove it by hand")
                 held.remove()
             rows.append(dict(name=name, removed=True))
+        except OSError as error:
+            rows.append(dict(name=name, not_removed=error.strerror))
         except InputError as error:
             rows.append(dict(name=name, not_removed=_why(error, folders[name])))
     return rows

@@ -71,7 +71,7 @@ class Wrapped:
 
     def family(self, raw: dict[str, Any]) -> Family:
         """Returns how the text model is read from the same folder."""
-        of = family(wrapped.text_of(raw, self.text, self.towers))
+        of = family(wrapped.text_of(raw, self.text, self.towers), alone=True)
         return replace(
             of,
             read_config=lambda raw: of.read_config(wrapped.text_of(raw, self.text, self.towers)),
@@ -110,8 +110,11 @@ FAMILIES = {
 }
 
 
-def family(raw: dict[str, Any]) -> Family:
+def family(raw: dict[str, Any], *, alone: bool = False) -> Family:
     """Returns the family of a raw config.json, or of the text model in it.
+
+    Args:
+        alone: whether it is that of a text model, which holds no other.
 
     Raises:
         InputError: it has no model_type, or one that is not supported; or no text model, or fields about it that are not known.
@@ -122,6 +125,8 @@ def family(raw: dict[str, Any]) -> Family:
     if not isinstance(raw["model_type"], str) or raw["model_type"] not in FAMILIES:
         raise InputError(f"config.json: model_type {quoted(raw['model_type'])} is not supported: expected one of {known}")
     found = FAMILIES[raw["model_type"]]
+    if alone and isinstance(found, Wrapped):
+        raise InputError(f"config.json: text_config is of {raw['model_type']}, which holds a text model itself: expected one")
     return found.family(raw) if isinstance(found, Wrapped) else found
 
 
