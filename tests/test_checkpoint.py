@@ -107,6 +107,14 @@ def test_old_rotary_tables_and_other_packagings_are_passed_over(folder):
     load_model(folder)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3-yarn", "glm4_moe-plain"])
+def test_they_are_passed_over_beside_layers_that_guess(tmp_path, name):
+    families.save(families.build(families.row(name)), tmp_path)
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    edit(tmp_path, lambda tensors: tensors.update(table))
+    load_model(tmp_path)
+
+
 def test_tied_head_is_dropped_if_it_is_the_embedding_and_refused_if_not(tmp_path):
     model = families.build(families.row("qwen2-tied"))
     families.save(model, tmp_path)

@@ -1,17 +1,37 @@
 """Reading config.json: both forms, every number used, nothing unknown passed over."""
 
+import copy
 import dataclasses
 import json
 import re
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from icejax.cache import Full
 from icejax.checkpoint import read_config
 from icejax.errors import InputError
+from icejax.ops.rope import inverse_frequencies
 from tests import families
-from tests.raw_configs import BASE, GEMMA4, MIXTRAL, QWEN2_MOE, read
+from tests.raw_configs import (
+    BASE,
+    GEMMA4,
+    GLM,
+    LONGROPE,
+    MINISTRAL3,
+    MISTRAL4,
+    MIXTRAL,
+    MOE,
+    OLMO3,
+    PHI3,
+    QWEN2_MOE,
+    YARN,
+    read,
+)  # fmt: skip
 from tests.run import all_logits
 
 
@@ -33,12 +53,83 @@ def test_the_forms_of_transformers_4_and_5_read_alike(old, new):
     assert read(**old) == read(**new)
 
 
-def test_rope_scaling_put_into_a_new_config_wins():
-    """As in transformers: it is how a reader of Qwen's model card stretches the context."""
+TWICE = {
+    "outside and inside": (
+        LlamaRotaryEmbedding,
+        dict(rope_scaling=YARN | {"original_max_position_embeddings": 64}, original_max_position_embeddings=32),
+    ),
+    "inside alone": (
+        Phi3RotaryEmbedding,
+        dict(model_type="phi3", rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}),
+    ),
+    "theta of one kind": (Olmo3RotaryEmbedding, OLMO3 | dict(num_hidden_layers=4, rope_theta=1e6)),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_rope_is_that_of_transformers_where_its_numbers_stand_twice_or_not_at_all(case):
+    """Its own tables are the reference."""
+    kind, changes = TWICE[case]
+    config = read(**changes, max_position_embeddings=8192)
+    theirs = kind(AutoConfig.for_model(**copy.deepcopy(BASE | changes | dict(max_position_embeddings=8192))))
+    for layer, name in zip(config.layers, config.layer_types, strict=True):
+        if case == "inside alone":
+            break  # its tables are of a text's length
+        table = theirs.inv_freq if hasattr(theirs, "inv_freq") else getattr(theirs, f"{name}_inv_freq")
+        np.testing.assert_allclose(inverse_frequencies(layer.rope), table.numpy(), rtol=1e-6)
+    if config.rope_scaling is not None:
+        assert (
+            config.rope_scaling.original_max_position_embeddings
+            == theirs.config.rope_parameters["original_max_position_embeddings"]
+        )
+        assert config.rope_scaling.attention_factor == pytest.approx(theirs.attention_scaling)
+
+
+HARMLESS = {
+    "llama": dict(
+        is_llama_config=True, rope_interleaved=False, max_length=4096, _attn_implementation_autoset=True, dual_chunk_attention_config={},
+    ) | {"transformers.js_config": {"dtype": "fp16"}},
+    "yarn": dict(rope_scaling=YARN | dict(attn_factor=0.878, finetuned=True, original_max_position_embeddings=128)),
+    "qwen3 coder": MOE | dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0),
+    "glm 4.5": GLM | dict(topk_method="noaux_tc", scoring_func="sigmoid", decoder_sparse_step=1),
+    "mistral 4": MISTRAL4 | dict(topk_method="noaux_tc", moe_layer_freq=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_published_configs_say_beside_is_passed_over(case, caplog):
+    changes = HARMLESS[case]
+    bare = {name: value for name, value in changes.items() if name in MOE or name in GLM or name in MISTRAL4}
+    if case == "yarn":
+        bare = dict(rope_scaling=YARN | dict(original_max_position_embeddings=128))
+    assert read(**changes) == read(**bare)
+    assert ("attn_factor is not used, as in transformers" in caplog.text) == (case == "yarn")
+
+
+def test_layers_slide_as_transformers_has_them():
+    """A window that is null is none; families whose `layer_types` it does not read have one kind of layers."""
+    slides = dict(use_sliding_window=True, max_window_layers=0)
+    assert read(model_type="qwen2", **slides, sliding_window=None).sliding_window is None
+    assert read(model_type="qwen2", **slides).sliding_window == 4096
+    for family in (MOE | slides, MIXTRAL, PHI3, MINISTRAL3):
+        family = family | dict(sliding_window=8)
+        assert read(**family, layer_types=3 * ["sliding_attention"]) == read(**family)
+        message = (
+            f"^config.json: layer_types of a {family['model_type']} model must all be sliding_attention, as its sliding_window"
+        )
+        with pytest.raises(InputError, match=message):
+            read(**family, layer_types=3 * ["full_attention"])
+    with pytest.raises(InputError, match="rope_parameters: truncate=False of a layer type is not supported"):
+        read(**OLMO3, rope_parameters={"full_attention": YARN | dict(rope_theta=5e5, truncate=False)})
+
+
+def test_rope_scaling_put_into_a_new_config_wins(caplog):
+    """As in transformers: it is how a reader of Qwen's model card stretches the context. Its theta stays, and that is told."""
     both = read(
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     )
+    assert "theta is that of the latter, which transformers drops" in caplog.text
     assert both.rope_theta == 1e6 and both.rope_scaling.rope_type == "yarn" and both.rope_scaling.factor == 4.0
 
 

@@ -79,6 +79,10 @@ PUBLISHED = {
         activation_scheme="dynamic", fmt="e4m3", modules_to_not_convert=["lm_head", "model.layers.0.input_layernorm"],
         quant_method="fp8", weight_block_size=[128, 128],
     ),
+    "MiniMax-M2.7": dict(
+        activation_scheme="dynamic", fmt="float8_e4m3fn", modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
+        quant_method="fp8", weight_block_size=[128, 128],
+    ),
     "Qwen2.5-7B-Instruct-AWQ": dict(
         bits=4, group_size=128, modules_to_not_convert=None, quant_method="awq", version="gemm", zero_point=True
     ),

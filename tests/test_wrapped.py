@@ -21,7 +21,9 @@ from icejax.cache import Full
 from icejax.checkpoint import formats, load_model
 from icejax.commands import convert, generate
 from icejax.errors import InputError
+from icejax.models import family
 from tests import families, quantised, tolerances
+from tests.raw_configs import BASE, GEMMA4, read
 from tests.run import all_logits
 from tests.test_checkpoint import edit, same_arrays
 
@@ -169,6 +171,15 @@ WRONG = {
         "config.json: field 'vision_layers' (3) is not known here and may change the model's",
     ),
 }
+
+
+def test_what_a_published_gemma_4_says_of_its_towers_is_passed_over():
+    towers = dict(audio_token_id=258881, boa_token_id=256000, eoa_token_id=258883, eoa_token_index=258883)
+    towers |= dict(boi_token_id=255999, eoi_token_id=258882, image_token_id=258880, video_token_id=258884)
+    raw = dict(
+        model_type="gemma4", text_config=BASE | GEMMA4 | dict(hidden_act=None), vision_soft_tokens_per_image=280, **towers
+    )
+    assert family(raw).read_config(raw) == read(**GEMMA4)
 
 
 @pytest.mark.parametrize("case", WRONG)

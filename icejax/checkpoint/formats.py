@@ -38,7 +38,7 @@ NEUTRAL = {
     "desc_act": (False,),
     "dynamic": (False, {}),
     "expert_dtype": ("fp8",),
-    "fmt": ("e4m3",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
     "is_marlin_format": (False,),
     "kv_cache_scheme": (None,),
     "lm_head": (False,),

@@ -26,9 +26,7 @@ from icejax.models import (
     wrapped,
 )
 from icejax.models.decoder import CausalLM
-
-# Old checkpoints carry the rotary tables, which the config determines.
-ROTARY_TABLES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+from icejax.models.hf_config import ROTARY_TABLES
 
 GATE_UP = ("gate_proj", "up_proj")
 EXPERTS, DENSE = {"experts.gate_up_proj": GATE_UP}, {"mlp.gate_up_proj": GATE_UP}
@@ -50,7 +48,7 @@ class Family:
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
-    ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: ROTARY_TABLES
+    ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: re.compile(ROTARY_TABLES)
     renamed: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     turned: bool = False

@@ -10,14 +10,30 @@ from icejax import ranges
 from icejax.config import Latent, ModelConfig, Routing
 from icejax.errors import InputError
 from icejax.models.fields import Fields
-from icejax.models.hf_config import IRRELEVANT, MOST_EXPERTS, NEUTRAL, SIGMOID, SOFTMAX, common, experts, finish, layer_types
+from icejax.models.hf_config import (
+    IRRELEVANT,
+    MOST_EXPERTS,
+    NEUTRAL,
+    ROTARY_TABLES,
+    SIGMOID,
+    SOFTMAX,
+    common,
+    experts,
+    finish,
+    layer_types,
+)
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (("shared_expert.", "shared_experts."),)
 # Fields of training, and of how others compute.
 UNUSED = IRRELEVANT | {"aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"}
 # What DeepSeek's own code once left open, with the only values that transformers knows.
-FIXED = NEUTRAL | {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+FIXED = NEUTRAL | {
+    "decoder_sparse_step": (1,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
 # Where a config does not say, as in transformers.
 V2 = dict(n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False)
 V3 = dict(max_position_embeddings=4096, n_group=8, topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3)
@@ -26,7 +42,8 @@ V3 = dict(max_position_embeddings=4096, n_group=8, topk_group=4, routed_scaling_
 def ignored_keys(raw: dict[str, Any]) -> re.Pattern[str]:
     """Returns what its checkpoints hold behind the last layer: those that guess further tokens, which are not run."""
     first, count = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
-    return re.compile(rf"model\.layers\.({'|'.join(str(first + i) for i in range(count))})\..+")
+    behind = "|".join(str(first + i) for i in range(count))
+    return re.compile(rf"{ROTARY_TABLES}|model\.layers\.({behind})\..+" if count else ROTARY_TABLES)
 
 
 def read_v2_config(raw: dict[str, Any]) -> ModelConfig:

@@ -24,7 +24,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     )
     values |= layer_types(fields, layers, window=None, sliding=range(0))
     values |= mixture(fields, layers, routing=SIGMOID)
-    finish(fields)
+    finish(fields, neutral=FIXED)
     return ModelConfig(**values)
 
 

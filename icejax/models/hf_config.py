@@ -11,18 +11,19 @@ from icejax.models.fields import Fields
 from icejax.models.scaling import by_type, rope
 
 MOST_EXPERTS = 1024
+ROTARY_TABLES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # of old checkpoints, which the config determines
 SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
 SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
 # Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
-    """_name_or_path _attn_implementation architectures attention_dropout attn_implementation auto_map bos_token_id
-    cache_implementation chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label
-    initializer_range
-    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
-    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config resid_pdrop
-    return_dict router_aux_loss_coef router_jitter_noise sliding_window
-    tokenizer_class torch_dtype transformers_version unsloth_version unsloth_fixed use_cache use_return_dict use_sliding_window
-    rope_theta rope_scaling rope_parameters max_sequence_length model_max_length""".split()
+    """architectures attention_dropout _attn_implementation attn_implementation _attn_implementation_autoset auto_map
+    bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype dual_chunk_attention_config
+    embd_pdrop eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder is_llama_config
+    keys_to_ignore_at_inference label2id max_length max_sequence_length model_max_length model_type _name_or_path
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type
+    quantization_config resid_pdrop return_dict rope_parameters rope_scaling rope_theta router_aux_loss_coef
+    router_jitter_noise sliding_window tokenizer_class torch_dtype transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache use_return_dict use_sliding_window""".split()
 )
 # Fields that would change numbers, with the only values that do not.
 NEUTRAL = {
@@ -131,11 +132,21 @@ def experts(
     )
 
 
-def layer_types(fields: Fields, count: int, *, window: int | None, sliding: Container[int]) -> dict[str, Any]:
-    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window."""
+def layer_types(fields: Fields, count: int, *, window: int | None, sliding: Container[int] | None) -> dict[str, Any]:
+    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window.
+
+    Args:
+        sliding: None: all layers, as in families of which transformers does not read what is listed.
+    """
     listed = fields.take("layer_types", list, default=None)
-    if listed is None:
-        listed = ["sliding_attention" if window is not None and i in sliding else "full_attention" for i in range(count)]
+    near = range(count) if sliding is None else sliding
+    unsaid = ["sliding_attention" if window is not None and i in near else "full_attention" for i in range(count)]
+    if sliding is None and listed not in (None, unsaid):
+        raise InputError(
+            f"config.json: layer_types of a {fields.raw['model_type']} model must all be {unsaid[0]}, as its sliding_window "
+            f"says, got {quoted(listed)}"
+        )
+    listed = unsaid if listed is None else listed
     if len(listed) != count or any(kind not in ("full_attention", "sliding_attention") for kind in listed):
         raise InputError(
             "config.json: layer_types must name full_attention or sliding_attention "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.deepseek import UNUSED, latent, mixture
+from icejax.models.deepseek import FIXED, UNUSED, latent, mixture
 from icejax.models.fields import Fields
 from icejax.models.hf_config import SOFTMAX, common, finish, layer_types
 
@@ -16,14 +16,15 @@ YARN_FIELDS = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `mistral` or `ministral` checkpoint; a sliding window (v0.1) is on every layer."""
     # transformers' own default where the field is absent; v0.2 and later write null.
-    return _read(*common(raw if "sliding_window" in raw else raw | {"sliding_window": 4096}))
+    fields, values = common(raw if "sliding_window" in raw else raw | {"sliding_window": 4096})
+    return _read(fields, values, range(values["num_hidden_layers"]))
 
 
 def read_ministral3_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `ministral3` checkpoint: queries grow with their positions, head_dim is 128 unless said."""
     fields, values = common({"head_dim": 128, "rms_norm_eps": 1e-5, **raw}, yarn_fields=YARN_FIELDS)
     fields.take("rope_parameters", dict)  # without it transformers takes those of one checkpoint
-    return _read(fields, values)
+    return _read(fields, values, None)
 
 
 def read_mistral4_config(raw: dict[str, Any]) -> ModelConfig:
@@ -31,13 +32,13 @@ def read_mistral4_config(raw: dict[str, Any]) -> ModelConfig:
     fields, values = latent({"first_k_dense_replace": 0, **raw}, of_whole=True, yarn_fields=YARN_FIELDS)
     fields.take("rope_parameters", dict)
     values |= mixture(fields, values["num_hidden_layers"], routing=SOFTMAX)
-    finish(fields, irrelevant=UNUSED)
+    finish(fields, neutral=FIXED | {"scoring_func": ("softmax",)}, irrelevant=UNUSED)
     return ModelConfig(**values)
 
 
-def _read(fields: Fields, values: dict[str, Any]) -> ModelConfig:
+def _read(fields: Fields, values: dict[str, Any], sliding: range | None) -> ModelConfig:
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     window, layers = fields.whole("sliding_window", default=None), values["num_hidden_layers"]
-    values |= layer_types(fields, layers, window=window, sliding=range(layers))
+    values |= layer_types(fields, layers, window=window, sliding=sliding)
     finish(fields)
     return ModelConfig(**values)

@@ -17,7 +17,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     window = fields.whole("sliding_window", default=None)
     layers = values["num_hidden_layers"]
-    values |= layer_types(fields, layers, window=window, sliding=range(layers))
+    values |= layer_types(fields, layers, window=window, sliding=None)
     found = experts(fields, count="num_local_experts", size="intermediate_size", routing=SOFTMAX)
     finish(fields)
     return ModelConfig(**values, experts=found)

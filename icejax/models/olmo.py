@@ -24,8 +24,8 @@ def read_olmo2_config(raw: dict[str, Any]) -> ModelConfig:
 
 def read_olmo3_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of an `olmo3` checkpoint: three layers that slide to one that does not, which alone has a scaling."""
-    theta = raw.get("rope_theta") or 5e5
-    fields, values = common_by_type(DEFAULTS | raw, full=theta, sliding=theta)
+    # transformers takes a `rope_theta` for the layers of full attention alone.
+    fields, values = common_by_type(DEFAULTS | raw, full=raw.get("rope_theta") or 5e5, sliding=5e5)
     return _read(fields, values, fields.whole("sliding_window", default=4096))
 
 

@@ -12,6 +12,7 @@ ONLY = NEUTRAL | {
     "attention_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,),
     "mlp_bias": (False,),
 }  # fmt: skip
+LENGTHS = dict(max_position_embeddings=4096, original_max_position_embeddings=4096)  # where a config does not say
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -19,9 +20,9 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     form = raw.get("rope_scaling")
     if isinstance(form, dict) and form.get("type") in ("su", "yarn"):  # what LongRoPE was called in the first of them
         raw = raw | {"rope_scaling": form | {"type": "longrope"}}
-    fields, values = common({"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **raw}, part=1.0)
+    fields, values = common({"rms_norm_eps": 1e-5, **LENGTHS, **raw}, part=1.0)
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     layers, window = values["num_hidden_layers"], fields.whole("sliding_window", default=None)
-    values |= layer_types(fields, layers, window=window, sliding=range(layers))
+    values |= layer_types(fields, layers, window=window, sliding=None)
     finish(fields, neutral=ONLY)
     return ModelConfig(**values)

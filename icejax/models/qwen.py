@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from icejax import ranges
 from icejax.config import ModelConfig
 from icejax.models.fields import Fields
-from icejax.models.hf_config import SOFTMAX, common, experts, finish, layer_types
+from icejax.models.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
+
+# What Qwen3-Coder's say of what all of their kind have.
+CODER = NEUTRAL | {"qkv_bias": (False,), "shared_expert_intermediate_size": (0,), "use_qk_norm": (True,)}
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
@@ -36,7 +39,7 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
 
 def read_qwen3_moe_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `qwen3_moe` checkpoint: heads share the hidden size unless said, a window is on every layer."""
-    return _read(raw, _normed, lambda _, layers: range(layers), lambda fields: 0)
+    return _read(raw, _normed, None, lambda fields: 0, CODER)
 
 
 def _normed(fields: Fields) -> dict[str, Any]:
@@ -47,25 +50,29 @@ def _normed(fields: Fields) -> dict[str, Any]:
 def _read(
     raw: dict[str, Any],
     attention: Callable[[Fields], dict[str, Any]],
-    sliding: Callable[[int, int], range],
+    sliding: Callable[[int, int], range] | None,
     shared: Callable[[Fields], int] | None = None,
+    neutral: Mapping[str, tuple] = NEUTRAL,
 ) -> ModelConfig:
     """Returns a config.
 
     Args:
         attention: reads which projections have a bias or a norm.
-        sliding: `max_window_layers` and the number of layers -> layers that slide, where layers do and are not listed.
+        sliding: `max_window_layers` and the number of layers -> layers that slide, where layers do and are not listed; None:
+            all of them, whatever is listed.
         shared: reads the size of the shared expert; None: there are no experts.
+        neutral: as in `finish`.
     """
     fields, values = common(raw)
     layers = values["num_hidden_layers"]
     slides = fields.take("use_sliding_window", bool, default=False)
-    window = fields.whole("sliding_window", default=4096) if slides else None
+    window = fields.whole("sliding_window", default=None if "sliding_window" in raw else 4096) if slides else None
     first = fields.whole("max_window_layers", least=0, default=28)
-    values |= attention(fields) | layer_types(fields, layers, window=window, sliding=sliding(first, layers))
+    near = None if sliding is None else sliding(first, layers)
+    values |= attention(fields) | layer_types(fields, layers, window=window, sliding=near)
     if shared is not None:
         values |= _mixture(fields, layers, shared(fields))
-    finish(fields)
+    finish(fields, neutral=neutral)
     return ModelConfig(**values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -17,11 +18,12 @@ ROPE_FIELDS = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
+        "mscale_all_dim", "truncate", "attn_factor", "finetuned",
     },
     "proportional": {"factor", "partial_rotary_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
 }  # fmt: skip
+LOG = logging.getLogger(__name__)
 THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
 PART = dict(least=0, most=1, above=True)
 SCALE = dict(least=1e-6, most=1e6)
@@ -41,8 +43,13 @@ def by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[dict[s
     given, kinds = raw.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
     if not isinstance(given, dict) or not all(k in kinds and isinstance(v, dict | None) for k, v in given.items()):
         raise InputError(f"config.json: 'rope_parameters' must be an object of {' and '.join(kinds)}, got {quoted(given)}")
+    if any((form or {}).get("truncate") is False for form in given.values()):
+        raise InputError(
+            "config.json, rope_parameters: truncate=False of a layer type is not supported: transformers leaves it out"
+        )
     forms = ({"rope_theta": theta} | (given.get(kind) or {}) for kind, theta in zip(kinds, (full, sliding), strict=True))
-    whole, near = (raw | {"rope_theta": None, "rope_parameters": form} for form in forms)
+    outer = dict(rope_theta=None, original_max_position_embeddings=None)  # which no layer type takes
+    whole, near = (raw | outer | {"rope_parameters": form} for form in forms)
     return whole, near | {"rope_scaling": None}
 
 
@@ -61,6 +68,10 @@ def rope(
     forms = {name: fields.take(name, dict, default={}) for name in ("rope_scaling", "rope_parameters")}
     # Where both are given transformers takes rope_scaling, which is how a reader stretches a published config.
     name = "rope_scaling" if forms["rope_scaling"] else "rope_parameters"
+    if all(forms.values()) and "rope_theta" not in fields.raw:
+        LOG.warning(
+            "config.json has rope_scaling beside rope_parameters: theta is that of the latter, which transformers drops"
+        )
     form = Fields(forms[name], f"{fields.source}, {name}")
     named = (form, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
     thetas = [each.number("rope_theta", **THETA, default=None) for each in named]
@@ -82,8 +93,9 @@ def rope(
             f"{form.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
             "and may change the model's numbers"
         )
-    original = fields.whole("original_max_position_embeddings", default=max_position_embeddings)
-    original = form.whole("original_max_position_embeddings", default=original)
+    # As in transformers, what stands outside of the form comes first.
+    original = form.whole("original_max_position_embeddings", default=max_position_embeddings)
+    original = fields.whole("original_max_position_embeddings", default=original)
     if kind == "default":
         return part or 1.0, theta, None
     if kind in ("linear", "dynamic"):
@@ -103,6 +115,8 @@ def rope(
         if given["low_freq_factor"] >= given["high_freq_factor"]:
             raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
     if kind == "yarn":
+        if form.raw.get("attn_factor") is not None:
+            LOG.warning("%s: attn_factor is not used, as in transformers", form.source)
         attention, scores = _yarn_factors(form, factor)
         given = dict(
             attention_factor=attention,

@@ -19,8 +19,8 @@ FORMS = (
 # Fields of a config.json that are of the towers alone.
 GEMMA3 = {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
 GEMMA4 = {
-    "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id", "image_token_id",
-    "video_token_id", "vision_config",
+    "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
+    "image_token_id", "video_token_id", "vision_config", "vision_soft_tokens_per_image",
 }  # fmt: skip
 MISTRAL3 = {
     "image_token_id", "image_token_index", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
