@@ -16,12 +16,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from icejax.errors import InputError
+from icejax.errors import InputError, quoted
 from icejax.launch import unfinished
 
 OWN = re.compile(r"\.(.+)\.(part|old|lock)")
 # How Orbax and safetensors name the system's error inside their own.
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
+
+
+def place(path: str | os.PathLike) -> Path:
+    """Returns the path of a folder; InputError for what is none."""
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise InputError(f"the path of a folder must be a text or a path, got {quoted(path)}")
+    return Path(path)
 
 
 def present(path: Path) -> Path:

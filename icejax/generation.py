@@ -104,9 +104,9 @@ def stream_generate(
         for each in requests(prompts)
     ]
     context_length, logprobs = check_context(model, context_length), check_logprobs(logprobs)
+    started = Mark.now()
     ids = encode(model, tokenizer, asked, context_length=context_length)
     limits = [min(each.max_new_tokens, context_length - len(row)) for each, row in zip(asked, ids, strict=True)]
-    started = Mark.now()
     own = [each.sampling for each in asked]
     sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
     model = model.for_capacity(sizes["prompt_tokens"] + sizes["new_tokens"])

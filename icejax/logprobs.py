@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,17 +23,20 @@ def check(count: int | None) -> int | None:
     return None if count is None else whole("logprobs", count, least=0, most=MOST)
 
 
-def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, count: int, tokenizer: Any) -> list[TokenLogprobs]:
-    """Returns the log-probability of one token per row by the model's own logits, and the `count` largest."""
-    chosen, best, ids = (np.asarray(x) for x in _likely(logits, tokens, count=min(count, logits.shape[-1])))
+def token_logprobs(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, rows: Sequence[int], count: int, tokenizer: Any
+) -> dict[int, TokenLogprobs]:
+    """Returns the log-probability of one token by the model's own logits, and the `count` largest, for each of `rows`."""
+    likely = _likely(logits, tokens, count=min(count, logits.shape[-1]))
+    tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *likely))
 
     def named(token: int, logprob: float) -> Logprob:
         return Logprob(int(token), decoded(tokenizer, [int(token)]), float(logprob))
 
-    return [
-        TokenLogprobs(named(token, own), tuple(named(*each) for each in zip(row_ids, row_best, strict=True)))
-        for token, own, row_ids, row_best in zip(np.asarray(tokens), chosen, ids, best, strict=True)
-    ]
+    return {
+        i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*each) for each in zip(ids[i], best[i], strict=True)))
+        for i in rows
+    }
 
 
 @functools.partial(jax.jit, static_argnames="count")

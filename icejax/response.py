@@ -33,9 +33,9 @@ class GenerationResponse:
         logprobs: of every token in `token_ids`; None unless asked for.
         prompt_tokens, new_tokens: tokens so far.
         finish_reason: `stop` (an eos or a stop string), `length`, or None while the row goes on.
-        ttft_s: seconds from the call to the first token.
+        ttft_s: seconds from the call to the first token, tokenizing included.
         compile_s: how many of these went into tracing and compiling programs, which later calls of the same sizes do not do.
-        tpot_s: median seconds per token after it; None until the row has ended.
+        tpot_s: median seconds per token after it, with what the reader does between them; None until the row has ended.
         prefill_tps, decode_tps: tokens per second of this row in the two phases, compiling included in the first.
         cache, budget: the policy's name, and tokens attended exactly per KV head and layer (None: all).
         device_kv_bytes, digest_bytes: keys and values, and digests, on the device.

@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from icejax import memory, saved
 from icejax.cache import checked as checked_policy
 from icejax.cache import name_of
 from icejax.cache.policy import CachePolicy
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
-from icejax.decoding import COUNTS, DecodeState, Decoding, Step
+from icejax.decoding import Decoding
 from icejax.errors import InputError
-from icejax.folder import Claim, claim
+from icejax.folder import Claim, claim, place
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
 from icejax.inference import extend, prefill
@@ -28,10 +26,11 @@ from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
+from icejax.ranges import one_of
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
 from icejax.sampling import Sampling, checked, row_keys, row_options
-from icejax.streaming import Row, Run, check, still, stream
+from icejax.streaming import Row, Run, check, still, stream, taken_up
 
 LOG = logging.getLogger(__name__)
 
@@ -118,9 +117,11 @@ class Session:
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
-        new = self._encode(text, special_tokens=special_tokens and self._run is None)
+        one_of("special_tokens", special_tokens, (True, False))
         options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs)
-        yield from self._answer(self.token_ids, new, [], progress=progress, kept_in=kept_in, **options)
+        options |= dict(progress=progress, kept_in=kept_in, started=Mark.now())
+        new = self._encode(text, special_tokens=special_tokens and self._run is None)
+        yield from self._answer(self.token_ids, new, [], **options)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to the message `text`; the options are those of `stream_chat`."""
@@ -137,8 +138,9 @@ class Session:
         """
         if self._run is not None and not self.messages:
             raise InputError("the session holds text as it is: go on with ask, or begin another session for a chat")
+        started = Mark.now()
         turn, held, new = self._chat_turn(text)
-        yield from self._answer(held, new, turn, **options)
+        yield from self._answer(held, new, turn, started=started, **options)
 
     def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
         """Returns the messages of a turn, the tokens that stay, and those that come behind them."""
@@ -159,7 +161,7 @@ class Session:
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), seed: int = 0,
-        logprobs: int | None = None, progress: Callable[[int], None] | None = None, kept_in: Claim | None = None,
+        logprobs: int | None = None, started: Mark, progress: Callable[[int], None] | None = None, kept_in: Claim | None = None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
         stop, logprobs, sampling = check(stop, max_new_tokens, seed), check_logprobs(logprobs), checked(sampling)
@@ -176,32 +178,41 @@ class Session:
             limit = min(limit, self._room_behind(tokens))
         if kept_in is not None:
             kept_in.check_room(self._size_with(held, new, limit))
-        started = Mark.now()
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new))
             options = dict(sampling=[sampling], draws=[(seed, 0)], progress=progress, host_memory_limit=self._limit)
             begun = prefill(self._model, [new], self._plan, **options)
-            self._run = Run(Decoding(self._model, self._plan), *begun)
         else:
-            self._extend(tokens, held, sampling, seed, progress)
+            options, seen = row_options([sampling], [held], self._model.config.vocab_size)
+            state = dataclasses.replace(self._run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
+            begun = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
+        self._run = Run(Decoding(self._model, self._plan), *begun)
         self.token_ids = held + new
         self.messages += turn
-        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, limit)
+        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, limit, fed=len(tokens))
         fixed = still(self._model, self._cache, self._plan, self._run)
         self._newest = row
-        for piece in stream([row], fixed, self._run, started, logprobs=logprobs):
-            self.token_ids += piece.token_ids
-            for answer in turn[1:]:
-                answer["content"] += piece.text
-            yield piece
-            if self._newest is not row:
-                raise InputError("the session has been asked something else since: this answer cannot go on")
+        try:
+            for piece in stream([row], fixed, self._run, started, logprobs=logprobs):
+                self.token_ids += piece.token_ids
+                for answer in turn[1:]:
+                    answer["content"] += piece.text
+                yield piece
+                if self._newest is not row and row.finish_reason is None:
+                    raise InputError("the session has been asked something else since: this answer cannot go on")
+        except BaseException:
+            if self._newest is row:
+                self.token_ids += self._run.untold(len(self.token_ids))
+            raise
 
     @property
     def _seen(self) -> int:
-        """Tokens in the cache."""
-        return 0 if self._run is None else int(self._run.state.cache.lengths.seen[0])
+        """Tokens in the cache; InputError if it broke off while it was changed."""
+        if self._run is None:
+            return 0
+        self._run.check(len(self.token_ids))
+        return self._run.seen
 
     def _plan_for(self, tokens: int) -> Plan:
         """Returns the plan of a session whose first text has so many tokens."""
@@ -216,16 +227,6 @@ class Session:
         if room < 1:
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         return room
-
-    def _extend(
-        self, tokens: Sequence[int], held: Sequence[int], sampling: Sampling, seed: int,
-        progress: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
-        run, plan = self._run, self._plan
-        options, seen = row_options([sampling], [held], self._model.config.vocab_size)
-        state = dataclasses.replace(run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
-        decoding = Decoding(self._model, plan)
-        self._run = Run(decoding, *extend(self._model, tokens, plan, state, run.pool, progress=progress))
 
     def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
         """Returns the bytes that `save` will write at most, once tokens behind those held have been answered with `limit`."""
@@ -247,6 +248,7 @@ class Session:
         """
         if self._run is None:
             raise InputError("the session is empty: ask something before saving it")
+        self._run.check(len(self.token_ids))
         if name_of(self._cache) is None:
             raise InputError(
                 f"a session with a {type(self._cache).__name__} cache cannot be saved: register it in icejax.POLICIES"
@@ -261,7 +263,7 @@ class Session:
             messages=self.messages,
         )
         same = identity(self._model, self._cache)
-        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(Path(path), mark=saved.ABOUT)
+        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(place(path), mark=saved.ABOUT)
         with claimed as held, held.writing() as part:
             saved.write(part, same, about, self.token_ids, cache, self._run.pool)
 
@@ -285,7 +287,7 @@ class Session:
             InputError: there is none, it is damaged, or it was saved with another model or cache; the message names the
                 difference.
         """
-        stored = saved.find(Path(path), model, cache)
+        stored = saved.find(place(path), model, cache if cache is None else checked_policy(cache))
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
@@ -293,7 +295,5 @@ class Session:
         session.token_ids, kept, pool = stored.read(
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
-        none = jnp.zeros(1, jnp.int32)
-        state = DecodeState(kept, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
-        session._run = Run(Decoding(model, plan), state, Step(jnp.stack([none] * (1 + COUNTS)), jnp.zeros((1, 1))), pool)
+        session._run = taken_up(model, plan, kept, pool)
         return session

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from icejax import memory
 from icejax.cache import shown_name
-from icejax.cache.policy import CachePolicy
+from icejax.cache.policy import CachePolicy, KVCache
 from icejax.compiling import Mark
 from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
 from icejax.detokenize import Detokenizer, stop_strings
@@ -24,6 +25,7 @@ from icejax.models import CausalLM
 from icejax.plan import Plan, reports
 from icejax.ranges import whole
 from icejax.response import GenerationResponse
+from icejax.sampling import row_keys
 
 
 def check(stop: str | Sequence[str], max_new_tokens: int, seed: int) -> tuple[str, ...]:
@@ -45,12 +47,47 @@ class Run:
     step: Step
     pool: jax.Array | None
     watch: Callable[[DecodeState], None] | None = None
+    before: Step | None = None
 
     def advance(self) -> None:
         """Takes a decode step."""
+        self.before = self.step
         self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
         if self.watch is not None:
             self.watch(self.state)
+
+    def end(self, rows: Sequence[bool]) -> None:
+        """Ends rows whose text has ended: they bring no more pages and experts."""
+        self.state = replace(self.state, done=self.state.done | np.asarray(rows))
+
+    @property
+    def broken(self) -> bool:
+        """Whether a step or a text ended half-way, which had taken the arrays there were and left none."""
+        return any(x.is_deleted() for x in (*jax.tree.leaves(self.state), self.pool) if x is not None)
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the first row that are in the cache."""
+        return int(self.state.cache.lengths.seen[0])
+
+    def check(self, tokens: int) -> None:
+        """Raises InputError if a fault or an interrupt came while the cache of a row of so many tokens was changed."""
+        if self.broken or self.seen > tokens:
+            raise InputError("the session broke off while its cache was changed: load what was saved, or begin a new one")
+
+    def untold(self, tokens: int) -> list[int]:
+        """Returns the token that is in the cache of a row of so many tokens, where reading it was cut off."""
+        if self.broken or self.before is None or self.seen != tokens + 1:
+            return []
+        token = int(self.before.tokens_and_pages[0, 0])
+        return [] if token == NOT_FINITE else [token]
+
+
+def taken_up(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None) -> Run:
+    """Returns the run of one row whose cache was saved, to put a text behind it."""
+    none = jnp.zeros(1, jnp.int32)
+    state = DecodeState(cache, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
+    return Run(Decoding(model, plan), state, Step(jnp.stack([none] * (1 + COUNTS)), jnp.zeros((1, 1))), pool)
 
 
 def stream(
@@ -68,18 +105,16 @@ def stream(
             run.advance()
         counts = np.asarray(pending.tokens_and_pages)
         tokens, pages = counts[0], counts[1:]
-        likely = [None] * len(rows)
+        live, likely = [i for i, row in enumerate(rows) if row.finish_reason is None], {}
+        for row in (rows[i] for i in live if tokens[i] == NOT_FINITE):
+            reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
+            raise InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
         if logprobs is not None:
-            own = dict(count=logprobs, tokenizer=rows[0].tokenizer)
+            own = dict(rows=live, count=logprobs, tokenizer=rows[0].tokenizer)
             likely = token_logprobs(pending.logits, pending.tokens_and_pages[0], **own)
         first = not read_at
         read_at.append(time.perf_counter())
-        for i, row in enumerate(rows):
-            if row.finish_reason is not None:
-                continue
-            if tokens[i] == NOT_FINITE:
-                reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
-                raise InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
+        for i, row in ((i, rows[i]) for i in live):
             text = row.take(int(tokens[i]), pages[:, i])
             count, ended = len(row.tokens), row.finish_reason is not None
             tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
@@ -87,14 +122,14 @@ def stream(
                 row=i,
                 text=text,
                 token_ids=(row.tokens[-1],),
-                logprobs=None if likely[i] is None else (likely[i],),
+                logprobs=None if logprobs is None else (likely[i],),
                 prompt_tokens=len(row.prompt),
                 new_tokens=count,
                 finish_reason=row.finish_reason,
                 ttft_s=ttft,
                 compile_s=compile_s,
                 tpot_s=tpot,
-                prefill_tps=len(row.prompt) / ttft,
+                prefill_tps=row.fed / ttft,
                 decode_tps=1 / tpot if tpot is not None else None,
                 full_kv_bytes=still["token_bytes"] * (len(row.prompt) + count),
                 pages_selected=int(row.pages[0]),
@@ -106,7 +141,10 @@ def stream(
                 expert_bytes_per_token=still["expert_bytes"] * int(row.pages[4]) / (count - 1) if row.pages[3] else None,
                 **still["fields"],
             )
-        if first and any(row.finish_reason is None for row in rows):
+        ended = [row.finish_reason is not None for row in rows]
+        if any(ended[i] for i in live) and not all(ended):
+            run.end(ended)
+        if first and not all(ended):
             run.advance()
 
 
@@ -115,6 +153,7 @@ class Row:
 
     Attributes:
         number: which prompt it answers, from 1, as messages name it.
+        fed: tokens that ran to give its first one: those of the prompt, or of a session's newest text.
     """
 
     def __init__(
@@ -126,8 +165,10 @@ class Row:
         limit: int,
         *,
         number: int = 1,
+        fed: int | None = None,
     ) -> None:
         self.tokenizer, self.prompt, self.number = tokenizer, tuple(prompt), number
+        self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
         # Attended to exactly, brought from the host, needed; experts taken and brought; the error and tokens attended exactly.
         self.pages = np.zeros(COUNTS, np.int64)

@@ -148,8 +148,14 @@ def test_every_cache_is_made_by_its_name():
     preset = Clustered(budget=128, page_size=8, rerank=False, tail=False, balance=False, score="mean", group="interleave")
     assert make_policy("icecache", {"budget": 128, "page_size": "8", "sinks": None}) == preset
     assert [name_of(make_policy(name, {})) for name in names()] == names()
-    with pytest.raises(InputError, match="budget must be a whole number, got 2.5"):
-        make_policy("clustered", {"budget": 2.5})
+    for arguments, message in (
+        (("clustered", {"budget": 2.5}), "budget must be a whole number, got 2.5"),
+        ((["full"], {}), r"unknown cache \['full'\]: expected one of "),
+        (("full", None), "options of a cache must be an object of names and values, got None"),
+        (("full", {1: 2}), "cache 'full' has no option 1: it has none"),
+    ):
+        with pytest.raises(InputError, match=f"^{message}"):
+            make_policy(*arguments)
 
 
 def test_options_of_sampling_without_a_temperature_are_told(capsys):

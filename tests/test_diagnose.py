@@ -1,6 +1,7 @@
 """Logits that are not finite end a generation at once, in one line that says where it began."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import icejax
@@ -85,6 +86,21 @@ def test_a_row_that_has_ended_does_not_matter(model):
     assert first.token_ids[0] not in second.token_ids
     found = ask(model)
     assert found[0].finish_reason == "stop" and found[1].token_ids == second.token_ids
+
+
+def test_log_probabilities_do_not_hide_it(model):
+    plant(model.model.layers[0].input_layernorm.weight, jnp.nan, 3)
+    with pytest.raises(icejax.InputError, match=r"model\.layers\.0\.input_layernorm\.weight holds NaN"):
+        ask(model, logprobs=2)
+
+
+def test_a_row_whose_text_has_ended_is_done(model):
+    """By its own limit: it brings no more pages, and what its place computes later is nobody's."""
+    done, requests = [], [icejax.Request(prompt="a" * 60, max_new_tokens=2), icejax.Request(prompt="b" * 60, max_new_tokens=12)]
+    watch = lambda state: done.append(np.asarray(state.done).tolist())  # noqa: E731
+    found = icejax.generate(model, Letters(), requests, cache=icejax.Clustered(budget=64), watch=watch, logprobs=0)
+    assert [len(each.token_ids) for each in found] == [2, 12]
+    assert [each[1] for each in done] == [False] * len(done) and [each[0] for each in done][3:] == [True] * (len(done) - 3)
 
 
 def test_a_session_says_so_and_penalties_do_not_hide_it(model):

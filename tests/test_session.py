@@ -1,6 +1,7 @@
 """Sessions: a later question sees all before it, and what is saved goes on as if it had not been."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from icejax.folder import Claim, claim
 from icejax.generation import still
 from icejax.saved import ABOUT, ARRAYS
 from icejax.session import Session
+from icejax.streaming import Row
 from tests import families
 from tests.layer import assert_digests, stored
 
@@ -227,6 +229,92 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
     for text in ("import ", " x"):
         plain.ask(text, max_new_tokens=3)
     assert done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monkeypatch, where):
+    """Wherever it comes: a token whose reading was cut off is in the cache already."""
+    text, questions = document()
+    sessions = [Session(*bundled, cache=Clustered(budget=64), context_length=3000) for _ in range(2)]
+    for piece in sessions[0].stream(text + questions[0].text):
+        if piece.new_tokens == 4:
+            break
+    take = Row.take
+
+    def cut(self, token, pages):
+        if len(self.tokens) == 3 and where == "before":
+            raise KeyboardInterrupt
+        told = take(self, token, pages)
+        if len(self.tokens) == 4:
+            raise KeyboardInterrupt
+        return told
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Row, "take", cut)
+        sessions[1].ask(text + questions[0].text)
+    assert sessions[1].token_ids == sessions[0].token_ids and sessions[1]._seen == len(sessions[1].token_ids)
+    sessions[1].save(tmp_path / "kept")
+    sessions.append(Session.load(tmp_path / "kept", *bundled))
+    answers = [session.ask("\n" + questions[1].text).text for session in sessions]
+    assert answers == 3 * [questions[1].answer]
+
+
+def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkeypatch):
+    session, layers = Session(*bundled, cache=Clustered(budget=64), context_length=600), []
+
+    def cut(done):
+        layers.append(done)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    session.ask("import os", max_new_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        session.ask("import re", max_new_tokens=3, progress=cut)
+    message = "^the session broke off while its cache was changed: load what was saved, or begin a new one$"
+    for act in (lambda: session.ask("more"), lambda: session.save(tmp_path / "kept")):
+        with pytest.raises(icejax.InputError, match=message):
+            act()
+    assert not (tmp_path / "kept").exists() and layers == [1, 2]
+
+
+def test_a_finished_answer_may_be_followed_inside_its_loop(bundled):
+    session, plain = (Session(*bundled, cache=Full(), context_length=300) for _ in range(2))
+    found = []
+    for piece in session.stream("import ", max_new_tokens=3):
+        if piece.finish_reason is not None:
+            found.append(session.ask(" x", max_new_tokens=3).text)
+    plain.ask("import ", max_new_tokens=3)
+    assert found == [plain.ask(" x", max_new_tokens=3).text] and session.token_ids == plain.token_ids
+
+
+def test_speed_counts_what_ran_and_time_begins_with_the_call(bundled, monkeypatch):
+    session = Session(*bundled, cache=Full(), context_length=600)
+    session.ask("a" * 300, max_new_tokens=2)
+    encode = module.encode
+    monkeypatch.setattr(module, "encode", lambda *some, **options: time.sleep(0.5) or encode(*some, **options))
+    answer = session.ask("b", max_new_tokens=2)
+    assert answer.ttft_s > 0.5 and answer.prefill_tps * answer.ttft_s == pytest.approx(2)  # the text, and the last answer's end
+
+
+WRONG = {
+    "a cache's name": (lambda session, kept: Session.load(kept, *session, cache="full"), "cache must be"),
+    "no path": (lambda session, kept: Session.load(None, *session), "the path of a folder must be a text or a path, got None"),
+    "a zero byte": (
+        lambda session, kept: Session.load("a\0b", *session),
+        "the path of a folder must be a text or a path, got 'a",
+    ),
+    "a word": (
+        lambda session, kept: Session(*session).ask("x", special_tokens="no"),
+        "special_tokens must be one of True, False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_types_are_one_line(bundled, tmp_path, case):
+    act, message = WRONG[case]
+    with pytest.raises(icejax.InputError, match=f"^{message}"):
+        act(bundled, tmp_path / "kept")
 
 
 def test_an_answer_left_for_another_question_cannot_go_on(bundled):

@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from icejax.cache import POLICIES, CachePolicy, named, names
@@ -36,15 +36,17 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     Raises:
         InputError: there is no such policy or option, or an option's value is out of range.
     """
-    entry = named(name)
+    entry = named(name) if isinstance(name, str) else None
     if entry is None:
-        raise InputError(f"unknown cache {name!r}: expected one of {', '.join(names())}{meant(name, names())}")
+        raise InputError(f"unknown cache {quoted(name)}: expected one of {', '.join(names())}{meant(str(name), names())}")
+    if not isinstance(options, Mapping):
+        raise InputError(f"options of a cache must be an object of names and values, got {quoted(options)}")
     policy, values = entry[0], dict(entry[1])
     kinds, valid = typing.get_type_hints(policy), [field.name for field in dataclasses.fields(policy)]
     for key, value in options.items():
         if key not in valid:
             expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
-            raise InputError(f"cache {name!r} has no option {key!r}: {expected}{meant(key, valid)}")
+            raise InputError(f"cache {name!r} has no option {quoted(key)}: {expected}{meant(str(key), valid)}")
         values[key] = _parse(key, value, kinds[key]) if isinstance(value, str) else value
     return policy(**values)
 
