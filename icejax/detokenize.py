@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from icejax.errors import InputError, quoted, told
@@ -49,7 +49,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        added = getattr(tokenizer, "added_tokens_decoder", {})  # which a caller's own tokenizer need not have
+        added = getattr(tokenizer, "added_tokens_decoder", None)  # which not all tokenizers have
+        added = added if isinstance(added, Mapping) else {}
         self._special = {number: token.content for number, token in added.items() if token.special}
         for each in stop:
             for name in self._special.values():

@@ -113,13 +113,13 @@ def stream_generate(
     plan = make_plan(model, cache, **sizes)
     draws = [(seed, each.index) if each.seed is None else (each.seed, 0) for each in asked]
     options = dict(sampling=own, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
-    begun = prefill(model, ids, plan, **options)
-    run = Run(Decoding(model, plan), *begun, watch)
     eos = model.config.eos_token_ids
     rows = [
         Row(tokenizer, each.stop, eos, row, limit, number=each.index + 1)
         for each, row, limit in zip(asked, ids, limits, strict=True)
     ]
+    begun = prefill(model, ids, plan, **options)
+    run = Run(Decoding(model, plan), *begun, watch)
     yield from stream(rows, still(model, cache, plan, run), run, started, logprobs=logprobs)
 
 

@@ -26,7 +26,6 @@ from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.plan import SHORTEST, Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
-from icejax.ranges import one_of
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
 from icejax.sampling import Sampling, checked, row_keys, row_options
@@ -108,7 +107,7 @@ class Session:
         Args:
             special_tokens: whether the tokenizer adds its own, which it does before the first text only.
             progress: called with the number of layers done while the text runs. What it raises while `token_ids` is empty
-                leaves the text out of the session; otherwise it must not raise, as the cache has been changed in part.
+                leaves the text out of the session; later it ends the session, of which what was saved can be loaded.
             kept_in: where the session is to be saved; its disk must have room for it before anything runs.
 
         Raises:
@@ -117,10 +116,9 @@ class Session:
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
-        one_of("special_tokens", special_tokens, (True, False))
         options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs)
         options |= dict(progress=progress, kept_in=kept_in, started=Mark.now())
-        new = self._encode(text, special_tokens=special_tokens and self._run is None)
+        new = self._encode(text, special_tokens=special_tokens)
         yield from self._answer(self.token_ids, new, [], **options)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
@@ -156,6 +154,7 @@ class Session:
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         request = Request(prompt=text, special_tokens=special_tokens, index=0)
+        request = dataclasses.replace(request, special_tokens=special_tokens and self._run is None)  # before the first text
         return encode(self._model, self._tokenizer, [request], context_length=self.context_length)[0]
 
     def _answer(
@@ -178,6 +177,8 @@ class Session:
             limit = min(limit, self._room_behind(tokens))
         if kept_in is not None:
             kept_in.check_room(self._size_with(held, new, limit))
+        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
+        self._newest = None
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new))
@@ -187,14 +188,12 @@ class Session:
             options, seen = row_options([sampling], [held], self._model.config.vocab_size)
             state = dataclasses.replace(self._run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
             begun = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
-        self._run = Run(Decoding(self._model, self._plan), *begun)
+        self._run = run = Run(Decoding(self._model, self._plan), *begun)
         self.token_ids = held + new
         self.messages += turn
-        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, self.token_ids, limit, fed=len(tokens))
-        fixed = still(self._model, self._cache, self._plan, self._run)
         self._newest = row
         try:
-            for piece in stream([row], fixed, self._run, started, logprobs=logprobs):
+            for piece in stream([row], still(self._model, self._cache, self._plan, run), run, started, logprobs=logprobs):
                 self.token_ids += piece.token_ids
                 for answer in turn[1:]:
                     answer["content"] += piece.text
@@ -203,7 +202,7 @@ class Session:
                     raise InputError("the session has been asked something else since: this answer cannot go on")
         except BaseException:
             if self._newest is row:
-                self.token_ids += self._run.untold(len(self.token_ids))
+                self.token_ids += run.untold(len(self.token_ids))
             raise
 
     @property

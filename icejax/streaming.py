@@ -73,7 +73,10 @@ class Run:
     def check(self, tokens: int) -> None:
         """Raises InputError if a fault or an interrupt came while the cache of a row of so many tokens was changed."""
         if self.broken or self.seen > tokens:
-            raise InputError("the session broke off while its cache was changed: load what was saved, or begin a new one")
+            raise InputError(
+                "the session's last answer ended in a fault or an interrupt that left its cache in part: "
+                "load what was saved, or begin a new one"
+            )
 
     def untold(self, tokens: int) -> list[int]:
         """Returns the token that is in the cache of a row of so many tokens, where reading it was cut off."""

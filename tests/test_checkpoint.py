@@ -255,7 +255,7 @@ NOT_FILES = {
     "pipe": (lambda f: (f / "manifest.ocdbt").unlink() or os.mkfifo(f / "manifest.ocdbt"), "manifest.ocdbt is no file"),
     "endless": (_endless, "_METADATA is no file"),
     "large": (lambda f: os.truncate(f / "_METADATA", 2**40), "_METADATA has 1099511627776 bytes"),
-    "elsewhere": (lambda f: (f / "more").symlink_to(f.parent), "more is no file"),
+    "elsewhere": (lambda f: (f / "more").symlink_to(f.parent), "more is a link to a folder"),
 }
 
 
@@ -271,7 +271,7 @@ def test_what_orbax_would_wait_for_is_told(folder, tmp_path, case):
 def test_what_is_no_file_is_not_copied(folder, tmp_path, capsys):
     (folder / "merges.txt").symlink_to("/dev/zero")
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 2
-    message = f"{folder}/merges.txt is no file: expected one, or none of this name\n"
+    message = f"{folder}/merges.txt is a folder, a pipe or a broken link: expected a file, or nothing of this name\n"
     assert capsys.readouterr().err == f"convert.hf_to_orbax: error: {message}" and not (tmp_path / "orbax").exists()
 
 

@@ -158,10 +158,16 @@ def test_every_cache_is_made_by_its_name():
             make_policy(*arguments)
 
 
-def test_options_of_sampling_without_a_temperature_are_told(capsys):
-    told = "icejax.generate: warning: --top-k, --top-p and --min-p count where a temperature is given: the most likely token is taken\n"
-    for option, expected in ((("--top-p", "0.9"), told), (("--repetition-penalty", "1.1"), ""), ((), "")):
-        assert run(capsys, "--prompt", "x", "--system", "y", *option)[2].startswith(expected or "icejax.generate: error: ")
+def test_options_of_sampling_without_a_temperature_are_told(capsys, tmp_path):
+    told, none = (
+        "icejax.generate: warning: %s without --temperature: no effect, the most likely token is taken\n",
+        "icejax.generate: error",
+    )
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "temperature": 0.5}')
+    for prompt in (["--prompt", "x"], ["--prompt-file", str(tmp_path / "p.jsonl")]):
+        for flags, expected in (("--top-p 0.9 --min-p 0.1", told % "--top-p, --min-p"), ("--repetition-penalty 1.1", none)):
+            err = run(capsys, *prompt, "--model", "/no/such", *flags.split())[2]
+            assert err.startswith(none if prompt[0] == "--prompt-file" else expected)
 
 
 BAD = {

@@ -72,11 +72,10 @@ def test_rope_is_that_of_transformers_where_its_numbers_stand_twice_or_not_at_al
     kind, changes = TWICE[case]
     config = read(**changes, max_position_embeddings=8192)
     theirs = kind(AutoConfig.for_model(**copy.deepcopy(BASE | changes | dict(max_position_embeddings=8192))))
-    for layer, name in zip(config.layers, config.layer_types, strict=True):
-        if case == "inside alone":
-            break  # its tables are of a text's length
-        table = theirs.inv_freq if hasattr(theirs, "inv_freq") else getattr(theirs, f"{name}_inv_freq")
-        np.testing.assert_allclose(inverse_frequencies(layer.rope), table.numpy(), rtol=1e-6)
+    if case != "inside alone":  # whose tables are of a text's length
+        for layer, name in zip(config.layers, config.layer_types, strict=True):
+            table = theirs.inv_freq if hasattr(theirs, "inv_freq") else getattr(theirs, f"{name}_inv_freq")
+            np.testing.assert_allclose(inverse_frequencies(layer.rope), table.numpy(), rtol=1e-6)
     if config.rope_scaling is not None:
         assert (
             config.rope_scaling.original_max_position_embeddings
@@ -87,8 +86,9 @@ def test_rope_is_that_of_transformers_where_its_numbers_stand_twice_or_not_at_al
 
 HARMLESS = {
     "llama": dict(
-        is_llama_config=True, rope_interleaved=False, max_length=4096, _attn_implementation_autoset=True, dual_chunk_attention_config={},
+        is_llama_config=True, rope_interleaved=False, max_length=4096, _attn_implementation_autoset=True,
     ) | {"transformers.js_config": {"dtype": "fp16"}},
+    "long": dict(dual_chunk_attention_config=dict(chunk_size=262144)),
     "yarn": dict(rope_scaling=YARN | dict(attn_factor=0.878, finetuned=True, original_max_position_embeddings=128)),
     "qwen3 coder": MOE | dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0),
     "glm 4.5": GLM | dict(topk_method="noaux_tc", scoring_func="sigmoid", decoder_sparse_step=1),
@@ -103,7 +103,8 @@ def test_what_published_configs_say_beside_is_passed_over(case, caplog):
     if case == "yarn":
         bare = dict(rope_scaling=YARN | dict(original_max_position_embeddings=128))
     assert read(**changes) == read(**bare)
-    assert ("attn_factor is not used, as in transformers" in caplog.text) == (case == "yarn")
+    told = [each.getMessage().split(" is not used, as in transformers")[0].split()[-1] for each in caplog.records]
+    assert told == {"yarn": ["attn_factor"], "long": ["dual_chunk_attention_config"]}.get(case, [])
 
 
 def test_layers_slide_as_transformers_has_them():
@@ -119,8 +120,12 @@ def test_layers_slide_as_transformers_has_them():
         )
         with pytest.raises(InputError, match=message):
             read(**family, layer_types=3 * ["full_attention"])
-    with pytest.raises(InputError, match="rope_parameters: truncate=False of a layer type is not supported"):
-        read(**OLMO3, rope_parameters={"full_attention": YARN | dict(rope_theta=5e5, truncate=False)})
+    for where in (
+        {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        {"rope_scaling": YARN | {"truncate": False}},
+    ):
+        with pytest.raises(InputError, match="a rope with truncate=False is not supported where it differs by layer type"):
+            read(**OLMO3, **where)
 
 
 def test_rope_scaling_put_into_a_new_config_wins(caplog):
@@ -129,7 +134,12 @@ def test_rope_scaling_put_into_a_new_config_wins(caplog):
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     )
-    assert "theta is that of the latter, which transformers drops" in caplog.text
+    assert "rope_theta is that of rope_parameters, beside rope_scaling: transformers takes its default" in caplog.text
+    caplog.clear()
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    own = read(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling | {"rope_theta": 1e5})
+    outer = read(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling, rope_theta=2e5)
+    assert (own.rope_theta, outer.rope_theta, caplog.text) == (1e5, 2e5, "")
     assert both.rope_theta == 1e6 and both.rope_scaling.rope_type == "yarn" and both.rope_scaling.factor == 4.0
 
 

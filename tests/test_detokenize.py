@@ -94,6 +94,12 @@ def test_a_space_behind_a_special_token_stays():
     assert fast.decode(ids, skip_special_tokens=True) == "Hello world Hello"
 
 
+def test_a_tokenizer_need_not_know_its_special_tokens():
+    """As transformers' MistralCommonBackend, which has a method there that is not written."""
+    letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)), added_tokens_decoder=lambda: 1 / 0)
+    assert "".join(map(Detokenizer(letters).add, b"ab")) == "ab"
+
+
 def test_a_stop_string_may_be_a_special_token(tokenizer):
     """And none goes on behind one."""
     name, number = tokenizer.eos_token, tokenizer.eos_token_id

@@ -270,11 +270,22 @@ def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkey
     session.ask("import os", max_new_tokens=3)
     with pytest.raises(KeyboardInterrupt):
         session.ask("import re", max_new_tokens=3, progress=cut)
-    message = "^the session broke off while its cache was changed: load what was saved, or begin a new one$"
+    message = (
+        "^the session's last answer ended in a fault or an interrupt that left its cache in part: load what was saved, or begin"
+    )
     for act in (lambda: session.ask("more"), lambda: session.save(tmp_path / "kept")):
         with pytest.raises(icejax.InputError, match=message):
             act()
     assert not (tmp_path / "kept").exists() and layers == [1, 2]
+
+
+def test_a_stop_string_that_is_refused_leaves_the_session_as_it_is(bundled):
+    session = Session(*bundled, cache=Full(), context_length=300)
+    session.ask("import ", max_new_tokens=3)
+    before = list(session.token_ids), session._seen
+    with pytest.raises(icejax.InputError, match="holds the special token"):
+        session.ask("x", stop=[f"{bundled[1].eos_token}b"])
+    assert (session.token_ids, session._seen) == before
 
 
 def test_a_finished_answer_may_be_followed_inside_its_loop(bundled):
@@ -305,7 +316,7 @@ WRONG = {
     ),
     "a word": (
         lambda session, kept: Session(*session).ask("x", special_tokens="no"),
-        "special_tokens must be one of True, False",
+        "special_tokens must be true or false, got 'no'",
     ),
 }
 

@@ -189,6 +189,20 @@ def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeyp
     assert (status, err, len(left)) == (2, "", 96) and "damaged: the bytes of it are another's" in out
 
 
+def test_one_that_changes_places_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
+    scandir, left = os.scandir, [1]
+
+    def changing(path):
+        if Path(path).name == "book" and left:
+            left.pop()
+            raise FileNotFoundError(2, "No such file or directory")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", changing)
+    status, out, err = run(capsys, folder, "--verify")
+    assert (status, err, left) == (0, "", []) and "damaged" not in out
+
+
 def test_one_that_may_not_be_read_is_not_removed(capsys, folder, monkeypatch):
     def closed(self):
         raise PermissionError(13, "Permission denied")

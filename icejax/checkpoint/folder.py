@@ -54,7 +54,7 @@ def companions(folder: Path) -> list[Path]:
     found = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)]
     for file in found:
         if not file.is_file():
-            raise InputError(f"{file} is no file: expected one, or none of this name")
+            raise InputError(f"{file} is a folder, a pipe or a broken link: expected a file, or nothing of this name")
         if (size := file.stat().st_size) > MOST_BYTES:
             raise InputError(f"{file} has {size} bytes: expected at most {MOST_BYTES}")
     return found

@@ -100,21 +100,23 @@ def _to_the_end() -> Iterator[None]:
 
 def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every tensor stored at `path`; InputError if it is no whole checkpoint."""
-    _check_files(path)
     with _told(path), ocp.StandardCheckpointer() as checkpointer:
+        _check_files(path)
         metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
         return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
 
 
 def _check_files(path: Path) -> None:
-    """Raises InputError for what Orbax would wait for, as a pipe, or read whole, whatever its size."""
+    """Raises ValueError for what Orbax would wait for, as a pipe, or read whole, whatever its size."""
     for where, folders, files in os.walk(path):
-        folder = Path(where)
-        for file in (folder / name for name in (*folders, *files)):
-            if file.is_symlink() if file.name in folders else not file.is_file():
-                raise InputError(f"{path} is not a whole Orbax checkpoint ({file} is no file): convert it again")
-            if folder.name != DATA and file.is_file() and (size := file.stat().st_size) > MOST_BYTES:
-                raise InputError(f"{path} is not a whole Orbax checkpoint ({file} has {size} bytes): convert it again")
+        for folder in (Path(where, name) for name in folders):
+            if folder.is_symlink():
+                raise ValueError(f"{folder} is a link to a folder")
+        for file in (Path(where, name) for name in files):
+            if not file.is_file():
+                raise ValueError(f"{file} is no file")
+            if file.parent.name != DATA and (size := file.stat().st_size) > MOST_BYTES:
+                raise ValueError(f"{file} has {size} bytes")
 
 
 @contextlib.contextmanager

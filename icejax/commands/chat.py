@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None, *, name: str = "icejax chat") -> int:
 
 def _run(argv: list[str] | None, name: str) -> None:
     arguments = options.chat_parser(name).parse_args(argv)
-    answer = dict(sampling=options.sampling(arguments), max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
+    sampling = options.sampling(arguments)
+    options.tell_greedy(arguments, [sampling])
+    answer = dict(sampling=sampling, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
     answer["stop"] = check(arguments.stop, arguments.max_new_tokens, arguments.seed)
     options.policy(arguments)
     options.memory_limit(arguments)  # all that can be wrong so far is told before the model is loaded

@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     check_logprobs(arguments.logprobs)
     check_answer(tuple(arguments.stop), arguments.max_new_tokens, arguments.seed)
     prompts = read_prompts(arguments)
+    options.tell_greedy(arguments, [asked.sampling(sampling) for asked in prompts])
     if arguments.session is not None:
         if any(asked.messages is not None for asked in prompts):
             raise InputError("'messages' are a whole chat: leave --session out, or give a 'prompt' per turn with --chat")

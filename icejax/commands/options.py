@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,10 +122,15 @@ def _add_cache(parser: Parser) -> None:
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
     """Returns how tokens are chosen; InputError for an option that is out of range."""
-    found = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
-    if not found.samples and found != Sampling(repetition_penalty=found.repetition_penalty):
-        LOG.warning("--top-k, --top-p and --min-p count where a temperature is given: the most likely token is taken")
-    return found
+    return Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
+
+
+def tell_greedy(arguments: argparse.Namespace, samplings: Iterable[Sampling]) -> None:
+    """Tells which options have no effect, as no answer draws its tokens."""
+    names = [name for name in ("top_k", "top_p", "min_p") if getattr(arguments, name) != getattr(Sampling(), name)]
+    if names and not any(each.samples for each in samplings):
+        given = ", ".join("--" + name.replace("_", "-") for name in names)
+        LOG.warning("%s without --temperature: no effect, the most likely token is taken", given)
 
 
 def policy(arguments: argparse.Namespace) -> CachePolicy:

@@ -93,17 +93,15 @@ def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[st
         with kept.open():  # it is there and has its size
             pass
         return row | said | dict(tokens=kept.about.tokens, messages=len(kept.about.messages), started=kept.about.started)
-    except OSError as error:
-        return row | dict(damaged=error.strerror)
-    except InputError as error:
-        if turns > 1 and kept is not None and _saved_anew(path, kept):
+    except (OSError, InputError) as error:
+        if turns > 1 and _saved_anew(path, kept):
             return _describe(name, path, verify=verify, turns=turns - 1)
-        return row | dict(damaged=_why(error, path))
+        return row | dict(damaged=error.strerror if isinstance(error, OSError) else _why(error, path))
 
 
-def _saved_anew(path: Path, kept: Saved) -> bool:
-    """Says whether a session is not the one any more that was looked at."""
-    with contextlib.suppress(InputError):
+def _saved_anew(path: Path, kept: Saved | None) -> bool:
+    """Says whether a session is sound, and not the one any more that was looked at."""
+    with contextlib.suppress(InputError, OSError):
         return look(path) != kept
     return False
 

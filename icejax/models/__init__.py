@@ -124,7 +124,9 @@ def family(raw: dict[str, Any], *, alone: bool = False) -> Family:
         raise InputError(f"config.json: model_type {quoted(raw['model_type'])} is not supported: expected one of {known}")
     found = FAMILIES[raw["model_type"]]
     if alone and isinstance(found, Wrapped):
-        raise InputError(f"config.json: text_config is of {raw['model_type']}, which holds a text model itself: expected one")
+        raise InputError(
+            f"config.json: text_config is of {raw['model_type']}, which holds a text model itself: expected the config of that"
+        )
     return found.family(raw) if isinstance(found, Wrapped) else found
 
 

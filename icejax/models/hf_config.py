@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Mapping, Set
 from typing import Any
 
@@ -10,6 +11,7 @@ from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.scaling import by_type, rope
 
+LOG = logging.getLogger(__name__)
 MOST_EXPERTS = 1024
 ROTARY_TABLES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # of old checkpoints, which the config determines
 SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
@@ -17,7 +19,7 @@ SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, gr
 # Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
 IRRELEVANT = frozenset(
     """architectures attention_dropout _attn_implementation attn_implementation _attn_implementation_autoset auto_map
-    bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype dual_chunk_attention_config
+    bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype
     embd_pdrop eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder is_llama_config
     keys_to_ignore_at_inference label2id max_length max_sequence_length model_max_length model_type _name_or_path
     output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type
@@ -63,6 +65,8 @@ def common(
         InputError: a field is missing, of the wrong type or out of its range.
     """
     fields = Fields(raw)
+    if fields.take("dual_chunk_attention_config", dict, default={}):
+        LOG.warning("config.json: dual_chunk_attention_config is not used, as in transformers: attention stays plain")
     hidden = fields.whole("hidden_size", most=2**20)
     heads = fields.whole("num_attention_heads", most=2**14)
     kv_heads = fields.whole("num_key_value_heads", most=heads, default=heads)

@@ -43,10 +43,8 @@ def by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[dict[s
     given, kinds = raw.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
     if not isinstance(given, dict) or not all(k in kinds and isinstance(v, dict | None) for k, v in given.items()):
         raise InputError(f"config.json: 'rope_parameters' must be an object of {' and '.join(kinds)}, got {quoted(given)}")
-    if any((form or {}).get("truncate") is False for form in given.values()):
-        raise InputError(
-            "config.json, rope_parameters: truncate=False of a layer type is not supported: transformers leaves it out"
-        )
+    if any(isinstance(x, dict) and x.get("truncate") is False for x in (*given.values(), raw.get("rope_scaling"))):
+        raise InputError("config.json: a rope with truncate=False is not supported where it differs by layer type (only True)")
     forms = ({"rope_theta": theta} | (given.get(kind) or {}) for kind, theta in zip(kinds, (full, sliding), strict=True))
     outer = dict(rope_theta=None, original_max_position_embeddings=None)  # which no layer type takes
     whole, near = (raw | outer | {"rope_parameters": form} for form in forms)
@@ -68,13 +66,11 @@ def rope(
     forms = {name: fields.take(name, dict, default={}) for name in ("rope_scaling", "rope_parameters")}
     # Where both are given transformers takes rope_scaling, which is how a reader stretches a published config.
     name = "rope_scaling" if forms["rope_scaling"] else "rope_parameters"
-    if all(forms.values()) and "rope_theta" not in fields.raw:
-        LOG.warning(
-            "config.json has rope_scaling beside rope_parameters: theta is that of the latter, which transformers drops"
-        )
     form = Fields(forms[name], f"{fields.source}, {name}")
     named = (form, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
     thetas = [each.number("rope_theta", **THETA, default=None) for each in named]
+    if name == "rope_scaling" and thetas[:2] == [None, None] and thetas[2] is not None and "rope_theta" not in fields.raw:
+        LOG.warning("config.json: rope_theta is that of rope_parameters, beside rope_scaling: transformers takes its default")
     theta = next((value for value in thetas if value is not None), 1e4)
     kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
