@@ -1,5 +1,6 @@
 """Chats in a session: its tokens are those of the whole conversation in the template, however it was come to."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -51,6 +52,18 @@ def test_an_end_mark_is_there_once():
     assert join([1, 2], [2, 9], 1) == ([1, 2], [2, 9])  # a letter is no end mark
 
 
+@dataclasses.dataclass
+class State:
+    """Stands for that of a run."""
+
+    key: object = None
+    sampling: object = None
+    seen: object = None
+
+    def is_deleted(self):
+        return False
+
+
 class Scripted:
     """Stands for the model: a cache that is a list of tokens, and answers as they are given."""
 
@@ -60,17 +73,21 @@ class Scripted:
         self.model = SimpleNamespace(config=config)
         self.model.for_capacity = lambda tokens: self.model
         monkeypatch.setattr(module, "prefill", self.prefill)
+        monkeypatch.setattr(module, "extend", self.extend)
         monkeypatch.setattr(module, "stream", self.stream)
         for name in ("make_plan", "Decoding", "still"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
         monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)
-        monkeypatch.setattr(Session, "_extend", lambda _, tokens, *__: self.cache.extend(tokens))
 
     def prefill(self, model, prompts, *_, **__):
         self.cache = list(prompts[0])
         self.prefilled.append(len(self.cache))
-        return None, None, None
+        return State(), None, None
+
+    def extend(self, model, tokens, *_, **__):
+        self.cache.extend(tokens)
+        return State(), None, None
 
     def stream(self, rows, *_, **__):
         """Yields a token at a time; the last `leaves` of an answer have not gone into the cache."""
