@@ -47,11 +47,11 @@ class Run:
     step: Step
     pool: jax.Array | None
     watch: Callable[[DecodeState], None] | None = None
-    before: Step | None = None
+    fed: jax.Array | None = None  # the tokens that the newest step has put into the cache, with their pages
 
     def advance(self) -> None:
         """Takes a decode step."""
-        self.before = self.step
+        self.fed = self.step.tokens_and_pages
         self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
         if self.watch is not None:
             self.watch(self.state)
@@ -80,9 +80,9 @@ class Run:
 
     def untold(self, tokens: int) -> list[int]:
         """Returns the token that is in the cache of a row of so many tokens, where reading it was cut off."""
-        if self.broken or self.before is None or self.seen != tokens + 1:
+        if self.broken or self.fed is None or self.seen != tokens + 1:
             return []
-        token = int(self.before.tokens_and_pages[0, 0])
+        token = int(self.fed[0, 0])
         return [] if token == NOT_FINITE else [token]
 
 

@@ -34,8 +34,7 @@ SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache
     "on a CPU narrow weights save memory, not time: a 1.2B model wrote 5.5 tokens per second in int8, 3.0 in bfloat16 and 5.6 "
     "in float32, in a batch of eight 18.8, 11.1 and 30.4"
 )
-GENERATION = "generation_config.json"
-# What it may have on how tokens are chosen, which is the caller's to say.
+# What generation_config.json may have on how tokens are chosen, which is the caller's to say.
 CHOICES = """do_sample temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size bad_words_ids suppress_tokens
     begin_suppress_tokens min_new_tokens""".split()
 LOG = logging.getLogger(__name__)
@@ -50,18 +49,14 @@ def read_config(folder: Path) -> ModelConfig:
     # What text models in others say of their heads is not to be trusted: transformers looks for one, too.
     if len(of.forms) > 1 and config.tie_word_embeddings and any(key.endswith(HEAD) for key, _ in stored_in(folder)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    generation = folder / GENERATION
+    generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a link that leads nowhere is told
-        more = Fields(huggingface.read_json(generation), generation.name).token_ids("eos_token_id")
+        wished = huggingface.read_json(generation)
+        if said := [f"{name}={quoted(wished[name])}" for name in CHOICES if wished.get(name) is not None]:
+            LOG.info("%s has %s, which is not used: options alone say how tokens are chosen", generation.name, ", ".join(said))
+        more = Fields(wished, generation.name).token_ids("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
     return config
-
-
-def _tell_choices(folder: Path) -> None:
-    """Tells what a folder wishes of how tokens are chosen."""
-    wished = huggingface.read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
-    if said := [f"{name}={quoted(wished[name])}" for name in CHOICES if wished.get(name) is not None]:
-        LOG.info("%s has %s, which is not used: options alone say how tokens are chosen", GENERATION, ", ".join(said))
 
 
 def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
@@ -110,7 +105,6 @@ def load_model(
     found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
     kept = {key for key, stack in found.stacks.items() if codes and not key.endswith(BY_HEAD) and found.alike(stack)}
     _tell(found, kept)
-    _tell_choices(folder)
     on_cpu = memory.platform() == "cpu"
 
     leaves, dtypes = {}, {key: leaf.dtype for key, leaf in parameters.items()}

@@ -135,7 +135,7 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     sources = formats.sources(raw, each, rounding=METHODS.get(quantize), names=names)
     formats.check_groups(sources, {key: stack.columns for stack in made_of.values() for key in stack.keys})
     expected = {key: part for each in sources.values() for key, part in each.parts.items()}
-    faults, stored, passed = [], {}, []
+    faults, stored, passed, tied = [], {}, [], Part(FLOATS, (made_of[EMBEDDING].shape,))
     for key, tensor in there:
         if ignored.fullmatch(key):
             passed.append(key)
@@ -143,7 +143,6 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
         if key in stored:
             faults.append(f"{key} is stored twice")
         elif key in expected or (key == HEAD and config.tie_word_embeddings):
-            tied = Part(FLOATS, (made_of[EMBEDDING].shape,))
             faults += expected.get(key, tied).faults(key, tensor.shape, tensor.dtype)
         else:
             faults.append(f"{key} is not a parameter of this model")
