@@ -132,7 +132,8 @@ class SnapKV:
     def scores(self, q: np.ndarray, head: int) -> np.ndarray:
         """Returns the pooled scores [n - w] of the kept tokens of a KV head before the last w, whose queries are [w, G, H]."""
         weights = observed(q, self.tokens.k[self.positions[head], head])
-        return self.group(pool(weights[:, : weights.shape[1] - len(q)], self.kernel, self.pooling), axis=0)
+        agreed = self.group(weights[:, : weights.shape[1] - len(q)], axis=0)
+        return pool(agreed[None], self.kernel, self.pooling)[0]
 
     def _evict(self, q: np.ndarray) -> None:
         """Applies the rule to the kept tokens, of which the last n have the queries [n, K, G, H]."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parent.parent
-PROOFS = ("eviction_peers", "retrieval_peers", "omnikv")  # most of them are slow; elsewhere the default tests notice
+PROOFS = ("eviction_peers", "retrieval_peers", "later_peers", "omnikv")  # most of them are slow; elsewhere the default tests notice
 # Imported once, for all of the faults.
 IMPORTED = [
     "flax.nnx",
@@ -77,6 +77,7 @@ FAULTS = (
     ("cache/policies/expected_attention.py", "& (positions >= self.sinks)", "", "eviction_peers.py::test_what_stays_and_what_comes_of_it_equal_plain_numpy"),
     ("cache/policies/restkv.py", " - view.project(none)  #", "  #", "eviction_peers.py::test_what_stays_and_what_comes_of_it_equal_plain_numpy"),
     ("cache/policies/lacache.py", "self._room(cursor) < 1, self.sinks", "self._room(cursor) < 1, 0", "eviction_peers.py::test_what_stays_and_what_comes_of_it_equal_plain_numpy"),
+    ("cache/policies/infinigen.py", "jnp.minimum(near, wanted)", "near", "later_peers.py::test_infinigen_attends_to_tokens_that_come_near_the_highest_score[counted]"),
     ("cache/policies/quest.py", "products(jnp.minimum(q, 0), low)", "products(jnp.minimum(q, 0), high)", "peers.py::test_quest_chooses_pages_for_every_query_head"),
     ("ops/value_fit.py", "old + x[:, :, ::-1]", "old + x", "value_fit.py::test_values_that_have_nothing_to_do_with_keys_stay_means"),
     ("ops/tree.py", "(w * scores.lean)", "w", "reference.py::test_200_steps_equal_the_reference"),

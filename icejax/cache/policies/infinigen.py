@@ -86,8 +86,9 @@ class InfiniGen(Retrieval):
         there = slots_there(index.count, PAGE)[:, :, None]
         scores = jnp.where(there, heads.scoring(EINSUM("bkgd,bksd->bkgs", q, codes)), -jnp.inf)
         close = there & (scores > scores.max(-1, keepdims=True) - self.alpha)
-        several = jnp.floor(close.sum(-1, dtype=jnp.float32).mean((1, 2))).astype(jnp.int32)
         wanted = self.num_fetched(index.count.shape[2])
+        near = jnp.floor(close.sum(-1, dtype=jnp.float32).mean((1, 2))).astype(jnp.int32)
+        several = jnp.minimum(near, wanted)
         room = jnp.broadcast_to(several[:, None, None], scores.shape[:3])
         counts = jnp.broadcast_to(there, scores.shape).astype(jnp.int32)
         ids, which, (counts,) = best(scores, wanted, counts, room=room)

@@ -63,6 +63,9 @@ def bound(q: Float[Array, "B K G H"], index: Bounds) -> Float[Array, "B K G P"]:
 class Quest(Retrieval):
     """Quest: every query head attends to its own pages, those with the highest bound of its products with their keys.
 
+    The page that decoded tokens fill is attended to besides, and counts as one of the budget, as in its code. There it begins
+    with the last tokens of the prompt; here these are a page of their own, which may be short and is chosen like the others.
+
     Attributes:
         budget: tokens attended exactly per query head and layer, the newest ones included.
         page_size: tokens of a page, which stand behind one another in the text.
@@ -78,14 +81,14 @@ class Quest(Retrieval):
 
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, least=4, most=128)
-        whole("budget", self.budget, least=2 * self.page_size + 1)
+        whole("budget", self.budget, least=2 * self.page_size)
         check_dense(self.dense_layers)
 
     per_query_head = True
 
     @property
     def window_of(self) -> Window:
-        return Window(0, self.page_size + 1, self.page_size)
+        return Window(0, self.page_size, self.page_size)  # a text leaves nothing in it
 
     @property
     def index(self) -> BoundsIndex:

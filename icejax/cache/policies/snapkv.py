@@ -25,7 +25,8 @@ Pooling = Literal["avg", "max"]
 class SnapKV(Eviction):
     """SnapKV: the last tokens of a text, and those before them that they attend to most; decoded tokens stay.
 
-    The paper's code evicts per query head; here it is per KV head, as in kvpress and KVCache-Factory.
+    The paper's code evicts per query head; here it is per KV head, as in kvpress and, as an option, KVCache-Factory: query heads
+    agree on what a token is worth before neighbours are pooled.
 
     Attributes:
         budget: tokens kept per KV head and layer after a text; decoded tokens come on top.
@@ -62,6 +63,6 @@ class SnapKV(Eviction):
         first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)
-        weights = jnp.where(inside, weights, outside)
-        pooled = jax.lax.reduce_window(weights, outside, total, (1, 1, 1, self.kernel), (1, 1, 1, 1), "SAME")
-        return jnp.where(tokens.positions >= first, jnp.inf, grouped(pooled, self.group))
+        agreed = grouped(jnp.where(inside, weights, outside), self.group)
+        pooled = jax.lax.reduce_window(agreed, outside, total, (1, 1, self.kernel), (1, 1, 1), "SAME")
+        return jnp.where(tokens.positions >= first, jnp.inf, pooled)
