@@ -24,7 +24,11 @@ LINE = "--prompt-tokens 512 --steps 2 --repeats 2 --questions 1 --pieces 1"
 @pytest.mark.slow
 def test_a_row_for_weights_cache_and_batch(capsys):
     rows = []
-    lines = ("plain --caches full,clustered-64 --batches 1", "int4 --caches full --batches 1", "int8 --caches full --batches 1,2")
+    lines = (
+        "plain --caches full,clustered-64 --batches 1",
+        "int4 --caches full --batches 1",
+        "int8 --caches full --batches 1,2",
+    )
     for line in lines:
         assert weights.main(f"--weights {line} {LINE}".split()) == 0
         out, err = capsys.readouterr()

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parent.parent
-PROOFS = ("eviction_peers", "retrieval_peers", "later_peers", "omnikv")  # most of them are slow; elsewhere the default tests notice
+PROOFS = (
+    "eviction_peers",
+    "retrieval_peers",
+    "later_peers",
+    "omnikv",
+)  # most of them are slow; elsewhere the default tests notice
 # Imported once, for all of the faults.
 IMPORTED = [
     "flax.nnx",

@@ -22,7 +22,8 @@ class ClusterKV(Retrieval):
     """ClusterKV: every query head attends to the clusters whose centroids have the largest products with it.
 
     Whole clusters are taken until the budget is used, of the last one the first tokens. Clusters are of a row's first text,
-    less its sinks; later tokens join the nearest. In its code k-means begins at random, decoded tokens are attended to besides
+    less its sinks; later tokens join the nearest, so that a short first text leaves few clusters for all that follows. In its
+    code k-means begins at random, what is shorter than the budget is attended to whole, decoded tokens are attended to besides
     the budget, and the faster form of it makes 8 clusters of every 320 of them.
 
     Attributes:

@@ -29,11 +29,13 @@ class InfiniGen(Retrieval):
     tokens can be on their way while that layer runs; its code always guesses.
 
     In its code weights of queries and keys are turned to these directions beforehand, for each query head and by a sample of
-    text; here no weight is touched and the prompt's own queries say them. There channels are chosen for OPT by the prompt; for
-    Llama they are fixed. The guess is of what enters the attention of the layer before, and all heads of a batch count as one;
-    here it is normed as the layer's own input is, and each row has its number. There the number is capped at 400 tokens or a
-    fifth of the text, here by the budget; there is no window but the newest token, so that the highest score is of all tokens
-    and here of those in pages; tokens leave the host memory when it is full, and the first layer is dense.
+    text; here no weight is touched and the queries of a row's first text say them. There channels are chosen for OPT by the
+    prompt; for Llama they are fixed. The guess is of what enters the attention of the layer before, and all heads of a batch
+    count as one; here it is normed as the layer's own input is, and each row has its number. A query head counts from its own
+    highest score, as in its code for speed; that for quality has all of them count from the first head's. There the number is
+    capped at 400 tokens or a fifth of the text, here by the budget; there is no window but the newest token, so that the
+    highest score is of all tokens and here of those in pages; tokens leave the host memory when it is full, and the first layer
+    is dense.
 
     Attributes:
         budget: tokens attended exactly per query head and layer at most, window included.

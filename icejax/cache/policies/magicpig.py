@@ -42,7 +42,7 @@ class MagicPIG(Retrieval):
     Attributes:
         budget: tokens attended to per query head and layer at most, sinks and window included.
         sinks: first tokens kept on the device.
-        window: newest tokens kept on the device.
+        window: newest tokens kept on the device, up to 15 fewer while a page of them fills.
         bits: planes of a table, on whose sides a key and a query must agree.
         tables: hashes of a key, all of which are on the device.
         seed: of the random planes, the same in all layers.

@@ -30,16 +30,17 @@ TIERS = (1, 3, 6, 10, 15, 20)  # shares of those that get 6 votes, 5 or more, an
 class ParisKV(Retrieval):
     """ParisKV: sinks, window, and the tokens of highest product with the mean query, as four bits of a channel tell it.
 
-    Keys are turned at random. For each eight channels the patterns of signs are ranked by their product with the query, and
-    the tokens of the first patterns get votes, up to six; those of most votes are candidates, and of these the products are
+    Keys are turned at random. For each eight channels the patterns of signs are ranked by their product with the query, and the
+    tokens of the first patterns get votes, up to six; those of most votes are candidates, and of these the products are
     estimated: by the sign and one of eight sizes of every channel, and by how long the eight are. Shares follow from how many
-    tokens there are, as in its code. There a text of less than 2,000 tokens is attended to whole; here there are at least as
-    many candidates as the budget holds. There the window is 512 tokens and leaves 128 at a time, and no layer is dense.
+    tokens there are, as in its code. There a text of less than 2,000 tokens, or of twice the budget beside sinks and window, is
+    attended to whole; here there are at least as many candidates as the budget holds. There the window is 512 tokens and leaves
+    128 at a time, and no layer is dense.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         sinks: first tokens kept on the device.
-        window: newest tokens kept on the device.
+        window: newest tokens kept on the device, up to 15 fewer while a page of them fills.
         seed: of the random turn, the same in all layers.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 

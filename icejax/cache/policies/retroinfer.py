@@ -27,14 +27,15 @@ class RetroInfer(Retrieval):
 
     There is a cluster for every 16 tokens. Clusters are ranked by the softmax of their mean keys' scores, summed over the query
     heads of a KV head; of those that follow on the ones attended exactly, a share of all is estimated, and the rest left out.
-    In its code 1.8% of the clusters are attended exactly; here they are as many as the budget holds whole. There k-means
-    begins at the middle of every 16 tokens, the last round looks beyond a stretch of 8,192, and of the decoded tokens 1,024 are
-    clustered at once; here each 16 that leave the window are a cluster.
+    In its code 1.8% of the clusters are attended exactly; here they are as many as the budget holds whole. There k-means begins
+    at the middle of every 16 tokens, whose length counts in the first round, the last round looks beyond a stretch of 8,192, a
+    text of less than 1,092 tokens is attended to whole, and of the decoded tokens 1,024 are clustered at once; here each 16
+    that leave the window are a cluster. There the share that is estimated is rounded, here it is rounded up.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         sinks: first tokens kept on the device.
-        window: newest tokens kept on the device.
+        window: newest tokens kept on the device, up to 15 fewer while a page of them fills.
         estimated: share of the clusters that are estimated.
         iterations: rounds of k-means, in which tokens and centroids move.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in its code).

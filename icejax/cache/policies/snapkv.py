@@ -25,8 +25,8 @@ Pooling = Literal["avg", "max"]
 class SnapKV(Eviction):
     """SnapKV: the last tokens of a text, and those before them that they attend to most; decoded tokens stay.
 
-    The paper's code evicts per query head; here it is per KV head, as in kvpress and, as an option, KVCache-Factory: query heads
-    agree on what a token is worth before neighbours are pooled.
+    The paper's code evicts per query head; here it is per KV head, as in kvpress and, as an option, KVCache-Factory. Query
+    heads agree on what a token is worth before neighbours are pooled.
 
     Attributes:
         budget: tokens kept per KV head and layer after a text; decoded tokens come on top.
