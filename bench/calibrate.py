@@ -201,7 +201,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 def measured(model: CausalLM, arguments: argparse.Namespace, console: Console) -> Iterator[Step]:
     """Yields the steps of all prompts at all budgets."""
     lengths, tasks = numbers("--lengths", arguments.lengths, least=SHORTEST), listed("--tasks", arguments.tasks, TASKS)
-    budgets = numbers("--budgets", arguments.budgets)
+    budgets = numbers("--budgets", arguments.budgets, most=min(lengths) // 2)
     prompts, seeds = (whole(f"--{name}", getattr(arguments, name), least=1) for name in ("prompts", "seeds"))
     jobs = list(itertools.product(lengths, range(seeds), tasks))
     for length, seed, name in track(jobs, "capture", console=console, disable=not console.is_terminal):

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import shapes
-from bench.flags import flag
+from bench.flags import flag, listed, make_folder, numbers
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
 from icejax import compiler, memory
@@ -139,7 +139,7 @@ def plot(found: list[dict], picture: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=shapes.NAMES, default="attention", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="of the shape, where all do not fit the host's memory")
     parser.add_argument("--contexts", default="4096,131072", help="tokens, comma-separated (default: %(default)s)")
@@ -166,22 +166,23 @@ def main(argv: list[str] | None = None) -> int:
             chosen = compiler.OPTIONS.get(memory.platform(), {}) | flags
             compiler.OPTIONS[memory.platform()] = {name: value for name, value in chosen.items() if value != ""}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
-        names = arguments.policies.split(",")
-        if unknown := [name for name in names if name not in SUBJECTS]:
-            raise InputError(f"--policies must be of {', '.join(SUBJECTS)}, got {', '.join(unknown)!r}")
+        names, contexts = listed("--policies", arguments.policies, SUBJECTS), numbers("--contexts", arguments.contexts)
+        (batch,), (steps,) = (numbers(f"--{name}", str(getattr(arguments, name))) for name in ("batch", "steps"))
+        for place in (arguments.plot and arguments.plot.parent, arguments.profile):
+            if place is not None:
+                make_folder(place)
         model = None
         if any(not name.startswith("transformers-") for name in names):
             model = shapes.model(arguments.shape, dtype=arguments.dtype, layers=arguments.layers)
         config = shapes.raw_config(arguments.shape, layers=arguments.layers)
         subjects = makers(names, options, model, config)
-        contexts = [int(text) for text in arguments.contexts.split(",")]
-    except (InputError, ValueError) as error:
+    except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     where = dict(shape=arguments.shape, layers=arguments.layers, device=memory.device_name())
     where |= dict(flags=flags, options=arguments.cache_option)
     found = []
     for context in contexts:
-        sizes = dict(context=context, batch=arguments.batch, steps=arguments.steps, filled=not arguments.prefill)
+        sizes = dict(context=context, batch=batch, steps=steps, filled=not arguments.prefill)
         for row in rows(subjects, **sizes):
             row |= where | dict(
                 peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from icejax.errors import InputError
 from icejax.ranges import whole
@@ -23,10 +24,18 @@ def listed(option: str, text: str, allowed: Collection[str]) -> list[str]:
     return text.split(",")
 
 
-def numbers(option: str, text: str, *, least: int = 1) -> list[int]:
-    """Returns the numbers in a text with commas; InputError for what is none, or too small."""
+def numbers(option: str, text: str, *, least: int = 1, most: int = 2**30) -> list[int]:
+    """Returns the numbers in a text with commas; InputError for what is none, too small or too large."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
-    return [whole(option, number, least=least, most=2**30) for number in found]
+    return [whole(option, number, least=least, most=most) for number in found]
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder for results, where there is none; InputError if that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"results must go to a folder, {folder} cannot be one: {error.strerror}") from None

@@ -4,7 +4,8 @@ On the queries, keys and values of a model where it answers questions about long
 pages, a score and a budget leave of the attention: `mass`, the share of the attention mass outside sinks and window that is
 attended exactly; `error`, the relative L2 error of a head's attention output, mean over heads and queries, also prompt by
 prompt, and for heads whose top 64 tokens hold more (sharp) or less (diffuse) than 0.9 of the mass; `recall`, the share of
-each head's top tokens among those attended. Budgets include 32 sinks and 32 window tokens (8 and 24 at a budget of 64).
+each head's top tokens among those attended. Budgets include the sinks and the full
+window of the clustered cache: 32 and 32 tokens at 256, 16 and 32 at 128, 8 and 24 at 64.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.progress import track
 
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
+from bench.flags import listed, numbers
 from bench.methods import (
     FORMATIONS,
     SETS,
@@ -41,12 +43,15 @@ from bench.methods import (
     residents,
     select,
 )
+from bench.needle.evaluate import SHORTEST
 from icejax import memory
 from icejax.cache.page_format import decode, encode
 from icejax.cache.policies.coded import LOOKED
 from icejax.cache.reranked import TWICE, pages_for
+from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.ops import key_codes
+from icejax.ranges import number
 
 REPEATS = 5
 
@@ -146,8 +151,34 @@ def _errors(errors, prompts: int) -> dict:
     return found | dict(by_prompt=[round(float(x.mean()), 5) for x in each])
 
 
+def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
+    """Yields the rows of all models and lengths; InputError for options that are not sound."""
+    lengths = numbers("--lengths", "4096" if arguments.quick else arguments.lengths, least=SHORTEST)
+    budgets = numbers("--budgets", "64,256" if arguments.quick else arguments.budgets, most=min(lengths) // 2)
+    page_sizes = numbers("--page-sizes", arguments.page_sizes)
+    (several,), (facts,) = (numbers(f"--{name}", str(getattr(arguments, name))) for name in ("prompts", "facts"))
+    (tile,), (seed,) = (numbers(f"--{name}", str(getattr(arguments, name)), least=0) for name in ("tile", "seed"))
+    every = "positional,tree-2048-greedy" if arguments.quick else ",".join(FORMATIONS)
+    formations = listed("--formations", arguments.formations or every, FORMATIONS)
+    methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]
+    channels = dict(balance=not arguments.no_balance, uneven=number("--uneven", arguments.uneven, least=0, most=10))
+    where = channels | dict(device=str(memory.device().device_kind), jax=jax.__version__)
+    for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
+        for length in lengths:
+            rng = np.random.default_rng((seed, length))
+            prompts: list[list[Captured]] = []
+            for _ in track(
+                range(1 if arguments.quick else several), "capture", console=console, disable=not console.is_terminal
+            ):
+                found = capture(model, *needle_prompt(rng, length=length, facts=facts), **channels)
+                prompts.append([tiled(x, tile, rng) for x in found] if tile else found)
+            for row in rows(prompts, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
+                yield dict(model=which, length=tile or length) | row | where
+        jax.clear_caches()  # programs of five models would take more mappings than Linux gives a process
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")
@@ -177,32 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
-    lengths = [4096] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
-    budgets = [64, 256] if arguments.quick else [int(n) for n in arguments.budgets.split(",")]
-    formations = (
-        arguments.formations.split(",")
-        if arguments.formations
-        else ["positional", "tree-2048-greedy"]
-        if arguments.quick
-        else [*FORMATIONS]
-    )
-    methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]
-    page_sizes = [int(n) for n in arguments.page_sizes.split(",")]
-    console = Console(stderr=True)
-    channels = dict(balance=not arguments.no_balance, uneven=arguments.uneven)
-    where = channels | dict(device=str(memory.device().device_kind), jax=jax.__version__)
-    for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
-        for length in lengths:
-            rng = np.random.default_rng((arguments.seed, length))
-            prompts: list[list[Captured]] = []
-            for _ in track(
-                range(1 if arguments.quick else arguments.prompts), "capture", console=console, disable=not console.is_terminal
-            ):
-                found = capture(model, *needle_prompt(rng, length=length, facts=arguments.facts), **channels)
-                prompts.append([tiled(x, arguments.tile, rng) for x in found] if arguments.tile else found)
-            for row in rows(prompts, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
-                print(json.dumps(dict(model=which, length=arguments.tile or length) | row | where), flush=True)
-        jax.clear_caches()  # programs of five models would take more mappings than Linux gives a process
+    try:
+        for row in measured(arguments, Console(stderr=True)):
+            print(json.dumps(row), flush=True)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0
 
 

@@ -20,12 +20,15 @@ import jax
 import numpy as np
 
 from bench import shapes
+from bench.flags import listed, numbers
 from icejax import memory, walk
 from icejax.cache.options import make_policy
+from icejax.checkpoint.load import DTYPES
 from icejax.errors import InputError
 from icejax.inference import prefill
 from icejax.ops.attention import Attended, causal_with_lse
 from icejax.plan import make_plan
+from icejax.ranges import one_of
 
 POLICIES = ("full", "clustered", "transformers")
 
@@ -53,7 +56,7 @@ def _transformers(*, shape: str, layers: int | None, length: int) -> tuple[Calla
     import torch
     import transformers
 
-    raw = {name: value for name, value in shapes.raw_config(shape, layers=layers).items() if name != "model_type"}
+    raw = shapes.as_llama(shapes.raw_config(shape, layers=layers))
     config = transformers.LlamaConfig(**raw, attn_implementation="sdpa")
     model = transformers.LlamaForCausalLM(config).eval()
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
@@ -88,7 +91,7 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.prefill", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=shapes.NAMES, default="bundled", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="of the shape")
     parser.add_argument("--lengths", default="8192,32768", help="tokens, comma-separated (default: %(default)s)")
@@ -98,11 +101,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--blocks", action="store_true", help="our attention in blocks, also where cuDNN would run")
     arguments = parser.parse_args(argv)
     try:
-        names = arguments.policies.split(",")
-        if unknown := [name for name in names if name not in POLICIES]:
-            raise InputError(f"--policies must be of {', '.join(POLICIES)}, got {', '.join(unknown)!r}")
-        lengths = [int(text) for text in arguments.lengths.split(",")]
-    except (InputError, ValueError) as error:
+        names, lengths = listed("--policies", arguments.policies, POLICIES), numbers("--lengths", arguments.lengths)
+        numbers("--repeats", str(arguments.repeats), least=0)
+        raw = shapes.raw_config(arguments.shape, layers=arguments.layers)
+        if "transformers" in names:
+            shapes.as_llama(raw)
+        one_of("--dtype", arguments.dtype, DTYPES)
+    except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     spawn = multiprocessing.get_context("spawn")
     for length in lengths:

@@ -15,12 +15,15 @@ from flax import nnx
 import icejax
 from icejax import memory
 from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.load import DTYPES
 from icejax.checkpoint.narrow import for_cpu
+from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
 from icejax.ops.quantize import quantize
 from icejax.ops.quantized import Grouped
+from icejax.ranges import one_of, whole
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
 _PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)
@@ -73,17 +76,28 @@ NUMBERS = 2**20  # that are drawn for all weights
 
 def raw_config(name: str, *, layers: int | None = None) -> dict:
     """Returns the config.json of a shape, with another number of layers if given."""
-    raw = json.loads((ASSETS / "config.json").read_text()) if name == "bundled" else dict(SHAPES[name])
-    return raw | dict(num_hidden_layers=layers) if layers else raw
+    if layers is None:
+        return json.loads((ASSETS / "config.json").read_text()) if name == "bundled" else dict(SHAPES[name])
+    if name == "bundled":
+        raise InputError("--layers is for random weights of a shape: the bundled model has those that it was trained with")
+    return SHAPES[name] | dict(num_hidden_layers=whole("--layers", layers, most=1024))
+
+
+def as_llama(raw: dict) -> dict:
+    """Returns a config.json as transformers' LlamaConfig takes it; InputError for what has other layers than Llama's."""
+    if raw["model_type"] not in ("llama", "mistral"):
+        raise InputError(f"transformers is timed with Llama's layers, and this shape is {raw['model_type']}'s")
+    return {name: value for name, value in raw.items() if name != "model_type"}
 
 
 def model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
     """Returns the model of a shape; random weights have a standard deviation of fan_in^-1/2."""
+    one_of("--dtype", dtype, DTYPES)
+    raw = raw_config(name, layers=layers)
     if name == "bundled":
         loaded = icejax.load(dtype=dtype)[0]
         loaded.config = replace(loaded.config, max_position_embeddings=2**21)
         return loaded
-    raw = raw_config(name, layers=layers)
     config = family(raw).read_config(raw)
     return drawn(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
 

@@ -21,7 +21,9 @@ import numpy as np
 
 import icejax
 from bench.capture import Captured, capture, needle_prompt
+from bench.flags import numbers
 from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
+from bench.needle.evaluate import SHORTEST
 from icejax import memory
 from icejax.generation import ASSETS
 
@@ -94,20 +96,26 @@ def _holding(layer: Captured, leader: Captured, theirs, asked: jax.Array, found,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.sharing", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt, at most 16,000 (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    model, _ = icejax.load(arguments.model, dtype="float32")
-    rng = np.random.default_rng((arguments.seed, arguments.length))
-    prompts = [capture(model, *needle_prompt(rng, length=arguments.length, facts=4)) for _ in range(arguments.prompts)]
-    where = dict(length=arguments.length, device=str(memory.device().device_kind), jax=jax.__version__)
-    for budget in map(int, arguments.budgets.split(",")):
-        for row in rows(prompts, budget=budget):
-            print(json.dumps(row | where), flush=True)
+    try:
+        (length,) = numbers("--length", str(arguments.length), least=SHORTEST, most=16000)
+        (seed,), (several,) = numbers("--seed", str(arguments.seed), least=0), numbers("--prompts", str(arguments.prompts))
+        budgets = numbers("--budgets", arguments.budgets, most=length // 2)
+        model, _ = icejax.load(arguments.model, dtype="float32")
+        rng = np.random.default_rng((seed, length))
+        prompts = [capture(model, *needle_prompt(rng, length=length, facts=4)) for _ in range(several)]
+        where = dict(length=length, device=str(memory.device().device_kind), jax=jax.__version__)
+        for budget in budgets:
+            for row in rows(prompts, budget=budget):
+                print(json.dumps(row | where), flush=True)
+    except icejax.InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0
 
 

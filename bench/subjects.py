@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 import icejax
+from bench import shapes
 from bench.fill import fill
 from bench.scopes import scope_of
 from bench.sizes import nbytes
@@ -125,16 +126,14 @@ class Transformers:
         from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
         self._torch, self._ttft_s, self._budget = torch, None, budget if cache == "kvpress" else None
-        made = LlamaConfig(
-            **{name: value for name, value in config.items() if name != "model_type"}, attn_implementation="sdpa"
-        )
+        made = LlamaConfig(**shapes.as_llama(config), attn_implementation="sdpa")
         torch.manual_seed(0)
         with torch.no_grad():
             self._model = LlamaForCausalLM(made).eval()
             size = getattr(made, "head_dim", made.hidden_size // made.num_attention_heads)
             shape = (batch, made.num_key_value_heads, context, size)
             if cache == "static":
-                self._cache = StaticCache(made, max_cache_len=context + steps)
+                self._cache = StaticCache(made, max_cache_len=context + self.warm_up + steps)
             else:
                 self._cache = DynamicCache(config=made)
             if cache == "kvpress":

@@ -81,12 +81,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     problems = _problems(arguments)
     asking = humaneval.Asking(chat=arguments.chat, new_tokens=counts["new-tokens"], batch=max(batches))
     texts = [piece for _, some in language.pieces(LENGTH, counts["pieces"]) for piece in some]
-    model = None
+    model, called = None, shape or Path(arguments.model).resolve().name
     for name in weights:
         del model  # or two would be there
         model, tokenizer = _load(arguments, name)
         left_out = _left_out(tokenizer)
-        what = dict(weights=model.dtype if name == PLAIN else name, prompt_tokens=prompt, left_out=left_out)
+        what = dict(model=called, weights=model.dtype if name == PLAIN else name, prompt_tokens=prompt, left_out=left_out)
         what |= dict(perplexity=None if left_out else round(float(2 ** language.bits(model, texts).mean()), 4))
         if shape is not None:
             stored = abstract_model(shape, dtype=model.dtype, rounding=METHODS.get(name))
@@ -94,7 +94,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for cache, policy in ((cache, CACHES[cache]) for cache in caches):
             found = dict(needle=None if left_out else _keys_found(model, policy, prompt, counts["questions"]))
             if problems:
-                file = Path(arguments.completions) / f"{what['weights']}-{cache}.jsonl"
+                file = Path(arguments.completions) / f"{called}-{what['weights']}-{cache}.jsonl"
                 completed = humaneval.complete(model, tokenizer, problems, policy, asking)
                 found |= dict(humaneval=humaneval.score(completed, file, run_code=arguments.run_code))
             for batch in batches:

@@ -180,7 +180,7 @@ def test_a_peer_that_is_not_installed_is_told_and_left_out(capsys, monkeypatch):
 def test_bad_options_are_one_line(capsys, bench):
     for line, message in (
         (["--policies", "full,ful"], "--policies must be of full, clustered"),
-        (["--lengths" if bench is prefill else "--contexts", "4k"], "invalid literal"),
+        (["--lengths" if bench is prefill else "--contexts", "4k"], "must be whole numbers, comma-separated, got '4k'"),
     ):
         with pytest.raises(SystemExit) as end:
             bench.main(line)

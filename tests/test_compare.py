@@ -8,6 +8,7 @@ import pytest
 
 from bench.compare import __main__ as compare
 from bench.compare import cells, rows, tuned
+from bench.compare.runner import Runner
 from bench.compare.subject import STEPS, Subject
 from bench.compare.text import Text
 from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
@@ -139,6 +140,41 @@ def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, 
     assert len(again) == len(found) and all((row["error"] == 7) == (row["policy"] != "quest") for row in again.values())
 
 
+def test_a_row_of_fewer_questions_takes_no_other_s_place(run, tmp_path, monkeypatch):
+    """Whether its lines are of a text that was asked less, of a run that was stopped, or gone."""
+    drawn = lambda self, number: ([], [([1], [2])] * min(4, self.questions - 4 * number))  # noqa: E731
+    monkeypatch.setattr(cells.Cell, "draw", drawn)
+    texts, stop = [], []
+
+    def line(self, cell, number, one, protocol):
+        texts.append(number)
+        if number in stop:
+            raise KeyboardInterrupt
+        asked = len(cell.draw(number)[1])
+        return dict(asked=asked, right=asked, options={}) | dict.fromkeys(rows.MEANS, 1.0)
+
+    monkeypatch.setattr(Runner, "line", line)
+    monkeypatch.setattr(rows, "plot", lambda *_: None)
+    path = tmp_path / "run" / "lines.jsonl"
+
+    def questions(*arguments: str) -> int:
+        assert run("--policies", "full", "--protocols", "dense", *arguments) == 0
+        found = rows.read(tmp_path / "run" / "compare.jsonl")
+        return found["tiny", "full", "all", 600, "multikey-4", "dense"]["questions"]
+
+    few, more, most = (("--tasks", "multikey-4", "--questions", n) for n in ("2", "6", "9"))
+    assert questions(*few) == 2 and texts == [0]
+    assert questions(*more) == 6 and texts == [0, 0, 1]  # the first was asked two of four
+    path.unlink()
+    assert questions(*few) == 6 and len(texts) == 3
+    stop.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        questions(*most)
+    assert len(cells.lines(path)) == 1 and questions("--tasks", "single") == 6
+    stop.clear()
+    assert questions(*most) == 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("left", ["lines.jsonl", "compare.jsonl"])
 def test_options_are_searched_for_once(run, tmp_path, monkeypatch, left):
@@ -162,7 +198,7 @@ def test_options_of_a_policy_stand_behind_its_name():
 
 def test_answers_and_costs_of_texts_are_summed():
     base = dict(zip(rows.KEY, ("m", "p", "64", 600, "single", "dense"), strict=True)) | dict.fromkeys(rows.MEANS, 1.0)
-    base |= dict(tokens=64, options={})
+    base |= dict(tokens=64, options={}, device="cpu: cpu", jax="0.11")
     (row,) = rows.summed([base | dict(asked=4, right=3, error=0.2), base | dict(asked=1, right=1, error=0.4)]).values()
     assert (row["questions"], row["exact"], row["error"], row["texts"]) == (5, 0.8, 0.3, 2)
 

@@ -9,6 +9,7 @@ import torch
 import icejax
 from bench.needle import evaluate, export, language, stages, task
 from bench.needle.reader import Reader
+from icejax.errors import InputError
 from icejax.generation import ASSETS
 from tests import families, tolerances
 from tests.layer import stored
@@ -58,8 +59,13 @@ def test_splits_share_nothing():
 
 
 def test_too_many_facts_for_a_context():
-    with pytest.raises(ValueError, match="facts of 380 bytes do not fit in a context of 100"):
+    with pytest.raises(InputError, match="facts of 380 bytes do not fit in a context of 100"):
         task.context(np.random.default_rng(0), length=100, facts=task.Facts(keys=20), split="train")
+
+
+def test_a_context_longer_than_the_text_there_is():
+    with pytest.raises(InputError, match="shorter than the [0-9,]+ bytes of text that there are, got 1,000,000,000"):
+        task.hide(np.random.default_rng(0), task.Drawn((), ()), length=10**9, split="train", kinds=("licence",))
 
 
 @pytest.mark.parametrize("stage", stages.STAGES, ids=lambda stage: f"{stage.length}-{stage.chains}")
@@ -103,8 +109,8 @@ def test_byte_tokenizer_is_the_bundled_one():
 
 @pytest.mark.parametrize("cache", ["full", pytest.param("clustered", marks=pytest.mark.slow)])
 def test_evaluation_of_the_bundled_model(capsys, cache):
-    arguments = ["--tasks", "multikey-4", "--lengths", "1024", "--questions", "8", "--cache", cache, "--budget", "128"]
-    assert evaluate.main(arguments) == 0
+    arguments = ["--tasks", "multikey-4", "--lengths", "1024", "--questions", "8", "--cache", cache]
+    assert evaluate.main(arguments + (["--budget", "128"] if cache == "clustered" else [])) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["exact"] >= 7 / 8 and row["low"] < row["exact"] and row["cache"] == cache
     assert (row["task"], row["questions"], row["contexts"]) == ("multikey-4", 8, 2) and row["tpot_s"] > 0

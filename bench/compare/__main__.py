@@ -3,18 +3,19 @@
 Every text is prefilled once per model, and its queries, keys and values are given to every policy. Two protocols: **dense**,
 the question stands inside the exact prefill, and the answer's first token comes from it; **sparse**, the question goes through
 the cache token by token. A line per text and policy is added to DIR/lines.jsonl, and a run that was stopped goes on there. The
-rows of the table are in DIR/compare.jsonl, the plots in DIR/compare.png; a row that is whole is not run again, even where its
-lines are gone. The table goes to stderr.
+rows of the table are in DIR/compare.jsonl, the plots in DIR/compare.png. A row of as many questions or more is not run again,
+even where its lines are gone; of one of fewer whose lines are gone all texts are read anew. The table goes to stderr.
 
 A budget counts the tokens that a KV head of a layer attends to exactly in a step, sinks and window included; a share, as 10%,
 is one of the text. `attended` is what a query head did attend to, mean and 95th percentile over steps and layers; `distinct`
-what any of a KV head's query heads did.
+what any of a KV head's query heads did. Means are over texts, each of which counts alike; `attended_95` is one too.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from bench.compare import cells, rows
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol
 from bench.compare.runner import run
 from bench.compare.subject import Subject
-from bench.flags import listed, numbers
+from bench.flags import listed, make_folder, numbers
 from bench.needle.evaluate import SHORTEST
 from icejax import memory
 from icejax.cache import Clustered, names
@@ -83,11 +84,13 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"bench.compare: {line}", file=sys.stderr)
         written, path = arguments.out / "compare.jsonl", arguments.out / "lines.jsonl"
         before = rows.read(written) if written.exists() else {}
+        if not arguments.dry_run:
+            make_folder(arguments.out)
     except InputError as error:
         print(f"bench.compare: error: {error}", file=sys.stderr)
         return 2
     asked = {(cell.length, cell.task): cell.questions for cell in each}
-    done = {key for key, row in before.items() if row["questions"] == asked.get((row["length"], row["task"]))}
+    done = {key for key, row in before.items() if row["questions"] >= asked.get((row["length"], row["task"]), math.inf)}
     units = {
         cell: sum(
             (name, one.name, one.asked, cell.length, cell.task, protocol) not in done
@@ -102,14 +105,13 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{count} readings of a text by a policy, about {hours:.1f} hours on this machine when it is quiet")
         return 0
     keep_programs(None)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task("", total=sum(cell.texts * number for cell, number in units.items()))
         for name, model in panel.models(panel=arguments.panel, only=models, dtype="float32"):
             for what in run(name, model, each, some, protocols, path, before, done):
                 bars.update(bar, advance=1, description=what)
-    found = list((before | rows.summed(cells.lines(path).values())).values())
+    found = list(rows.merged(before, rows.summed(cells.lines(path).values())).values())
     if times is not None:
         found = rows.timed(found, times)
     rows.write(written, found)

@@ -121,9 +121,12 @@ def _policy(name: str, **more: int) -> CachePolicy:
 
 def _tokens(budget: str, length: int) -> int:
     try:
-        return int(budget) if not budget.endswith("%") else round(length * float(budget[:-1]) / 100)
-    except ValueError:
-        raise InputError(f"--budgets must be numbers of tokens or shares such as 10%, got {budget!r}") from None
+        tokens = int(budget) if not budget.endswith("%") else round(length * float(budget[:-1]) / 100)
+    except (ValueError, OverflowError):
+        tokens = 0
+    if tokens < 1:
+        raise InputError(f"--budgets must be numbers of tokens or shares such as 10%, got {budget!r}")
+    return tokens
 
 
 def read(subject: Subject, text: Text, questions: list[Question], protocol: Protocol) -> dict:

@@ -7,12 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 from rich.table import Table
 
 from bench.needle.evaluate import wilson
-from icejax import memory
 from icejax.errors import InputError
 
 KEY = ("model", "policy", "budget", "length", "task", "protocol")
@@ -66,8 +64,13 @@ def summed(lines: Iterable[dict]) -> dict[tuple, dict]:
         row = dict(zip(KEY, key, strict=True)) | dict(tokens=of[0]["tokens"], questions=asked, exact=right / asked)
         row |= dict(low=round(low, 4), high=round(high, 4), texts=len(of), options=of[0]["options"])
         row |= {name: _mean([line[name] for line in of]) for name in MEANS}
-        found[key] = row | dict(device=memory.device_name(), jax=jax.__version__)
+        found[key] = row | {name: ", ".join(sorted({line[name] for line in of})) for name in ("device", "jax")}
     return found
+
+
+def merged(before: dict[tuple, dict], found: dict[tuple, dict]) -> dict[tuple, dict]:
+    """Returns the rows of before and those found, of which one of fewer questions takes no other's place."""
+    return before | {key: row for key, row in found.items() if row["questions"] >= before.get(key, row)["questions"]}
 
 
 def _mean(values: list[float | None]) -> float | None:

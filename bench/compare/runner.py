@@ -14,6 +14,7 @@ from bench.compare import cells, tuned
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol, Question
 from bench.compare.subject import Subject
 from bench.compare.text import Text
+from icejax import memory
 from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
 from icejax.models import CausalLM
@@ -83,6 +84,8 @@ def run(
 ) -> Iterator[str]:
     """Adds the lines of a model that a file does not hold yet; yields what each was about, those that were there too.
 
+    A line of a text that was asked other questions, of another number of them, is not one.
+
     Args:
         before: rows by their keys; what was searched for they have already.
         done: keys of those that need no line.
@@ -93,14 +96,16 @@ def run(
         runner = Runner(model, length, {(each["policy"], each["budget"]): each["options"] for each in of if each["options"]})
         groups = ((cell, group) for cell in each if cell.length == length for group in cells.groups(model, cell))
         for cell, some_texts in groups:
+            questions = {number: len(cell.draw(number)[1]) for number in some_texts}
             for one in contenders:
                 for number, protocol in itertools.product(some_texts, protocols):
                     key = (name, one.name, one.asked, length, cell.task, protocol)
                     if key in done:
                         continue
-                    if (*key, number) not in there:
+                    if there.get((*key, number), {}).get("asked") != questions[number]:
                         line = dict(zip(cells.KEY, (*key, number), strict=True)) | dict(tokens=one.tokens)
-                        cells.add(path, line | runner.line(cell, number, one, protocol))
+                        where = dict(device=memory.device_name(), jax=jax.__version__)
+                        cells.add(path, line | runner.line(cell, number, one, protocol) | where)
                     yield f"{name}: {one.name}, {cell.task}, {length}"
                 runner.rest()
             runner.forget()

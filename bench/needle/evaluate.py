@@ -117,12 +117,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.set_defaults(**QUICK)
         arguments = parser.parse_args(argv)
     try:
-        budget = None if arguments.cache == "full" else arguments.budget
-        policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=budget))
+        policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=arguments.budget))
         names, lengths = listed("--tasks", arguments.tasks, task.TASKS), numbers("--lengths", arguments.lengths, least=SHORTEST)
-        if arguments.questions < 1:
-            raise icejax.InputError(f"--questions must be at least 1, got {arguments.questions}")
-        options = dict(questions=arguments.questions, seed=arguments.seed)
+        (questions,), (seed,) = (
+            numbers("--questions", str(arguments.questions)),
+            numbers("--seed", str(arguments.seed), least=0),
+        )
+        options = dict(questions=questions, seed=seed)
         for which, model in panel.models(arguments.model, panel=arguments.panel):
             for name, length in itertools.product(names, lengths):
                 row = evaluate(model, policy, name, length=length, **options)

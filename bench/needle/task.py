@@ -27,6 +27,8 @@ from typing import Literal
 
 import numpy as np
 
+from icejax.errors import InputError
+
 Split = Literal["train", "heldout"]
 Asked = Literal["key", "values", "hop"]
 Kind = Literal["code", "documentation", "licence", "prose"]
@@ -224,7 +226,9 @@ def hide(rng: np.random.Generator, drawn: Drawn, *, length: int, split: Split, k
     total = sum(len(line) + 1 for line in drawn.lines)
     filler_length = length - total - 1
     if filler_length < 0:
-        raise ValueError(f"facts of {total} bytes do not fit in a context of {length}")
+        raise InputError(f"facts of {total} bytes do not fit in a context of {length}")
+    if filler_length >= len(text):
+        raise InputError(f"a context must be shorter than the {len(text):,} bytes of text that there are, got {length:,}")
     start = int(rng.integers(0, len(text) - filler_length))
     filler = text[start : start + filler_length] + b"\n"
     breaks = np.flatnonzero(np.frombuffer(filler, np.uint8) == ord("\n")) + 1

@@ -27,7 +27,7 @@ from icejax.models.fields import Fields
 from icejax.models.latent import BY_HEAD
 from icejax.ops.hosted import hosted, table_bytes
 from icejax.ops.quantized import Grouped
-from icejax.ranges import whole
+from icejax.ranges import one_of, whole
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
 SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache
@@ -60,7 +60,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
-    """Returns a model without arrays: its graph, its parameters by Hugging Face key in leaf order, its leaves' tree."""
+    """Returns a model without arrays: its graph, its parameters by Hugging Face key in leaf order, its leaves' tree.
+
+    Raises:
+        InputError: a model cannot be in this dtype.
+    """
+    one_of("dtype", dtype, DTYPES)
     graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     named = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
@@ -97,8 +102,6 @@ def load_model(
     folder = resolve(model)
     config = read_config(folder)
     dtype = dtype or ("float32" if memory.platform() == "cpu" else config.dtype)
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype)

@@ -31,7 +31,7 @@ class PQCache(Retrieval):
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         sinks: first tokens kept on the device.
-        window: newest tokens kept on the device, up to 15 fewer while a page of them fills; None: half of the budget besides the
+        window: newest tokens kept on the device, up to 15 fewer while a page of them fills; None: half of the budget beside the
             sinks, but at least 17.
         parts: parts of a key.
         bits: of a part's code: it has 2^bits centroids.
