@@ -148,7 +148,7 @@ def test_a_row_of_fewer_questions_takes_no_other_s_place(run, tmp_path, monkeypa
 
     def line(self, cell, number, one, protocol):
         texts.append(number)
-        if number in stop:
+        if (cell.task, number) in stop:
             raise KeyboardInterrupt
         asked = len(cell.draw(number)[1])
         return dict(asked=asked, right=asked, options={}) | dict.fromkeys(rows.MEANS, 1.0)
@@ -167,7 +167,7 @@ def test_a_row_of_fewer_questions_takes_no_other_s_place(run, tmp_path, monkeypa
     assert questions(*more) == 6 and texts == [0, 0, 1]  # the first was asked two of four
     path.unlink()
     assert questions(*few) == 6 and len(texts) == 3
-    stop.append(1)
+    stop.append(("multikey-4", 1))
     with pytest.raises(KeyboardInterrupt):
         questions(*most)
     assert len(cells.lines(path)) == 1 and questions("--tasks", "single") == 6
