@@ -175,11 +175,13 @@ def _even(prompt: int, new: int) -> int:
 
 def make_plan(
     model: CausalLM, policy: CachePolicy, *, batch_size: int, prompt_tokens: int, new_tokens: int,
-    platform: str | None = None,
+    several: bool = False, platform: str | None = None,
 ) -> Plan:  # fmt: skip
     """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`.
 
     Args:
+        several: whether the new tokens come as several texts, too. These are padded, and each begins a page anew: in pages half
+            as much again is kept free.
         platform: cpu, gpu or tpu, for programs that are compiled and do not run here: the pool is then read in the way that is
             best there, untried. None: the platform that JAX runs on.
 
@@ -199,8 +201,11 @@ def make_plan(
         dtype=model.dtype,
     )
     here = platform or memory.platform()
-    policies = layer_policies(policy, config, capacity=prompt_tokens + new_tokens)
+    policies = layer_policies(policy, config, capacity=spec.capacity)
     policies = tuple(each.settled(here, latent=spec.latent) for each in policies)
+    if several and any(each.pool(spec) for each in policies):
+        room = new_tokens * 3 // 2 + 2 * SHORTEST
+        spec = dataclasses.replace(spec, new_capacity=_even(spec.prompt_capacity, ladder(room)))
     if any(p.turns for p in policies):
         for layer in config.layers:
             check_turn(layer.rope)

@@ -37,7 +37,7 @@ from icejax.models import CausalLM
 from icejax.plan import Plan
 from icejax.ranges import POSITIONS
 
-VERSION = 14
+VERSION = 15
 ABOUT, ARRAYS = "session.json", "arrays"
 BLOCK = 2**25  # bytes that are verified at once
 

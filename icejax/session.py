@@ -24,7 +24,7 @@ from icejax.identity import identity
 from icejax.inference import extend, prefill
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
-from icejax.plan import SHORTEST, Plan, make_plan
+from icejax.plan import Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
@@ -215,10 +215,8 @@ class Session:
 
     def _plan_for(self, tokens: int) -> Plan:
         """Returns the plan of a session whose first text has so many tokens."""
-        # Later texts come padded, and each begins a page anew: half as much again is kept free.
-        new_tokens = max(0, self.context_length - tokens) * 3 // 2 + 2 * SHORTEST
-        sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens)
-        return make_plan(self._model, self._cache, **sizes)
+        sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=max(0, self.context_length - tokens))
+        return make_plan(self._model, self._cache, **sizes, several=True)
 
     def _room_behind(self, tokens: Sequence[int]) -> int:
         """Returns how many tokens there is room for behind new ones; InputError if for none."""

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -158,15 +159,19 @@ def test_a_wide_batch_and_a_row_that_has_ended(tmp_path):
     assert counts[0, 0] == 2 and not counts[:, 1:].any()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder of a model with experts, and a tokenizer."""
-    path = tmp_path_factory.mktemp("model")
+def with_tokenizer(path: Path, name: str) -> Path:
+    """Returns a folder of a model with experts, and a tokenizer."""
     sizes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, head_dim=32, vocab_size=512)
-    families.save(families.build(families.row("qwen3_moe-dense-layers"), **sizes), path)
+    families.save(families.build(families.row(name), **sizes), path)
     for file in generation.ASSETS.glob("token*"):
         shutil.copy(file, path)
+    (path / "generation_config.json").unlink(missing_ok=True)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return with_tokenizer(tmp_path_factory.mktemp("model"), "qwen3_moe-dense-layers")
 
 
 BAD = {
@@ -228,6 +233,22 @@ def test_a_session_goes_on_with_experts_anywhere(folder, tmp_path):
     console = Console(file=io.StringIO(), width=200)
     console.print(table([again], console))
     assert f"{again.expert_hit_rate:.0%}" in console.file.getvalue() and "expert hits" in console.file.getvalue()
+
+
+@pytest.mark.slow
+def test_a_session_keeps_the_end_mark_as_all_experts_see_it(tmp_path):
+    """It comes into the cache when the row has ended, and brings its experts all the same."""
+    with_tokenizer(tmp_path, "qwen3_moe-plain")
+    first = icejax.Session(*icejax.load(tmp_path), cache=Full(), context_length=400).ask("import os\n", max_new_tokens=6)
+    families.edit_config(tmp_path, eos_token_id=first.token_ids[3])
+
+    def second(**options) -> list[float]:
+        session = icejax.Session(*icejax.load(tmp_path, **options), cache=Full(), context_length=400)
+        assert session.ask("import os\n", max_new_tokens=6).finish_reason == "stop"
+        (token,) = session.ask("import sys\n", max_new_tokens=1, logprobs=5).logprobs
+        return [each.logprob for each in token.top]
+
+    np.testing.assert_allclose(second(experts_on_host=2), second(), rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.slow

@@ -2,13 +2,20 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from icejax.cache import Clustered, Coded, Tolerant
 from icejax.errors import InputError
+from icejax.ops.attention import Attended, Scoring
+from icejax.ops.digests import digest
+from icejax.ops.ranked_attention import ranked
 from icejax.plan import make_plan
+from tests import tolerances
 from tests.layer import Layer, draw
+from tests.run import jitted
 
 
 @pytest.mark.parametrize(
@@ -70,3 +77,27 @@ def test_what_comes_from_the_host_is_the_keys_of_pages_and_the_values_of_the_bes
     assert pages == 2 * 4 and exact == 2 * (64 - 8 - 8 - 1)  # KV heads; sinks, window and the newest token
     assert layer.state.fetched.tolist() == [(2 * pages * 16 + exact) // 2]
     assert layer.policy.num_moved(1000) == (pages * 16 + 64 - 8 - 1) // 2
+
+
+@pytest.mark.parametrize("lse", [-np.inf, 0.0, 95.0, 300.0])
+def test_the_rest_may_outweigh_all_that_was_fetched(lse):
+    """By more than the largest number's logarithm, where pages were chosen by another query."""
+    rng = np.random.default_rng(0)
+    q, k, v, keys = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 2, 8), (1, 6, 8), (1, 6, 8), (1, 3, 4, 8)))
+    values, there = rng.standard_normal(keys.shape).astype(np.float32), np.ones((1, 3, 4), bool)
+    rest = Attended(jnp.ones((1, 2, 8)), jnp.full((1, 2), lse, jnp.float32))
+
+    def attend(q, k, v, keys, values, there, rest):
+        pages = jax.tree.map(lambda x: x[0], digest(keys[None], values[None], there[None]))
+        room = dict(room=jnp.asarray([12]), most=12)
+        found = ranked(q, (k, jnp.ones((1, 6), bool)), keys, pages, rest, None, scoring=Scoring(1.0), **room)
+        return found.attended(v, jnp.take_along_axis(values.reshape(1, 12, 8), found.best[..., None], axis=1))
+
+    found = jitted(attend, q, k, v, keys, values, there, rest)
+    every = [np.concatenate([x, y.reshape(1, 12, 8)], axis=1)[0].astype(np.float64) for x, y in ((k, keys), (v, values))]
+    scores = q[0].astype(np.float64) @ every[0].T
+    own = np.logaddexp.reduce(scores, axis=1)
+    total = np.logaddexp(own, lse)
+    out = np.exp(scores - total[:, None]) @ every[1] + np.exp(lse - total)[:, None]
+    np.testing.assert_allclose(np.asarray(found.lse)[0], total, rtol=tolerances.EXACT)
+    np.testing.assert_allclose(np.asarray(found.out)[0], out, rtol=0, atol=tolerances.EXACT)

@@ -68,6 +68,14 @@ def test_of_some_centroids_there_are_few(cosine):
         assert not np.asarray(found[row][few[row] :]).any() and np.asarray(codes)[row].max() < few[row]
 
 
+def test_first_centroids_of_very_many_are_spread_over_all():
+    """More than 46,341, whose square is beyond 32 bits with a sign."""
+    count, number = 65_536, 131_071
+    x = np.arange(number, dtype=np.float32)[:, None]
+    found = np.asarray(jitted(kmeans, x, np.ones(number, bool), count=count, iterations=0))[:, 0]
+    np.testing.assert_array_equal(found, np.arange(count, dtype=np.int64) * number // count)
+
+
 def test_sums_are_of_the_vectors_of_each_code():
     x, there = clouds()
     codes = np.random.default_rng(0).integers(0, COUNT, there.shape).astype(np.int32)

@@ -33,6 +33,13 @@ def test_budget_for_all_tokens_equals_dense_attention(row):
         )
 
 
+def test_sinks_may_be_most_of_a_budget():
+    """Then fewer tokens of pages are ranked than the budget would hold."""
+    prompt, new = draw((256,), 1)
+    found = Layer(Clustered(budget=264, sinks=200, candidates=1), (256,), *prompt).step(*(x[0] for x in new))
+    np.testing.assert_allclose(found, dense(prompt, new, (256,), 0), rtol=0, atol=tolerances.EXACT)
+
+
 @pytest.mark.parametrize("keys_first", [True, False])
 def test_a_budget_for_all_of_a_text_whose_sinks_are_never_full_equals_dense_attention(keys_first):
     lengths, steps = (1, 5, 40), 180

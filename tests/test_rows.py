@@ -113,6 +113,15 @@ def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
     assert_alone(model, policy, prompt, batch.logits[1])
 
 
+def test_a_row_that_decodes_all_it_may_has_its_windows(model):
+    """Beyond the tokens that were asked for, up to what they are padded to."""
+    batch, prompt = Batch(model, Full(), rows=1, longest=16, new=16), families.tokens(16)
+    batch.join(prompt, 0)
+    batch.step(40)
+    assert 40 < batch.plan.joining_tokens
+    assert_alone(model, Full(), prompt, batch.logits[0])
+
+
 def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
     """Or a round would begin at the end of them and go on at their beginning. None runs for which they have no room."""
     sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=300)

@@ -10,7 +10,7 @@ import icejax
 from bench.needle import task
 from icejax import compiler, decoding
 from icejax import session as module
-from icejax.cache import Clustered, Full
+from icejax.cache import Clustered, Full, SnapKV
 from icejax.folder import Claim, claim
 from icejax.generation import still
 from icejax.saved import ABOUT, ARRAYS
@@ -197,6 +197,14 @@ def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
         assert found.token_ids == expected.token_ids
     for a, b in zip(plain._run.state.cache.layers, held._run.state.cache.layers, strict=True):
         np.testing.assert_array_equal(a.window.newest, b.window.newest)
+
+
+@pytest.mark.parametrize("cache", [Full(), SnapKV(budget=64)], ids=lambda cache: type(cache).__name__)
+def test_without_pages_no_more_is_reserved_than_the_context(bundled, cache):
+    """Up to what texts are padded to, and what SnapKV keeps beside the tokens that come."""
+    answer = Session(*bundled, cache=cache, context_length=3000).ask("x" * 100, max_new_tokens=1)
+    each = answer.full_kv_bytes / (answer.prompt_tokens + answer.new_tokens)
+    assert 3000 * each <= answer.device_kv_bytes <= 3400 * each
 
 
 def test_a_full_session_says_so(bundled):

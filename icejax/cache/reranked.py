@@ -69,7 +69,7 @@ class Reranked(Balanced):
 
     def num_fetched(self, pages: int) -> int:
         if self.keys_first:
-            return min(pages * self.page_size, self._most_exact)
+            return min(self.num_ranked(pages) * self.page_size, self._most_exact)
         return self._pages(pages, 1) if self.rerank else super().num_fetched(pages)
 
     def _pages(self, pages: int, times: int) -> int:

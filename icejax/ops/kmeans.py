@@ -38,8 +38,9 @@ def kmeans(
         vectors, valid, limit = part
         vectors = jnp.where(valid[:, None], vectors, 0).astype(jnp.float32)
         number, found = jnp.arange(count), valid.sum()
-        # number * found // limit, in int32 for any sizes.
-        steps = number * (found // limit) + number * (found % limit) // limit
+        # number * found // limit, in 32 bits for any sizes: the last product is below 2^32.
+        left = (number.astype(jnp.uint32) * (found % limit).astype(jnp.uint32) // limit.astype(jnp.uint32)).astype(jnp.int32)
+        steps = number * (found // limit) + left
         first = jnp.minimum(jnp.searchsorted(jnp.cumsum(valid), steps + 1), len(valid) - 1)  # so many are there up to it
         first = jnp.where(number[:, None] < limit, vectors[first], 0)
 

@@ -71,7 +71,7 @@ def ranked(
     flat, keys = slots.reshape(rows, -1), keys.reshape(rows, -1, size)
     own = masked_scores(q, resident[0], resident[1][:, None], scoring=scoring)
     paged = masked_scores(q, keys, flat[:, None], scoring=scoring)
-    highest = jnp.maximum(own.max(-1), paged.max(-1))
+    highest = jnp.maximum(jnp.maximum(own.max(-1), paged.max(-1)), rest[1])  # the rest may outweigh all of them
     own, paged = jnp.exp(own - highest[..., None]), jnp.exp(paged - highest[..., None])
     beyond = jnp.exp(rest[1] - highest)
     total = own.sum(-1) + paged.sum(-1) + beyond
