@@ -27,7 +27,7 @@ def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> s
         ("Needles", _needles(rows)),
         ("Decode", _decode(timed, programs)),
         ("Where a step's time goes, ms", _scopes(rows)),
-        ("Share of a step that the bytes alone would take", _shares(timed)),
+        ("Share of a step that reading all of it would take", _shares(timed)),
         ("Memory, GB", _memory(timed)),
         ("Prefill", _prefill(rows)),
         ("What is missing", _missing(ends, names)),
@@ -149,7 +149,7 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
         )  # fmt: skip
     yield from _table(heads, found)
     if any(floor.target(row["device"]) for row in timed):
-        yield "\nThe floor is what a step must read over the bandwidth of the data sheet, as if no page were at hand."
+        yield "\nThe floor is what a step must read over nine tenths of the bandwidth of the data sheet, as if no page were at hand."
     for row in programs:
         if "policy" not in row:
             yield f"\n{row['part']}: a program of {row['graphs']} graphs and, outside of them, {row['outside']}."
@@ -172,6 +172,8 @@ def _shares(timed: list[dict]) -> Iterator[str]:
         if shares:
             found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
     yield from _table(heads, found)
+    if found:
+        yield "\nAt the bandwidth of the data sheet. A step reads less: of a digest tree the nodes that it opens, of embeddings a row."
 
 
 def _memory(timed: list[dict]) -> Iterator[str]:
