@@ -149,7 +149,7 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
         )  # fmt: skip
     yield from _table(heads, found)
     if any(floor.target(row["device"]) for row in timed):
-        yield "\nThe floor is what a step must read over nine tenths of the bandwidth of the data sheet, as if no page were at hand."
+        yield "\nThe floor is what a step must read over 0.9 of the data sheet's bandwidth, as if no page were at hand."
     for row in programs:
         if "policy" not in row:
             yield f"\n{row['part']}: a program of {row['graphs']} graphs and, outside of them, {row['outside']}."
@@ -173,7 +173,7 @@ def _shares(timed: list[dict]) -> Iterator[str]:
             found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
     yield from _table(heads, found)
     if found:
-        yield "\nAt the bandwidth of the data sheet. A step reads less: of a digest tree the nodes that it opens, of embeddings a row."
+        yield "\nAt the data sheet's bandwidth. A step reads less: of a digest tree the nodes it opens, of embeddings a row."
 
 
 def _memory(timed: list[dict]) -> Iterator[str]:
