@@ -163,7 +163,7 @@ FAULTS = (
     ("sampling.py", "logits / penalty, logits * penalty", "logits * penalty, logits / penalty", "sampling.py::test_draws_follow_transformers_probabilities"),
     ("sampling.py", "jnp.where(rows.temperature > 0, drawn, best)", "drawn", "batches.py::test_each_row_samples_in_its_own_way_as_it_would_alone"),
     ("plan.py", "(rows if self.pool.unit == self.page_size else 1)", "rows", "slots.py::test_an_answer_counts_and_explains_single_tokens"),
-    ("plan.py", "capacity=prompt_tokens + new_tokens", "capacity=prompt_tokens", "parity.py::test_rows_of_a_ragged_batch_equal_single_runs[full-mistral-window]"),
+    ("plan.py", "capacity=spec.capacity", "capacity=prompt_tokens + new_tokens", "rows.py::test_a_row_that_decodes_all_it_may_has_its_windows"),
     ("walk.py", "window=layer.config.window", "window=None", "parity.py::test_logits_equal_transformers[mistral-window-default]"),
     ("rows.py", "ids[there], ids[~there]", "ids[~there], ids[there]", "rows.py::test_twins_that_settle_write_to_extents_of_their_own"),
     ("cache/index.py", "jnp.where((jnp.arange(x.shape[2]) < behind).reshape(shape), x, jnp.zeros((), x.dtype))", "x", "rows.py::test_twins_that_settle_write_to_extents_of_their_own"),

@@ -153,7 +153,7 @@ def test_a_report_counts_tokens_and_bytes(model):
     """Slots on the device, over KV heads, and what describes them; a ragged batch."""
     prompts = [families.tokens(300), families.tokens(20)]
     heads = model.config.num_key_value_heads
-    for policy, slots in ((Full(), [302, 22]), (Streaming(budget=64), [64, 22]), (Quest(budget=64), [3, 3])):
+    for policy, slots in ((Full(), [302, 22]), (Streaming(budget=64), [64, 22]), (Quest(budget=64), [2, 2])):
         plan = plan_for(model, policy, prompts, 10)
         state, _, pool = inference.prefill(model, prompts, plan)
         decoding = Decoding(model, plan)
