@@ -34,6 +34,7 @@ from icejax import compiler, memory
 from icejax.cache.fetch import try_ahead
 from icejax.cache.options import cache_options, make_policy
 from icejax.errors import InputError
+from icejax.ranges import whole
 
 TURN = 16  # steps
 OURS = ("clustered", "coded")  # caches that --cache-option is for
@@ -167,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
             compiler.OPTIONS[memory.platform()] = {name: value for name, value in chosen.items() if value != ""}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names, contexts = listed("--policies", arguments.policies, SUBJECTS), numbers("--contexts", arguments.contexts)
-        (batch,), (steps,) = (numbers(f"--{name}", str(getattr(arguments, name))) for name in ("batch", "steps"))
+        batch, steps = (whole(f"--{name}", getattr(arguments, name)) for name in ("batch", "steps"))
         for place in (arguments.plot and arguments.plot.parent, arguments.profile):
             if place is not None:
                 make_folder(place)

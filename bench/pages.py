@@ -51,7 +51,7 @@ from icejax.cache.reranked import TWICE, pages_for
 from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.ops import key_codes
-from icejax.ranges import number
+from icejax.ranges import number, whole
 
 REPEATS = 5
 
@@ -156,8 +156,8 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     lengths = numbers("--lengths", "4096" if arguments.quick else arguments.lengths, least=SHORTEST)
     budgets = numbers("--budgets", "64,256" if arguments.quick else arguments.budgets, most=min(lengths) // 2)
     page_sizes = numbers("--page-sizes", arguments.page_sizes)
-    (several,), (facts,) = (numbers(f"--{name}", str(getattr(arguments, name))) for name in ("prompts", "facts"))
-    (tile,), (seed,) = (numbers(f"--{name}", str(getattr(arguments, name)), least=0) for name in ("tile", "seed"))
+    several, facts = (whole(f"--{name}", getattr(arguments, name)) for name in ("prompts", "facts"))
+    tile, seed = (whole(f"--{name}", getattr(arguments, name), least=0) for name in ("tile", "seed"))
     every = "positional,tree-2048-greedy" if arguments.quick else ",".join(FORMATIONS)
     formations = listed("--formations", arguments.formations or every, FORMATIONS)
     methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]

@@ -28,7 +28,7 @@ from icejax.errors import InputError
 from icejax.inference import prefill
 from icejax.ops.attention import Attended, causal_with_lse
 from icejax.plan import make_plan
-from icejax.ranges import one_of
+from icejax.ranges import one_of, whole
 
 POLICIES = ("full", "clustered", "transformers")
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         names, lengths = listed("--policies", arguments.policies, POLICIES), numbers("--lengths", arguments.lengths)
-        numbers("--repeats", str(arguments.repeats), least=0)
+        whole("--repeats", arguments.repeats, least=0)
         raw = shapes.raw_config(arguments.shape, layers=arguments.layers)
         if "transformers" in names:
             shapes.as_llama(raw)

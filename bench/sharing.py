@@ -26,6 +26,7 @@ from bench.methods import RERANKED, attention, error, exact, form, from_keys_of,
 from bench.needle.evaluate import SHORTEST
 from icejax import memory
 from icejax.generation import ASSETS
+from icejax.ranges import whole
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 
@@ -104,8 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     try:
-        (length,) = numbers("--length", str(arguments.length), least=SHORTEST, most=16000)
-        (seed,), (several,) = numbers("--seed", str(arguments.seed), least=0), numbers("--prompts", str(arguments.prompts))
+        length = whole("--length", arguments.length, least=SHORTEST, most=16000)
+        seed, several = whole("--seed", arguments.seed, least=0), whole("--prompts", arguments.prompts)
         budgets = numbers("--budgets", arguments.budgets, most=length // 2)
         model, _ = icejax.load(arguments.model, dtype="float32")
         rng = np.random.default_rng((seed, length))

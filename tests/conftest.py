@@ -16,7 +16,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process th
         "MALLOC_ARENA_MAX": "2",
         "XDG_CACHE_HOME": CACHES.name,  # nothing is left in the user's own
         # One cache of compiled programs for all tests and the commands they start: the same small ones come again and again.
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{CACHES.name}/programs"),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("ICEJAX_TEST_PROGRAMS", f"{CACHES.name}/programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

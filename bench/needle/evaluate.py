@@ -28,6 +28,7 @@ from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.options import cache_options, make_policy
 from icejax.generation import ASSETS
+from icejax.ranges import whole
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
 SHORTEST = 512  # tokens of a text, or facts do not fit
@@ -119,11 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=arguments.budget))
         names, lengths = listed("--tasks", arguments.tasks, task.TASKS), numbers("--lengths", arguments.lengths, least=SHORTEST)
-        (questions,), (seed,) = (
-            numbers("--questions", str(arguments.questions)),
-            numbers("--seed", str(arguments.seed), least=0),
-        )
-        options = dict(questions=questions, seed=seed)
+        options = dict(questions=whole("--questions", arguments.questions), seed=whole("--seed", arguments.seed, least=0))
         for which, model in panel.models(arguments.model, panel=arguments.panel):
             for name, length in itertools.product(names, lengths):
                 row = evaluate(model, policy, name, length=length, **options)
