@@ -34,8 +34,8 @@ OTHERS += [(target, "insert", backend, "4") for target, backend in HERE]
 FEW = "--layers 4 --cache-option dense_layers=2"  # of each kind two: 32 take minutes to compile
 GRAPHS = (
     f"--context 131072 --batch 1,8 {FEW}",
-    f"--context 131072 --batch 1,4,8 {FEW} --cache-option resident=true",
-    f"--context 131072 --batch 1,4 {FEW} --cache tolerant",
+    f"--context 131072 --batch 1,8 {FEW} --cache-option resident=true",
+    f"--context 131072 --batch 4 {FEW} --cache tolerant",
     f"--context 131072 --batch 1,8 {FEW} --cache coded",
     f"--context 32768 --batch 1 {FEW} --weights int4",
     "--context 131072 --layers 4 --cache full",
