@@ -4,8 +4,8 @@ On the queries, keys and values of a model where it answers questions about long
 pages, a score and a budget leave of the attention: `mass`, the share of the attention mass outside sinks and window that is
 attended exactly; `error`, the relative L2 error of a head's attention output, mean over heads and queries, also prompt by
 prompt, and for heads whose top 64 tokens hold more (sharp) or less (diffuse) than 0.9 of the mass; `recall`, the share of
-each head's top tokens among those attended. Budgets include the sinks and the full
-window of the clustered cache: 32 and 32 tokens at 256, 16 and 32 at 128, 8 and 24 at 64.
+each head's top tokens among those attended. Budgets include the sinks and the full window of the clustered cache: 32 and 32
+tokens at 256, 16 and 32 at 128, 8 and 24 at 64.
 """
 
 from __future__ import annotations

@@ -140,6 +140,7 @@ def test_rows_come_and_go(model):
     plan = plan_for(model, test_rows.EXACT["omnikv"], [[1] * 300], 80)
     assert [type(each) for each in plan.policies] == [OmniKV, Follower] * 2
     test_rows.test_a_row_that_joins_at_any_step_goes_on_as_alone(model, "omnikv")
+    test_rows.test_the_pages_of_new_tokens_are_filled_over_and_over(model, "omnikv")
     test_rows.test_more_text_is_put_behind_a_row_that_then_joins_again(model, "omnikv", 230)
 
 

@@ -48,7 +48,17 @@ def test_streaming_keeps_the_first_tokens_and_the_newest(sinks, reassign):
     compare(Streaming(budget=48, sinks=sinks, reassign=reassign), theirs, prompt, new, check)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(pooling="max", group="sum", kernel=7), dict(group="max")], ids=str)
+# A maximum of means or sums is another thing than a mean or sum of maxima.
+OPTIONS = (
+    dict(),
+    dict(pooling="max", group="max", kernel=7),
+    dict(pooling="max", group="sum", kernel=7),
+    dict(group="max"),
+    dict(group="sum", kernel=1),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_snapkv_keeps_what_the_last_queries_attend_to(options):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     theirs = [reference.SnapKV(64, 16, **options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
