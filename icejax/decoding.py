@@ -158,8 +158,9 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     # Also what no step reads: its place would be another at every step, and a GPU's graph be told so, kernel by kernel.
     @functools.partial(jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler.OPTIONS.get(plan.platform))
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
-        # A session's row takes its end mark into the cache when it has ended, as pages are fetched for one row in any case.
-        live = ~state.done if len(state.done) > 1 else jnp.ones_like(state.done)
+        # A session goes on with its only row, whose end mark comes into the cache when it has ended: nothing is left out.
+        ended = state.done if len(state.done) > 1 else None
+        live = jnp.ones_like(state.done) if ended is None else ~ended
         model = nnx.merge(graph, serving(jax.tree.unflatten(tree, leaves), live))
         lengths = state.cache.lengths
         where = lengths.seen[:, None], lengths.seen + 1
@@ -167,7 +168,7 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         def run(layer: DecoderLayer, x: jax.Array, at: Place):
             guess = None if at.before is None else lambda: layer.enter(at.before, *where).q
             heads = Heads(*layer.enter(x, *where)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
-            view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, state.done), at.shared, guess)
+            view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, ended), at.shared, guess)
             outcome = plan.policies[at.number].decode(state.cache.layers[at.number], heads, view)
             x, experts = layer.leave(x, outcome.attended)
             return x, (outcome.state, _experts(layer, experts, live)), outcome.shared or at.shared

@@ -58,14 +58,13 @@ class PoolLayer:
     def fetch_live(self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]) -> tuple[Fetched, Int[Array, " B"]]:
         """Returns `fetch`, and how many pages that are `there` came from the host per row; the others fill the shape.
 
-        Of several rows those that have ended get zeros, and cost nothing.
+        Rows that have ended get zeros, and cost nothing.
         """
-        all_live = self.ended is None or len(page_ids) == 1
-        wanted = there if all_live else there & ~self.ended[:, None, None]
+        wanted = there if self.ended is None else there & ~self.ended[:, None, None]
         came = wanted.sum((1, 2), dtype=jnp.int32)
         if self.backend in CHOOSING:
             return self._chosen(page_ids, wanted), came
-        return self.fetch(page_ids) if all_live else self._by_row(page_ids), came
+        return self.fetch(page_ids) if self.ended is None else self._by_row(page_ids), came
 
     def _by_row(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for rows that have ended."""
@@ -99,11 +98,11 @@ class PoolLayer:
     ) -> tuple[Fetched, Int[Array, " B"]]:
         """Returns the pages that are `there`, taking what it can from pages `held`, and how many came from the host per row.
 
-        The place of one that is not, and of several rows those that have ended, get what is at hand, and cost nothing.
+        The place of one that is not, and rows that have ended, get what is at hand, and cost nothing.
         """
         same = page_ids[..., :, None] == held_ids[..., None, :]
         missing = there & ~same.any(-1)
-        if self.ended is not None and len(page_ids) > 1:  # a session goes on with the pages of its only row
+        if self.ended is not None:
             missing &= ~self.ended[:, None, None]
         came = missing.sum((1, 2), dtype=jnp.int32)
         at = same.argmax(-1)[..., None, None]
