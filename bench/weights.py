@@ -81,7 +81,8 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     problems = _problems(arguments)
     asking = humaneval.Asking(chat=arguments.chat, new_tokens=counts["new-tokens"], batch=max(batches))
     texts = [piece for _, some in language.pieces(LENGTH, counts["pieces"]) for piece in some]
-    model, called = None, shape or Path(arguments.model).resolve().name
+    model = None
+    called = shape or ("bundled" if arguments.model == ASSETS else Path(arguments.model).resolve().name)
     for name in weights:
         del model  # or two would be there
         model, tokenizer = _load(arguments, name)

@@ -20,7 +20,6 @@ from icejax.plan import make_plan
 from icejax.rows import nobody
 from icejax.session import Session
 from tests import families
-from tests.family_rows import WINDOW
 from tests.policies import EXACT
 from tests.run import follows
 from tests.test_session import Letters
@@ -59,12 +58,13 @@ def test_a_session_of_layers_with_heads_of_two_sizes_is_kept(tmp_path):
 
 def test_few_tokens_are_kept_in_rings_of_their_size(tmp_path):
     """A window with room for all counts as full attention only where heads are those of full attention."""
-    model = families.load(families.build(families.row("gemma4_text-experts")), tmp_path)
-    plan = make_plan(model, Clustered(dense_layers=0), batch_size=2, prompt_tokens=10, new_tokens=10)
+    theirs = families.build(families.row("gemma4_text-experts"), sliding_window=512)
+    plan = make_plan(families.load(theirs, tmp_path), Clustered(dense_layers=0), batch_size=2, prompt_tokens=10, new_tokens=10)
+    assert plan.spec.capacity <= 512
     assert plan.pooled == (2,) and [type(policy) for policy in plan.policies[:2]] == [Ring, Ring]
     assert plan.spec_of(2) is plan.spec and (plan.spec.num_kv_heads, plan.spec.head_dim) == (1, 32)
     ring = jax.eval_shape(lambda: nobody(plan)).cache.layers[0]
-    assert ring.k.shape == ring.v.shape == (2 * 2, WINDOW, 16)
+    assert ring.k.shape == ring.v.shape == (2 * 2, 512, 16)
 
 
 @pytest.mark.parametrize("kind", THEIRS)

@@ -103,9 +103,10 @@ def test_the_row_says_that_nothing_ran(file, tmp_path, capsys, monkeypatch):
     assert weights.main(f"{LINE} {more}".split()) == 0
     out, err = capsys.readouterr()
     (row,) = map(json.loads, out.splitlines())
-    written = tmp_path / "out" / "float32-full.jsonl"
+    written = tmp_path / "out" / "model-float32-full.jsonl"
     assert row["humaneval"] == dict(pass_at_1=None, problems=3, completions=str(written), ran=False)
     assert row["perplexity"] is row["needle"] is None and row["tokens_per_s"] > 0 and "not run" in err
+    assert row["model"] == "model"
     assert row["left_out"] == "perplexity and pass keys are of byte tokens, this tokenizer has others"
     lines = [json.loads(line) for line in written.read_text().splitlines()]
     assert [line["task_id"] for line in lines] == ["Test/0", "Test/1", "Test/2"] and lines[0]["result"] == "not run"
@@ -161,7 +162,7 @@ def test_completions_that_cannot_be_written_are_one_line(file, tmp_path, capsys)
     _refused(
         capsys,
         f"{LINE} --humaneval {file} --completions {file}",
-        f"--completions: {file}/float32-full.jsonl cannot be written:",
+        f"--completions: {file}/bundled-float32-full.jsonl cannot be written:",
     )
 
 

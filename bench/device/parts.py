@@ -27,7 +27,7 @@ class Sizes:
         model, cache: shapes of `bench.shapes`: a whole model, and one that is little but its cache.
         short, long, longest: contexts in tokens.
         text: tokens of the prompt and of the answer.
-        layers: of a long prefill; all are alike.
+        layers: of a long prefill, all if None; they are alike.
         share: of the least seconds that a part needs.
     """
 
@@ -43,7 +43,7 @@ class Sizes:
     many: int = 8
     steps: int = 128
     dtype: str = "bfloat16"
-    layers: int = 8
+    layers: int | None = 8
     mebibytes: int = 2048
     share: float = 1.0
     backends: tuple[str, ...] = ("triton", "gather", "host_compute")
@@ -52,7 +52,7 @@ class Sizes:
 
 TINY = Sizes(
     model="bundled", cache="bundled", short=1024, long=2048, longest=3072, needle=512, questions=1, text=(256, 4),
-    some=2, many=3, steps=16, dtype="float32", layers=1, mebibytes=16, share=0.02,
+    some=2, many=3, steps=16, dtype="float32", layers=None, mebibytes=16, share=0.02,
     backends=("host_compute", "slices"), bits=("--tiny",),
 )  # fmt: skip
 
@@ -149,9 +149,10 @@ def _batches(sizes: Sizes) -> Iterator[Part]:
 
 def _prefill(sizes: Sizes) -> Iterator[Part]:
     """Yields the prefill of two lengths by both attentions; all layers are alike, so that some are enough."""
+    layers = () if sizes.layers is None else ("--layers", str(sizes.layers))
+    shape = ("--shape", sizes.model, *layers, "--dtype", sizes.dtype)
     for length, most in ((sizes.short, 150), (sizes.long, 240)):
         for name, option in (("", ()), (", in blocks", ("--blocks",))):
-            shape = ("--shape", sizes.model, "--layers", str(sizes.layers), "--dtype", sizes.dtype)
             command = ("bench.prefill", *shape, "--lengths", str(length), "--repeats", "1", *option)
             yield _part(sizes, f"prefill, {length}{name}", PREFILL, command, least=60, most=most)
 
