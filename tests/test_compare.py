@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.compare import __main__ as compare
-from bench.compare import cells, rows, tuned
+from bench.compare import cells, page, rows, tuned
 from bench.compare.runner import Runner
 from bench.compare.subject import STEPS, Subject
 from bench.compare.text import Text
@@ -134,7 +134,9 @@ def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, 
     assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
     # Whole rows need no lines, and keep what they say; others do.
     path.unlink()
-    rows.write(tmp_path / "run" / "compare.jsonl", [r | dict(error=7.0) for r in found if r["policy"] != "quest"])
+    assert "## bundled, single, 600 tokens, 2 questions" in (tmp_path / "run" / "compare-tables.md").read_text()
+    fewer = [r | dict(error=7.0) for r in found if r["policy"] != "quest"]
+    rows.write(tmp_path / "run" / "compare.jsonl", rows.lines_of(fewer))
     assert run(*few) == 0 and len(cells.lines(path)) == 4
     again = rows.read(tmp_path / "run" / "compare.jsonl")
     assert len(again) == len(found) and all((row["error"] == 7) == (row["policy"] != "quest") for row in again.values())
@@ -278,3 +280,40 @@ def test_a_picture_shows_policies_where_most_of_them_were_and_the_full_cache_ans
     assert rows.alike([row("a", "x", 0.0), row("b", "x", 0.0), row("a", "y")]) == [row("a", "x", 0.0), row("b", "x", 0.0)]
     both = [row(name, task) for task in ("x", "y") for name in ("full", "a")]
     assert rows.alike([*both, row("a:z=1", "x")]) == both  # a mean over less would stand beside means over all
+
+
+def test_the_page_has_the_best_behind_the_oracles_and_all_models_beside_one_another():
+    def row(policy, budget, protocol, exact, error, model="bundled", task="hops", options=None):
+        tokens = {"all": None, "10%": 410}.get(budget, 64)
+        sizes = dict(attended=tokens or 4106, device_bytes=2**20 * len(policy), moved_bytes=0.0)
+        where = dict(model=model, length=4106, task=task, protocol=protocol, questions=50, options=options or {})
+        return dict(policy=policy, budget=budget, tokens=tokens, exact=exact, error=error) | where | sizes
+
+    found = [
+        row("full", "all", "sparse", 0.5, 0.0), row("full", "all", "dense", 1.0, 0.0),
+        row("b", "10%", "sparse", 0.5, 0.5), row("b", "10%", "dense", 0.0, 0.5), row("b", "64", "dense", 1.0, 0.125),
+        row("c", "10%", "dense", 1.0, 0.25, options={"mass": 0.123456}), row("topk", "10%", "dense", 0.0, 1.0),
+        row("a", "10%", "dense", 1.0, 0.5), row("a", "10%", "dense", 0.25, 1.0, model="mha", task="single"),
+    ]  # fmt: skip
+    tables = page.rendered(found).split("## ")
+    assert [text.splitlines()[0] for text in tables[1:]] == [
+        "bundled, hops, 4,106 tokens, 50 questions", "mha, single, 4,106 tokens, 50 questions",
+        "All models, 4,106 tokens, budget 10%",
+    ]  # fmt: skip
+    assert tables[1].splitlines()[4:] == [
+        "| `full` | 100%, 50% | 0.000, 0.000 |  |  | 4106 | 4.0 | 0 |",
+        "| `topk` |  |  | 0% | 1.000 | 410 | 4.0 | 0 |",
+        "| `c` |  |  | 100% | 0.250 | 410 | 1.0 | 0 |",
+        "| `a` |  |  | 100% | 0.500 | 410 | 1.0 | 0 |",
+        "| `b` | 100% | 0.125 | 0%, 50% | 0.500, 0.500 | 64 / 410 | 1.0 | 0 |",
+        "", "Searched for on a text of no table: `c` at 10% mass=0.1235.", "",
+    ]  # fmt: skip
+    assert tables[3].splitlines()[4:] == [
+        "|  | bundled: right, % | error | mha: right, % | error |",
+        "|---|---|---|---|---|",
+        "| `full` | 100 -, 50 - | 0.000, 0.000 |  |  |",
+        "| `topk` | 0 - | 1.000 |  |  |",
+        "| `c` | 100 - | 0.250 |  |  |",
+        "| `a` | 100 - | 0.500 | - 25 | 1.000 |",
+        "| `b` | 0 -, 50 - | 0.500, 0.500 |  |  |",
+    ]

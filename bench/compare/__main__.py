@@ -3,8 +3,9 @@
 Every text is prefilled once per model, and its queries, keys and values are given to every policy. Two protocols: **dense**,
 the question stands inside the exact prefill, and the answer's first token comes from it; **sparse**, the question goes through
 the cache token by token. A line per text and policy is added to DIR/lines.jsonl, and a run that was stopped goes on there. The
-rows of the table are in DIR/compare.jsonl, the plots in DIR/compare.png. A row of as many questions or more is not run again,
-even where its lines are gone; of one of fewer whose lines are gone all texts are read anew. The table goes to stderr.
+rows of the tables are in DIR/compare.jsonl, the tables in DIR/compare-tables.md, the plots in DIR/compare.png. A row of as many
+questions or more is not run again, even where its lines are gone; of one of fewer whose lines are gone all texts are read anew.
+Tables with intervals go to stderr.
 
 A budget counts the tokens that a KV head of a layer attends to exactly in a step, sinks and window included; a share, as 10%,
 is one of the text. `attended` is what a query head did attend to, mean and 95th percentile over steps and layers; `distinct`
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench import panel
-from bench.compare import cells, rows
+from bench.compare import cells, page, rows
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol
 from bench.compare.runner import run
 from bench.compare.subject import Subject
@@ -114,7 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     found = list(rows.merged(before, rows.summed(cells.lines(path).values())).values())
     if times is not None:
         found = rows.timed(found, times)
-    rows.write(written, found)
+    rows.write(written, rows.lines_of(found))
+    rows.write(arguments.out / "compare-tables.md", page.rendered(found))
     for table in rows.tables(found):
         console.print(table)
     rows.plot(found, arguments.out / "compare.png")

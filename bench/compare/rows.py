@@ -37,10 +37,15 @@ def read(path: Path) -> dict[tuple, dict]:
         raise InputError(f"{path} must hold the rows of a comparison: {error}; move it away or name another") from None
 
 
-def write(path: Path, found: list[dict]) -> None:
-    """Writes rows to a file, whole or not at all."""
+def lines_of(found: list[dict]) -> str:
+    """Returns rows as lines of JSON, in the order of what tells them apart."""
+    return "".join(json.dumps(row) + "\n" for row in sorted(found, key=lambda row: [str(x) for x in key_of(row)]))
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in sorted(found, key=lambda row: [str(x) for x in key_of(row)])))
+    part.write_text(text)
     part.replace(path)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from bench.device import floor
 from bench.device.results import DONE
-
-NONE = "-"
+from bench.markdown import table
 
 
 def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> str:
@@ -40,14 +39,6 @@ def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> s
     return "\n".join(text)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    rows = [[NONE if cell is None else str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    if rows:
-        yield f"| {' | '.join(heads)} |"
-        yield f"|{'---|' * len(heads)}"
-        yield from (f"| {' | '.join(row)} |" for row in rows)
-
-
 def _machine(rows: list[dict]) -> Iterator[str]:
     for row in rows:
         if "to_device_gb_per_s" not in row:
@@ -72,7 +63,7 @@ def _fetch(rows: list[dict]) -> Iterator[str]:
             found.append((each["backend"], "512 of 8 KiB (doctor)", each))
         if "table_bytes" in row:
             found.append((row["backend"], f"448, {row['dtype']}, of {row['table_bytes'] / 1e9:.2f} GB", row))
-    yield from _table(
+    yield from table(
         heads, ((name, what, _exact(each), each.get("microseconds"), each.get("gb_per_s")) for name, what, each in found)
     )
 
@@ -84,7 +75,7 @@ def _exact(row: dict) -> str:
 def _text(rows: list[dict]) -> Iterator[str]:
     heads = ("cache", "dtype", "tokens alike", "logits apart by", "CPU's margin at the first that differs")
     found = [row for row in rows if "alike" in row]
-    yield from _table(
+    yield from table(
         heads,
         (
             (row["policy"], row["dtype"], f"{row['alike']} of {row['tokens']}", f"{row['logits_apart']:.2g}", _margin(row))
@@ -103,7 +94,7 @@ def _margin(row: dict) -> str | None:
 def _needles(rows: list[dict]) -> Iterator[str]:
     heads = ("task", "tokens", "cache", "budget", "right", "ms per token")
     found = [row for row in rows if "task" in row]
-    yield from _table(
+    yield from table(
         heads,
         (
             (
@@ -147,7 +138,7 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
             (row["shape"], row["context"], row["batch"], row["policy"], setting(row), f"{ms:.2f} ({low:.2f} - {high:.2f})",
              *times, program.get("graphs"), outside or None)
         )  # fmt: skip
-    yield from _table(heads, found)
+    yield from table(heads, found)
     if any(floor.target(row["device"]) for row in timed):
         yield "\nThe floor is what a step must read over 0.9 of the data sheet's bandwidth, as if no page were at hand."
     for row in programs:
@@ -159,7 +150,7 @@ def _scopes(rows: list[dict]) -> Iterator[str]:
     found = [row for row in rows if "scope_ms" in row]
     names = list(found[0]["scope_ms"]) if found else []
     heads = ("tokens", "cache", *names, "Python")
-    yield from _table(
+    yield from table(
         heads, ((row["context"], row["policy"], *(row["scope_ms"][x] for x in names), row["python_ms"]) for row in found)
     )
 
@@ -171,7 +162,7 @@ def _shares(timed: list[dict]) -> Iterator[str]:
         shares = [f"{100 * share:.0f}%" for share in floor.shares(row).values()]
         if shares:
             found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
-    yield from _table(heads, found)
+    yield from table(heads, found)
     if found:
         yield "\nAt the data sheet's bandwidth. A step reads less: of a digest tree the nodes it opens, of embeddings a row."
 
@@ -184,13 +175,13 @@ def _memory(timed: list[dict]) -> Iterator[str]:
     for row in timed:
         sizes = (None if row[name] is None else f"{row[name] / 1e9:.2f}" for name in names)
         found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *sizes))
-    yield from _table(heads, found)
+    yield from table(heads, found)
 
 
 def _prefill(rows: list[dict]) -> Iterator[str]:
     heads = ("shape", "layers", "tokens", "cache", "attention in blocks", "seconds", "tokens per second")
     found = [row for row in rows if "prefill_s" in row]
-    yield from _table(
+    yield from table(
         heads,
         (
             (row["shape"], row["layers"], row["length"], row["policy"], "yes" if row["blocks"] else "as the platform has it",
