@@ -238,7 +238,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.calibrate", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument(
         "--lengths", default="4096", help="tokens of the prompts, comma-separated, at most 36,000 (default: 4096)"

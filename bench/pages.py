@@ -179,7 +179,7 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")
     parser.add_argument(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import icejax
+from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
 
@@ -24,4 +26,18 @@ def models(
     """Yields the models of `folders`, or only some of them, one after another, each loaded when it is its turn."""
     for name, folder in folders(first, panel=panel).items():
         if only is None or name in only:
-            yield name, icejax.load(folder, dtype=dtype)[0]
+            yield name, load(folder, dtype=dtype)
+
+
+def load(folder: Path | str, *, dtype: str | None = None) -> CausalLM:
+    """Returns the model of a folder; InputError for one whose tokens are no bytes, which all texts here are of."""
+    model, tokenizer = icejax.load(folder, dtype=dtype)
+    if not reads_bytes(tokenizer):
+        raise InputError(f"{folder} must have a tokenizer of bytes, as the bundled model and those of {FOLDER.name} have")
+    return model
+
+
+def reads_bytes(tokenizer: Any) -> bool:
+    """Says whether the tokens of a text are its bytes."""
+    text = "Pass key tb: 94864.\n"
+    return tokenizer.encode(text, add_special_tokens=False) == list(text.encode())

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import icejax
+from bench import panel
 from bench.capture import Captured, capture, needle_prompt
 from bench.flags import numbers
 from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
@@ -98,7 +99,7 @@ def _holding(layer: Captured, leader: Captured, theirs, asked: jax.Array, found,
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sharing", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt, at most 16,000 (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         length = whole("--length", arguments.length, least=SHORTEST, most=16000)
         seed, several = whole("--seed", arguments.seed, least=0), whole("--prompts", arguments.prompts)
         budgets = numbers("--budgets", arguments.budgets, most=length // 2)
-        model, _ = icejax.load(arguments.model, dtype="float32")
+        model = panel.load(arguments.model, dtype="float32")
         rng = np.random.default_rng((seed, length))
         prompts = [capture(model, *needle_prompt(rng, length=length, facts=4)) for _ in range(several)]
         where = dict(length=length, device=str(memory.device().device_kind), jax=jax.__version__)

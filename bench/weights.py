@@ -33,6 +33,7 @@ from bench import humaneval, shapes
 from bench.flags import listed, numbers
 from bench.needle import language
 from bench.needle.evaluate import SHORTEST, evaluate
+from bench.panel import reads_bytes
 from bench.program.compile import abstract_model
 from bench.sizes import nbytes
 from bench.subjects import Icejax
@@ -129,9 +130,7 @@ def _left_out(tokenizer: Any) -> str | None:
     """Says why there is neither perplexity nor a pass key; None: there are both."""
     if tokenizer is None:
         return "weights are random"
-    text = "Pass key tb: 94864."
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return None if tokens == list(text.encode()) else "perplexity and pass keys are of byte tokens, this tokenizer has others"
+    return None if reads_bytes(tokenizer) else "perplexity and pass keys are of byte tokens, this tokenizer has others"
 
 
 def _keys_found(model: CausalLM, policy: icejax.CachePolicy, length: int, questions: int) -> dict[str, Any]:

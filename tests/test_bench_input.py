@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import chat_templates, families
+
 BAD = {
     "pages --lengths abc": "--lengths must be whole numbers, comma-separated, got 'abc'",
     "pages --budgets x": "--budgets must be whole numbers, comma-separated, got 'x'",
@@ -16,6 +18,8 @@ BAD = {
     "sharing --length 10": "--length must be at least 512, got 10",
     "sharing --length 16001": "--length must be at most 16000, got 16001",
     "sharing --budgets x": "--budgets must be whole numbers, comma-separated, got 'x'",
+    "needle.language --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
+    "needle.language --length 1": "--length must be at least 65, got 1",
     "needle.evaluate --seed -1": "--seed must be at least 0, got -1",
     "needle.evaluate --questions 0": "--questions must be at least 1, got 0",
     "needle.evaluate --cache full --budget 64": "cache 'full' has no option 'budget': it has none",
@@ -47,3 +51,22 @@ def test_bad_input_is_a_line(line, capsys, tmp_path, monkeypatch):
     out, err = capsys.readouterr()
     assert status == 2 and not out and BAD[line] in err.splitlines()[-1] and "Traceback" not in err
     assert [path.name for path in Path().iterdir()] == ["FILE"]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """A model whose tokens are no bytes."""
+    folder = tmp_path_factory.mktemp("others")
+    families.save(families.build(families.row("llama-gqa"), vocab_size=300), folder)
+    chat_templates.tokenizer("qwen2.5").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["needle.evaluate", "needle.language", "pages", "calibrate", "sharing"])
+def test_other_tokens_than_bytes_are_refused(name, others, capsys):
+    try:
+        status = importlib.import_module(f"bench.{name}").main(["--model", str(others)])
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert status == 2 and not out and f"{others} must have a tokenizer of bytes" in err.splitlines()[-1]

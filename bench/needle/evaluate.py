@@ -103,7 +103,7 @@ def _answers(reader: Reader, form: task.Task, context: task.Context, prompt: lis
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--tasks", default="single", help=f"comma-separated, of {', '.join(task.TASKS)} (default: %(default)s)")
     parser.add_argument("--lengths", default="2048,8192", help="tokens of the texts, comma-separated (default: %(default)s)")

@@ -15,10 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import icejax
+from bench import panel
 from bench.needle import task
 from icejax import memory
+from icejax.errors import InputError
 from icejax.generation import ASSETS
+from icejax.models import CausalLM
+from icejax.ranges import whole
 from icejax.walk import exact, walk
 
 UNCOUNTED = 64  # first bytes of a piece, which have little before them
@@ -44,7 +47,7 @@ class Trigram:
 
 
 @jax.jit
-def _bits(model: icejax.CausalLM, tokens: jax.Array) -> jax.Array:
+def _bits(model: CausalLM, tokens: jax.Array) -> jax.Array:
     """Returns the bits [B, T - 1] of tokens [B, T] but the first."""
     lengths = jnp.full(len(tokens), tokens.shape[1])
     *_, (x, _) = walk(model, model.model.embed_tokens(tokens), lambda layer, x, _: (*exact(layer, x, lengths), None))
@@ -61,7 +64,7 @@ def pieces(length: int, count: int) -> Iterator[tuple[str, list[bytes]]]:
         yield kind, [text[start : start + length] for start in starts]
 
 
-def bits(model: icejax.CausalLM, texts: list[bytes]) -> np.ndarray:
+def bits(model: CausalLM, texts: list[bytes]) -> np.ndarray:
     """Returns the bits of every byte that counts, of texts of one length: [texts, bytes]."""
     tokens = np.asarray([list(text) for text in texts], np.int32)
     batches = np.split(tokens, range(8, len(tokens), 8))
@@ -69,14 +72,18 @@ def bits(model: icejax.CausalLM, texts: list[bytes]) -> np.ndarray:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.needle.language", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
     parser.add_argument("--length", type=int, default=1024, help="bytes of a piece (default: %(default)s)")
     parser.add_argument("--pieces", type=int, default=64, help="of each kind of text (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    model, _ = icejax.load(arguments.model, dtype="float32")
+    try:
+        some = pieces(whole("--length", arguments.length, least=UNCOUNTED + 1, most=2**16), whole("--pieces", arguments.pieces))
+        model = panel.load(arguments.model, dtype="float32")
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     trigram = Trigram(b"\n".join(task.corpus("train", kind) for kind in task.KINDS))
-    for kind, texts in pieces(arguments.length, arguments.pieces):
+    for kind, texts in some:
         ours, theirs = bits(model, texts), np.stack([trigram.bits(text)[UNCOUNTED - 2 :] for text in texts])
         row = dict(
             kind=kind, bytes=ours.size, bits_per_byte=round(float(ours.mean()), 4), trigram=round(float(theirs.mean()), 4)
