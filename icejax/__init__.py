@@ -1,4 +1,4 @@
-"""Long-context inference in JAX and Flax: the KV cache in host memory, in pages of tokens that mean similar things."""
+"""Long-context inference in JAX and Flax: the KV cache in host memory, in pages of tokens with similar keys."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -65,13 +65,13 @@ def test_first_layers_and_windows_are_told_apart():
 def test_the_table_fits_the_terminal(bundled, width, several):
     found = icejax.generate(*bundled, "import os", max_new_tokens=2) * several
     console = Console(width=width, file=io.StringIO())
-    console.print(table([replace(each, prompt_tokens=10**6, ttft_s=1234.5) for each in found], console))
+    console.print(table([replace(each, prompt_tokens=10**6, ttft_s=1234.5, compile_s=98.76) for each in found], console))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width and sum(line.count("1000000") for line in lines) == several
     shown = " ".join(" ".join(lines).split())
-    for name in ("prompt", "ended", "compiled", "full"):
+    for name in ("prompt", "ended", "compiling", "full"):
         assert name in shown
-    assert "clustered cache, budget 256, float32" in shown
+    assert "clustered cache, budget 256, float32" in shown and shown.count("98.76 s") == several
 
 
 @pytest.mark.parametrize("width", [60, 100, 150])

@@ -98,7 +98,7 @@ def _figures(r: GenerationResponse) -> dict[str, str]:
         "new": str(r.new_tokens),
         "ended by": r.finish_reason,
         "first token": f"{r.ttft_s:.2f} s",
-        "compiled": f"{r.ttft_s - r.compile_s:.2f} s",
+        "compiling": f"{r.compile_s:.2f} s",
         "per token": f"{r.tpot_s * 1e3:.1f} ms" if r.tpot_s is not None else "-",
         "KV device": _size(r.device_kv_bytes + r.digest_bytes),
         "KV host": _size(r.host_kv_bytes),

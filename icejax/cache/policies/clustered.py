@@ -1,4 +1,4 @@
-"""The clustered cache: pages of tokens that mean similar things, in host memory, fetched by need (arXiv 2604.10539)."""
+"""The clustered cache: pages of tokens with similar keys, in host memory, fetched by need (arXiv 2604.10539)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Clustered(Reranked):
         resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
             is that of the fetched pages.
         opened: nodes of the digest tree opened per level, or as many more as bring to light twice the pages that are ranked.
-        compact_every: decoded tokens after which the pages that hold them are sorted by meaning; 0: never.
+        compact_every: decoded tokens after which the pages that hold them are packed anew; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
         reuse: clustered layers that share pages: the first of so many packs and selects by its own keys and queries, the
