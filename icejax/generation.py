@@ -47,6 +47,7 @@ def load(
     """
     memory.raise_pinned_limit()
     try_ahead()
+    memory.check()
     folder = resolve(path)
     read_config(folder)
     tokenizer = load_tokenizer(folder)

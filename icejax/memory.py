@@ -10,7 +10,7 @@ import psutil
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jax.sharding import SingleDeviceSharding
 
-from icejax.errors import InputError
+from icejax.errors import InputError, told
 from icejax.ranges import whole
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -21,6 +21,14 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA reads it when its back
 def started() -> bool:
     """Says whether JAX has taken its devices already."""
     return xla_bridge.backends_are_initialized()
+
+
+def check() -> None:
+    """Raises InputError where JAX has no device, as without a driver; its backend starts here."""
+    with told(
+        f"JAX finds no device, with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: look at it and at the drivers"
+    ):
+        jax.devices()
 
 
 def platform() -> str:

@@ -41,7 +41,7 @@ class Request:
         checked(self.sampling)
         if self.index is not None:
             whole("index", self.index, least=0, most=2**32 - 1)
-        if self.special_tokens not in (None, True, False):
+        if self.special_tokens is not None and not isinstance(self.special_tokens, bool):
             raise InputError(f"special_tokens must be true or false, got {quoted(self.special_tokens)}")
 
 

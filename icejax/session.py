@@ -126,7 +126,9 @@ class Session:
         return join(list(self.stream_chat(text, **options)))
 
     def stream_chat(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
-        """Puts `text` as the user's next message into the chat and yields the answer; options as of `stream`.
+        """Puts `text` as the user's next message into the chat and yields the answer.
+
+        Options are those of `stream` but `special_tokens`, of which the template writes its own.
 
         What the template writes behind the last answer, which may have been left before its end, is added to the tokens there
         are. A template that rewrites those has the whole chat prefilled anew, with a warning in the log the first time.

@@ -22,7 +22,7 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         InputError: the tokenizer's files are missing or broken, or only the folder's own code can read them.
     """
-    from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig  # takes seconds to import
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
     settings = read_json(file) if file in companions(folder) else {}
@@ -37,9 +37,14 @@ def load_tokenizer(folder: Path) -> Any:
         )
     with told(f"{folder} has no tokenizer that loads"):
         # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
-        kind = AutoConfig.for_model(config["model_type"], tokenizer_class=config.get("tokenizer_class"))
+        known = config["model_type"] in CONFIG_MAPPING
+        kind = CONFIG_MAPPING[config["model_type"]] if known else PreTrainedConfig
+        kind = kind(tokenizer_class=config.get("tokenizer_class"))
         tokenizer = AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
         growth = _growth(tokenizer)
+    names = tokenizer.vocab_files_names.values()
+    if names and not any((folder / name).exists() for name in names) and not [*folder.glob("tokenizer.*")]:
+        raise InputError(f"{folder} has no vocabulary, of which transformers would make none: expected {' or '.join(names)}")
     if growth > MOST_GROWTH:
         raise InputError(
             f"{folder}: the tokenizer may make {growth:.3g} times as much of a text, which no memory may hold: "

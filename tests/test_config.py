@@ -211,6 +211,18 @@ def test_gemma_4_says_its_head_sizes_in_two_ways():
     assert read(**GEMMA4 | dict(global_head_dim=...)).head_dim == 512
 
 
+def test_gemma_4_is_read_as_transformers_writes_it(tmp_path):
+    """Which fills the numbers of layers up to the digits of the largest."""
+    raw = {name: value for name, value in (BASE | GEMMA4).items() if value is not ...} | dict(num_hidden_layers=12)
+    AutoConfig.for_model(raw.pop("model_type"), **raw).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert list(written["per_layer_config"]) == ["05", "11"]
+    assert read_config(tmp_path) == read(**GEMMA4, num_hidden_layers=12, eos_token_id=1)
+    written["per_layer_config"]["5"] = written["per_layer_config"]["05"]
+    with pytest.raises(InputError, match="must give layers of full attention alike"):
+        read(**written)
+
+
 def test_generation_config_is_read_as_carefully(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     for value, found in (("two", "'two'"), ([None], "None"), ({"id": 2}, "{'id': 2}")):

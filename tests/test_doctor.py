@@ -1,6 +1,11 @@
 """The doctor says what works here, what does not and why, and what is used."""
 
 import json
+import os
+import subprocess
+import sys
+
+import pytest
 
 from icejax.cache import fetch
 from icejax.commands import doctor
@@ -32,3 +37,11 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     assert capsys.readouterr().err == (
         "icejax.doctor: error: ICEJAX_FETCH_BACKEND must be one of gather_flat, host_compute, slices on cpu, got 'nothing'\n"
     )
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["generate", "--prompt", "x", "--compile-cache", "none"]])
+def test_a_machine_without_the_device_is_one_line(command):
+    settings = dict(os.environ) | dict(JAX_PLATFORMS="cuda")
+    done = subprocess.run([sys.executable, "-m", "icejax", *command], env=settings, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert f"icejax {command[0]}: error: JAX finds no device, with JAX_PLATFORMS='cuda'" in done.stderr

@@ -148,6 +148,7 @@ def test_options_of_other_types_are_refused(bundled):
         (dict(index="a"), "index must be a whole number, got 'a'"),
         (dict(sampling="hot"), r"sampling must be an icejax.Sampling\(...\), got 'hot'"),
         (dict(special_tokens="no"), "special_tokens must be true or false, got 'no'"),
+        (dict(special_tokens=0), "special_tokens must be true or false, got 0"),
     ):
         with pytest.raises(icejax.InputError, match=message):
             icejax.Request(prompt="x", **options)

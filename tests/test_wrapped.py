@@ -133,16 +133,16 @@ def check_text_model(whole, alone, tmp_path):
     whole.model.language_model.load_state_dict(alone.model.state_dict())
     found = load_model(families.save(whole, tmp_path / "whole"))
     text = families.load(alone, tmp_path / "alone")
-    assert found.config == dataclasses.replace(text.config, eos_token_ids=(1, 106))
+    assert found.config == dataclasses.replace(text.config, eos_token_ids=(106, 7))
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(x) for x in (found, text)))
 
 
 def test_a_gemma_4_with_images_is_its_text_model(tmp_path):
     row = families.row("gemma4_text-experts")
     config = Gemma4Config(
-        text_config=families.SIZES | dict(row.changes),
+        text_config=families.SIZES | dict(row.changes) | dict(eos_token_id=7),
         vision_config=vision(num_key_value_heads=2, head_dim=16),
-        eos_token_id=[1, 106],
+        eos_token_id=106,
     )
     check_text_model(Gemma4ForConditionalGeneration(config), families.build(row), tmp_path)
 
@@ -151,7 +151,7 @@ def test_a_gemma_4_with_images_is_its_text_model(tmp_path):
 def test_a_gemma_3_with_images_is_its_text_model(tmp_path):
     row = families.row("gemma3_text-plain")
     text, towers = families.SIZES | dict(row.changes), dict(vision_config=vision(), mm_tokens_per_image=4)
-    config = Gemma3Config(text_config=text, eos_token_id=[1, 106], **towers)
+    config = Gemma3Config(text_config=text | dict(eos_token_id=7), eos_token_id=106, **towers)
     check_text_model(Gemma3ForConditionalGeneration(config), families.build(row), tmp_path)
 
 

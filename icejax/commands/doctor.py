@@ -92,6 +92,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     arguments = parser.parse_args(argv)
     memory.raise_pinned_limit()
     fetch.try_ahead()
+    memory.check()
     report = examine()
     if arguments.json:
         write(json.dumps(report) + "\n")

@@ -10,7 +10,7 @@ from icejax.config import ExpertForm, Experts, ModelConfig
 from icejax.errors import InputError, quoted
 from icejax.models import gemma
 from icejax.models.fields import Fields
-from icejax.models.hf_config import SOFTMAX, common_by_type, experts, finish, layer_types
+from icejax.models.hf_config import SOFTMAX, check_rotated, common_by_type, experts, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (
@@ -57,6 +57,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     far = _full(early, types["layer_types"], near, alone)
     forms = raw.get("rope_parameters") or ROPE
     fields, values = common_by_type(raw | far | {"rope_parameters": forms}, full=1e6, sliding=1e4)
+    check_rotated(near["head_dim"])
     if heads % near["num_key_value_heads"]:
         raise InputError(f"config.json: {heads} attention heads do not divide among {near['num_key_value_heads']} KV heads")
     bias = fields.take("attention_bias", bool, default=False)
@@ -96,8 +97,8 @@ def _full(fields: Fields, types: tuple[str, ...], near: dict[str, int], alone: b
     if by_layer is None:
         return found
     full = [str(i) for i, kind in enumerate(types) if kind == "full_attention"]
-    given = {str(layer): sizes for layer, sizes in by_layer.items()}
-    first = given.get(full[0]) if sorted(given) == sorted(full) else None
+    given = {str(layer).lstrip("0") or "0": sizes for layer, sizes in by_layer.items()}  # transformers writes 05 beside 11
+    first = given.get(full[0]) if len(by_layer) == len(full) and sorted(given) == sorted(full) else None
     if not isinstance(first, dict) or set(first) - set(near) or any(sizes != first for sizes in given.values()):
         raise InputError(
             "config.json: 'per_layer_config' must give layers of full attention alike head_dim and num_key_value_heads, "

@@ -95,12 +95,17 @@ def common(
     )
     if heads % kv_heads:
         raise InputError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
-    if size % 2 or rotated % 2 or rotated < 4:
-        raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {rotated}")
+    check_rotated(size if size % 2 else rotated)
     for factors in () if scaling is None or scaling.rope_type != "longrope" else (scaling.factors, scaling.short_factors):
         if len(factors) != rotated // 2:
             raise InputError(f"config.json: {rotated // 2} frequencies need as many factors, got {len(factors)}")
     return fields, values
+
+
+def check_rotated(size: int) -> None:
+    """Raises InputError for heads of a size that cannot be rotated in pairs."""
+    if size % 2 or size < 4:
+        raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {size}")
 
 
 def common_by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[Fields, dict[str, Any]]:

@@ -32,11 +32,13 @@ def text_of(raw: dict[str, Any], model_type: str, towers: Set[str]) -> dict[str,
     """Returns the raw config of the text model, of `model_type` unless it says; other fields than `towers` are refused.
 
     Both levels may say whether the head is the embedding. As in transformers the outer one counts, and true unless said; a head
-    that is stored is one of its own all the same.
+    that is stored is one of its own all the same. Both may say what ends a text: transformers writes its default into the inner
+    one, so that both count.
     """
     fields = Fields(raw)
     text = fields.take("text_config", dict)
     tied = fields.take("tie_word_embeddings", bool, default=Fields(text).take("tie_word_embeddings", bool, default=True))
     finish(fields, irrelevant=IRRELEVANT | towers)
-    outer = {name: raw.get(name) for name in ("dtype", "torch_dtype", "eos_token_id") if text.get(name) is None}
-    return {"model_type": model_type, **text, **outer, "tie_word_embeddings": tied}
+    outer = {name: raw.get(name) for name in ("dtype", "torch_dtype") if text.get(name) is None}
+    ends = {"eos_token_id": [*dict.fromkeys((*fields.token_ids("eos_token_id"), *Fields(text).token_ids("eos_token_id")))]}
+    return {"model_type": model_type, **text, **outer, **ends, "tie_word_embeddings": tied}
