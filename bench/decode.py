@@ -106,11 +106,11 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
 def _table(found: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     times, slots = ("ms/token", "10%", "90%"), ("slots used", "allocated")
-    for name in ("policy", "context", *times, *slots, "KV device", "digests", "KV host", "moved/token"):
+    for name in ("policy", "context", *times, *slots, "KV device", "digests", "KV host", "moved/step"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in found:
         times = (f"{1e3 * row[key]:.2f}" for key in ("tpot_s", "tpot_low_s", "tpot_high_s"))
-        sizes = ("device_kv_bytes", "digest_bytes", "host_kv_bytes", "moved_bytes_per_token")
+        sizes = ("device_kv_bytes", "digest_bytes", "host_kv_bytes", "moved_bytes_per_step")
         slots = (f"{row[key]:.0f}" if row.get(key) else "" for key in ("slots_used", "slots_allocated"))
         bytes_of = (f"{row[key] / 2**20:.1f} MiB" for key in sizes)
         table.add_row(row["policy"], str(row["context"]), *times, *slots, *bytes_of)

@@ -8,6 +8,7 @@ LlamaForCausalLM with SDPA and a DynamicCache, on random weights of the same sha
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import resource
@@ -107,14 +108,14 @@ def main(argv: list[str] | None = None) -> int:
         if "transformers" in names:
             shapes.as_llama(raw)
         one_of("--dtype", arguments.dtype, DTYPES)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    spawn = multiprocessing.get_context("spawn")
-    for length in lengths:
-        for name in names:
+        memory.raise_pinned_limit()
+        spawn = multiprocessing.get_context("spawn")
+        for length, name in itertools.product(lengths, names):
             with ProcessPoolExecutor(1, mp_context=spawn) as alone:
                 of = (arguments.shape, arguments.layers, arguments.dtype, length, arguments.repeats, arguments.blocks)
                 print(json.dumps(alone.submit(measure, name, *of).result()), flush=True)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0
 
 

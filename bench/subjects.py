@@ -101,7 +101,7 @@ class Icejax:
             slots_used=float(np.mean(used)) * len(layers) / heads,
             slots_allocated=sum(each.allocated for each in told) / heads,
             host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
-            moved_bytes_per_token=int(np.median(self._fetched) * plan.fetched_bytes),
+            moved_bytes_per_step=int(np.median(self._fetched) * plan.fetched_bytes),
             dtype=self._model.dtype,
             version=f"jax {jax.__version__}",
         )
@@ -170,6 +170,6 @@ class Transformers:
         return dict(
             budget=self._budget, filled=self._ttft_s is None, ttft_s=self._ttft_s,
             weight_bytes=sum(x.nbytes for x in self._model.parameters()),
-            device_kv_bytes=kept, digest_bytes=0, host_kv_bytes=0, moved_bytes_per_token=0, dtype="float32",
+            device_kv_bytes=kept, digest_bytes=0, host_kv_bytes=0, moved_bytes_per_step=0, dtype="float32",
             version=f"transformers {transformers.__version__}, torch {self._torch.__version__}",
         )  # fmt: skip

@@ -39,7 +39,7 @@ FILES = {
         _MODEL | dict(
             part="model, resident", options=["resident=true"], flags=dict(xla_x=""), backend="triton", tpot_s=0.004,
             tpot_low_s=0.003, tpot_high_s=0.005, weight_bytes=4800000000, device_kv_bytes=2400000000,
-            digest_bytes=2400000000, host_kv_bytes=16000000000, moved_bytes_per_token=26000000,
+            digest_bytes=2400000000, host_kv_bytes=16000000000, moved_bytes_per_step=26000000,
             peak_device_bytes=30000000000, peak_rss_bytes=None,
         ),
         dict(

@@ -198,9 +198,9 @@ def test_rows_count_bytes_as_the_shapes_say(capsys, tmp_path):
     for row in timed:
         assert 0 < row["tpot_low_s"] <= row["tpot_s"] <= row["tpot_high_s"]
         if row["policy"] == "full":
-            assert row["device_kv_bytes"] >= row["context"] * token and row["moved_bytes_per_token"] == 0
+            assert row["device_kv_bytes"] >= row["context"] * token and row["moved_bytes_per_step"] == 0
         if row["policy"] == "clustered":
-            vectors = row["moved_bytes_per_token"] / (4 * 2 * 64 * 4)  # of a layer's head: the keys of pages, and the values
+            vectors = row["moved_bytes_per_step"] / (4 * 2 * 64 * 4)  # of a layer's head: the keys of pages, and the values
             assert 112 * 16 + 192 <= vectors <= 112 * 16 + 207
             assert row["digest_bytes"] > 4 * 64 * 4 * 8 * row["context"] / 16
     assert [row["policy"] for row in scopes] == ["full", "clustered"] and scopes[1]["scope_ms"]["select"] > 0

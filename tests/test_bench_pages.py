@@ -63,7 +63,7 @@ def test_a_step_knows_something_of_its_error(capsys):
     rows = {(r["estimate"], r["by"]): r for r in map(json.loads, capsys.readouterr().out.splitlines())}
     assert len(rows) == len(calibrate.ESTIMATES) * len(calibrate.MEASURES)
     found = rows["spread", "last 4 tokens"]
-    assert found["chosen"] and found["steps"] == 16 and found["coverage"] >= 0.9 and 0.5 < found["spearman"] < 1
+    assert found["chosen"] and found["steps"] == 16 and 0.5 < found["spearman"] < 1
     assert found["head_spearman"] > 0.7 and 0.01 < found["error"] < 0.2
 
 

@@ -134,7 +134,7 @@ def test_a_run_that_was_stopped_goes_on_and_makes_table_and_plot(run, tmp_path, 
     assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
     # Whole rows need no lines, and keep what they say; others do.
     path.unlink()
-    assert "## bundled, single, 600 tokens, 2 questions" in (tmp_path / "run" / "compare-tables.md").read_text()
+    assert "## tiny, single, 600 tokens, 2 questions" in (tmp_path / "run" / "compare-tables.md").read_text()
     fewer = [r | dict(error=7.0) for r in found if r["policy"] != "quest"]
     rows.write(tmp_path / "run" / "compare.jsonl", rows.lines_of(fewer))
     assert run(*few) == 0 and len(cells.lines(path)) == 4

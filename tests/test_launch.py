@@ -48,6 +48,7 @@ def interrupted(line: list[str], after_s: float) -> None:
     """Interrupts the command some time after its first line of code has run."""
     process = start(line)
     while len(os.listdir(f"/proc/{process.pid}/task")) == 1:  # until the thread that listens is there
+        assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)

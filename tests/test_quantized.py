@@ -44,8 +44,13 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, 
     found = np.asarray(jitted(form, jnp.asarray(x), grouped))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
-    half = np.asarray(jitted(form, jnp.asarray(x, "bfloat16"), grouped))  # scales and sums stay fp32
-    assert np.abs(half - expected).max() < 2.0**-7 * np.abs(expected).max() + 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
+    half = jnp.asarray(x, "bfloat16")
+    found, expected = np.asarray(jitted(form, half, grouped)), np.asarray(half, np.float64) @ matrix.T
+    # Scales and sums stay fp32; of many tokens at once the matrix is of their dtype.
+    close = form is by_blocks or tokens <= MOST_ROWS
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=tolerances.LOGITS if close else 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
+    )
     ids = np.array([[3, 0], [39, 3]])
     np.testing.assert_allclose(jitted(rows, grouped, ids, dtype="float32"), matrix[ids], rtol=0, atol=tolerances.LOGITS)
 

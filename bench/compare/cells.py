@@ -134,12 +134,12 @@ def read(subject: Subject, text: Text, questions: list[Question], protocol: Prot
     hits, kept, seconds, moved, measured = [], [], [], [], []
     if protocol == "sparse":
         subject.take(text)
-        kept.append(subject.kept_s)
+        kept.append(text.seconds + subject.kept_s)
         measured.append(subject.measure(questions[0].answered))
     for each in questions:
         if protocol == "dense":
             subject.take(each.asked)
-            kept.append(subject.kept_s)
+            kept.append(each.asked.seconds + subject.kept_s)
             measured.append(subject.measure(each.answered))
             first, rest = [each.asked.next], len(each.answer) - 1
         else:
@@ -153,7 +153,7 @@ def read(subject: Subject, text: Text, questions: list[Question], protocol: Prot
         asked=len(hits), right=sum(hits), error=float(errors.mean()), error_whole=float(whole.mean()),
         attended=float(tokens[..., 0].mean()), attended_95=float(np.quantile(tokens[..., 0], 0.95)),
         distinct=float(tokens[..., 1].mean()),
-        first_token_s=text.seconds + float(np.median(kept)), tpot_s=float(np.median(seconds)),
+        first_token_s=float(np.median(kept)), tpot_s=float(np.median(seconds)),
         moved_bytes=float(np.mean(moved)),
     ) | subject.sizes()  # fmt: skip
 

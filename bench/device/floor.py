@@ -10,7 +10,7 @@ from icejax.cache.options import cache_options, make_policy
 
 NAMES = {"H200": "h200", "H100": "h100", "A100": "a100", "TPU v5 lite": "v5e", "TPU v6 lite": "v6e"}
 ON_DEVICE = ("weight_bytes", "device_kv_bytes", "digest_bytes")
-OVER_BUS = "moved_bytes_per_token"
+OVER_BUS = "moved_bytes_per_step"
 
 
 def target(device: str) -> Target | None:

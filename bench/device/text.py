@@ -66,7 +66,7 @@ def rows(length: int, tokens: int, folder: Path) -> Iterator[dict]:
         try:
             mine[case] = greedy(*case, length, tokens)
         except Exception as error:  # one case must not cost the others
-            yield dict(policy=case[0], dtype=case[1], fault=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            yield dict(policy=case[0], dtype=case[1], fault=f"{type(error).__name__}: {error}".splitlines()[0][:200])
     if status := other.wait():
         raise RuntimeError(f"the CPU's process fails with status {status}")
     device = memory.device_name()

@@ -49,10 +49,6 @@ class Reader:
         self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into, layers=layers)
         self._decoding.clock = 0
 
-    def forget(self) -> None:
-        """Gives the memory of the text back."""
-        self._pool = self._extents = self._state = None
-
     def continue_with(self, tokens: Sequence[int]) -> None:
         """Decodes given tokens, as if the model had chosen them."""
         self.turn_seconds = []
