@@ -195,6 +195,7 @@ class ModelConfig:
         sliding_rope, sliding_head_dim, sliding_key_value_heads: RoPE, `head_dim` and `num_key_value_heads` of the sliding
             layers; None: all layers have the same.
         sinks: as in a LayerConfig, in all layers.
+        attn_logit_softcapping: what scores of attention come near and never exceed, by tanh (Gemma 2); None: no bound.
         final_logit_softcapping: what logits come near and never exceed, by tanh; None: no bound.
         latent: how heads are made of a latent; None: each has keys and values of its own.
     """
@@ -236,6 +237,7 @@ class ModelConfig:
     sliding_head_dim: int | None = None
     sliding_key_value_heads: int | None = None
     sinks: bool = False
+    attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     latent: Latent | None = None
 
@@ -258,6 +260,7 @@ class ModelConfig:
             window=None,
             scale=scale,
             rope=Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling),
+            softcap=self.attn_logit_softcapping,
             sinks=self.sinks,
         )
         sliding = replace(

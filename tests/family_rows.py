@@ -71,6 +71,12 @@ def _glm(name: str, **changes) -> Row:
     return Row("glm4_moe-" + name, hf.Glm4MoeConfig, hf.Glm4MoeForCausalLM, tuple((small | changes).items()))
 
 
+def _gemma2(name: str, *scales: str, **changes) -> Row:
+    small = dict(head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24, layer_types=TWO_TO_ONE)
+    small |= dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+    return Row("gemma2-" + name, hf.Gemma2Config, hf.Gemma2ForCausalLM, tuple((small | changes).items()), scales)
+
+
 def _gemma3(name: str, *scales: str, **changes) -> Row:
     small = dict(head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24, layer_types=TWO_TO_ONE)
     return Row("gemma3_text-" + name, hf.Gemma3TextConfig, hf.Gemma3ForCausalLM, tuple((small | changes).items()), scales)
@@ -251,6 +257,8 @@ FAMILIES = (
         "plain", "fan_in", final_logit_softcapping=2.0,
         rope_parameters=by_type(_rope("linear", factor=8.0), _rope("default", rope_theta=100.0)),
     ),
+    _gemma2("plain", "fan_in"),
+    _gemma2("biases", attention_bias=True, tie_word_embeddings=False, layer_types=ALTERNATING, final_logit_softcapping=None),
     _gemma3("biases", attention_bias=True, tie_word_embeddings=False, layer_types=ALTERNATING),
     _gemma4("keys-alone", attention_k_eq_v=True, num_global_key_value_heads=1, head_dim=24),  # 31B
     _gemma4("experts", "fan_in", attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=4, top_k_experts=2,

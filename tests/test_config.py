@@ -261,6 +261,7 @@ def test_every_number_of_the_config_is_read(tmp_path):
         "norm_places": "both",
         "rope_theta": 2e4,
         "rope_scaling": None,
+        "attn_logit_softcapping": 1.0,
         "layer_types": ("sliding_attention",) * 3,
         "sliding_window": 8,
     }

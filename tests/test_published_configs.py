@@ -86,6 +86,14 @@ PUBLISHED = {
             ),
         ),
     ),
+    "Gemma-2-9B-it": (
+        sizes(3584, 14336, 42, 16, 8, 256000, 8192, model_type="gemma2", architectures=["Gemma2ForCausalLM"], attention_bias=False,
+              attn_logit_softcapping=50.0, cache_implementation="hybrid", eos_token_id=1, final_logit_softcapping=30.0, head_dim=256,
+              hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", pad_token_id=0, query_pre_attn_scalar=256,
+              rope_theta=10000.0, sliding_window=4096, sliding_window_size=4096),
+        dict(layer_types=("sliding_attention", "full_attention") * 21, tie_word_embeddings=True, norm="offset", qk_norm=None,
+             attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=256, hidden_act="gelu_pytorch_tanh"),
+    ),
     "Gemma-3-27B-it": (
         dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], boi_token_index=255999, eoi_token_index=256000,
              eos_token_id=[1, 106], image_token_index=262144, initializer_range=0.02, mm_tokens_per_image=256, torch_dtype="bfloat16",

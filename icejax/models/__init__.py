@@ -90,6 +90,7 @@ FAMILIES = {
     "qwen2_moe": Family(qwen.read_qwen2_moe_config),
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
+    "gemma2": Family(gemma.read_gemma2_config, renamed=gemma.RENAMED),
     "gemma3": Wrapped("gemma3_text", wrapped.GEMMA3),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
     "gemma4": Wrapped("gemma4_text", wrapped.GEMMA4),

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3."""
+"""Gemma 2, and the text models of Gemma 3."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from icejax import ranges
 from icejax.config import ModelConfig
-from icejax.models.hf_config import NEUTRAL, common_by_type, finish, layer_types
+from icejax.models.fields import Fields
+from icejax.models.hf_config import NEUTRAL, common, common_by_type, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (
@@ -16,11 +17,30 @@ RENAMED = (
     ("post_mlp_layernorm", "post_feedforward_layernorm"),
 )
 # What transformers takes where a config does not say: those of models with images say little.
+GEMMA2 = dict(
+    num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True,
+    attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+)  # fmt: skip
 DEFAULTS = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
     tie_word_embeddings=True,
 )  # fmt: skip
-ONLY = NEUTRAL | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)}
+ONLY = NEUTRAL | {
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
+}
+
+
+def read_gemma2_config(raw: dict[str, Any]) -> ModelConfig:
+    """Returns the config of a `gemma2` checkpoint: every second layer slides, and scores have a soft cap."""
+    fields, values = common(GEMMA2 | raw)
+    fields.taken |= {"sliding_window_size"}  # of some published configs, and read by nobody
+    values |= _form(fields, values) | dict(attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"))
+    layers, window = values["num_hidden_layers"], fields.whole("sliding_window", default=4096)
+    values |= layer_types(fields, layers, window=window, sliding=range(0, layers, 2))
+    finish(fields, neutral=ONLY)
+    return ModelConfig(**values)
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -33,20 +53,30 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         longest = values["max_position_embeddings"]
         ranges.number("config.json: the linear factor of RoPE", scaling.factor, least=1, most=longest)
         values["rope_scaling"] = replace(scaling, original_max_position_embeddings=int(longest / scaling.factor))
-    bias, every = fields.take("attention_bias", bool, default=False), fields.whole("sliding_window_pattern", default=6)
-    values |= dict(
+    every = fields.whole("sliding_window_pattern", default=6)
+    values |= _form(fields, values) | dict(qk_norm="head")
+    window, slides = fields.whole("sliding_window", default=4096), [i for i in range(layers) if (i + 1) % every]
+    values |= layer_types(fields, layers, window=window, sliding=slides)
+    finish(fields, neutral=ONLY)
+    return ModelConfig(**values)
+
+
+def _form(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns what both have in common."""
+    bias = fields.take("attention_bias", bool, default=False)
+    return dict(
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=False,
-        qk_norm="head",
+        qk_norm=None,
         norm="offset",
         norm_places="both",
         hidden_act="gelu_pytorch_tanh",
         embed_scale=values["hidden_size"] ** 0.5,
         query_pre_attn_scalar=fields.number("query_pre_attn_scalar", least=0, most=1e6, above=True, default=256),
-        final_logit_softcapping=fields.number("final_logit_softcapping", least=0, most=1e6, above=True, default=None),
+        final_logit_softcapping=_cap(fields, "final_logit_softcapping"),
     )
-    window, slides = fields.whole("sliding_window", default=4096), [i for i in range(layers) if (i + 1) % every]
-    values |= layer_types(fields, layers, window=window, sliding=slides)
-    finish(fields, neutral=ONLY)
-    return ModelConfig(**values)
+
+
+def _cap(fields: Fields, name: str) -> float | None:
+    return fields.number(name, least=0, most=1e6, above=True, default=None)
