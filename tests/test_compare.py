@@ -279,6 +279,7 @@ def test_a_picture_shows_policies_where_most_of_them_were_and_the_full_cache_ans
     assert rows.alike([*few, *unknown, *easy]) == easy and rows.alike([]) == []
     assert rows.alike([row("a", "x", 0.0), row("b", "x", 0.0), row("a", "y")]) == [row("a", "x", 0.0), row("b", "x", 0.0)]
     both = [row(name, task) for task in ("x", "y") for name in ("full", "a")]
+    assert rows.alike([*both, *both, row("full", "z"), row("a", "z")]) == [*both, *both]  # with one budget of two
     assert rows.alike([*both, row("a:z=1", "x")]) == both  # a mean over less would stand beside means over all
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -119,18 +119,22 @@ def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
 
 
 def alike(found: list[dict]) -> list[dict]:
-    """Returns the rows of the models, lengths, tasks and protocols that most policies have, of policies that have all of them.
+    """Returns the rows of the models, lengths, tasks and protocols that most policies have, with most budgets, of policies that
+    have all of them.
 
     Not of those that the full cache answers less than half of: they tell nothing of other caches.
     """
-    policies, answered = defaultdict(set), {}
+    policies, counts, answered = defaultdict(set), Counter(), {}
     where = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
     for row in found:
         policies[where(row)].add(row["policy"])
+        if ":" not in row["policy"]:
+            counts[where(row)] += 1
         if row["policy"] == "full":
             answered[where(row)] = row["exact"]
-    can = {cell: sum(":" not in name for name in names) for cell, names in policies.items() if answered.get(cell, 1.0) >= 0.5}
-    cells = {cell for cell, count in can.items() if count == max(can.values())}
+    can = [cell for cell in policies if answered.get(cell, 1.0) >= 0.5]
+    most = max((counts[cell] for cell in can), default=0)
+    cells = {cell for cell in can if counts[cell] == most}
     whole = set.intersection(*(policies[cell] for cell in cells)) if cells else set()
     return [row for row in found if where(row) in cells and row["policy"] in whole]
 
