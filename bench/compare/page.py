@@ -14,7 +14,7 @@ from bench.markdown import NONE, table
 START = """# The tables of a comparison
 
 Written by `python -m bench.compare`. Right answers and the error are given with a dense question, then with a sparse one.
-Attended tokens, bytes on the device and bytes moved are means of both. Strokes stand between budgets.
+Attended tokens, bytes on the device and bytes moved are means of both. Slashes stand between budgets.
 """
 
 
