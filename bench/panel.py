@@ -33,7 +33,7 @@ def load(folder: Path | str, *, dtype: str | None = None) -> CausalLM:
     """Returns the model of a folder; InputError for one whose tokens are no bytes, which all texts here are of."""
     model, tokenizer = icejax.load(folder, dtype=dtype)
     if not reads_bytes(tokenizer):
-        raise InputError(f"{folder} must have a tokenizer of bytes, as the bundled model and those of bench/needle/{FOLDER.name} have")
+        raise InputError(f"{folder} must have a tokenizer of bytes, as the bundled model has and those of bench/needle/panel")
     return model
 
 
