@@ -37,9 +37,8 @@ def load_tokenizer(folder: Path) -> Any:
         )
     with told(f"{folder} has no tokenizer that loads"):
         # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
-        known = config["model_type"] in CONFIG_MAPPING
-        kind = CONFIG_MAPPING[config["model_type"]] if known else PreTrainedConfig
-        kind = kind(tokenizer_class=config.get("tokenizer_class"))
+        of = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else PreTrainedConfig
+        kind = of(tokenizer_class=config.get("tokenizer_class"))
         tokenizer = AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
         growth = _growth(tokenizer)
     names = tokenizer.vocab_files_names.values()
