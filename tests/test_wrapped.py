@@ -182,6 +182,12 @@ def test_what_a_published_gemma_4_says_of_its_towers_is_passed_over():
     assert family(raw).read_config(raw) == read(**GEMMA4)
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_weights_type_may_be_said_outside(name):
+    raw = dict(model_type="gemma4", text_config=BASE | GEMMA4 | dict(hidden_act=None), **{name: "bfloat16"})
+    assert (family(raw).read_config(raw).dtype, read(**GEMMA4).dtype) == ("bfloat16", "float32")
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_a_wrapping_config_says_wrong_is_one_line(case, tmp_path, capsys):
     changes, message = WRONG[case]
