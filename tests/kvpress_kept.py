@@ -19,7 +19,7 @@ def presses(ratio: float) -> dict[str, tuple[str, kvpress.BasePress]]:
         "snapkv": ("sdpa", kvpress.SnapKVPress(ratio, **snapkv)),
         "tova": ("sdpa", kvpress.TOVAPress(ratio)),
         "pyramidkv": ("sdpa", kvpress.PyramidKVPress(ratio, **snapkv, beta=3)),
-        "adakv": ("sdpa", kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, **snapkv), alpha_safeguard=0.2)),
+        "adakv": ("sdpa", kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, **snapkv), alpha_safeguard=0)),
         "keydiff": ("sdpa", kvpress.KeyDiffPress(ratio)),
         "expected-attention": ("sdpa", kvpress.ExpectedAttentionPress(ratio)),
         "observed": ("eager", kvpress.ObservedAttentionPress(ratio)),

@@ -111,7 +111,7 @@ POLICIES = (
     Row("expected-attention", ExpectedAttention(budget=64), lambda n: ExpectedAttention(budget=n), keeps_all=False, slow=True),
     Row("restkv", ReSTKV(budget=64, window=16), lambda n: ReSTKV(budget=n), keeps_all=False, slow=True),
     Row("rocketkv", RocketKV(budget=32, kept=100), lambda n: RocketKV(budget=n), keeps_all=False, slow=True),
-    Row("lacache", LaCache(budget=64), lambda n: LaCache(budget=n), keeps_all=False, slow=True),
+    Row("lacache", LaCache(budget=64, recent=32), lambda n: LaCache(budget=n, recent=32), keeps_all=False, slow=True),
     Row("tova", TOVA(budget=64), lambda n: TOVA(budget=n), keeps_all=False, slow=True),
     Row("streaming", Streaming(budget=64), lambda n: Streaming(budget=n), keeps_all=False, slow=True),
     Row("arkvale", ArkVale(budget=64, page_size=8), lambda n: ArkVale(budget=2 * n, page_size=8), slow=True),

@@ -143,7 +143,7 @@ class KeyDiff(Evicting):
 
 
 class AdaKV(Evicting):
-    """AdaKV over SnapKV's score: each KV head's best `floor` of the budget stay, and the best of all others up to the sum."""
+    """AdaKV over SnapKV's score: what a head wins of all heads' best beside the window, in part, and an even floor."""
 
     def __init__(self, budget: int, window: int, floor: float, **heads: np.ndarray) -> None:
         self.window, self.floor = window, floor
@@ -157,11 +157,13 @@ class AdaKV(Evicting):
             self.scores[head] = np.append(pooled, np.full(w, np.inf))
 
     def sizes(self) -> list[int]:
-        total, safe = self.budget * len(self.positions), int(self.floor * self.budget)
-        ranks = [np.argsort(np.argsort(-scores, kind="stable"), kind="stable") for scores in self.scores]
-        worth = np.concatenate([np.where(r < safe, np.inf, s) for r, s in zip(ranks, self.scores, strict=True)])
-        of = np.repeat(np.arange(len(ranks)), [len(r) for r in ranks])
-        return [np.sum(of[best(worth, total)] == head) for head in range(len(ranks))]
+        even, lengths = self.budget - self.window, [len(scores) for scores in self.scores]
+        if sum(lengths) <= self.budget * len(lengths):
+            return lengths
+        beside = [np.sort(scores)[::-1][self.window :] for scores in self.scores]
+        of = np.repeat(np.arange(len(beside)), [len(x) for x in beside])
+        won = np.bincount(of[best(np.concatenate(beside), even * len(beside))], minlength=len(beside)).astype(np.float32)
+        return (self.window + np.round(won * np.float32(1 - self.floor)) + int(even * self.floor)).astype(int).tolist()
 
 
 class ExpectedAttention(Evicting):

@@ -147,16 +147,21 @@ def test_heads_compete_for_the_budget_of_all(budget):
     assert [[len(x) - STEPS for x in row] for row in kept(own)] == before
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
-def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor):
-    """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest."""
+@pytest.mark.parametrize(
+    "floor, least, most, room", [(0.0, 9, 229, 232), (0.2, 20, 196, 198), (0.55, 38, 137, 139), (1.0, 64, 64, 64)]
+)
+def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor, least, most, room):
+    """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest.
+
+    Beside windows of 8 they win 1, 1, 1 and 221 of 224 tokens; of a floor of 0.2 they keep 0.8 and 176.8 of these, and 11.
+    """
     prompt, _ = draw((250,), 1, sharp=0.01, kv_heads=4)
     prompt[0][:, :, :3] = prompt[1][:, 40, None, :3] * 400
     policy = AdaKV(budget=64, window=8, kernel=1, floor=floor)
-    layer, least = Layer(policy, (250,), *prompt), max(8 + 1, int(floor * 64))
-    assert [len(x) for x in kept(layer)[0]] == [least] * 3 + [4 * 64 - 3 * least]
+    layer = Layer(policy, (250,), *prompt)
+    assert [len(x) for x in kept(layer)[0]] == [least] * 3 + [most]
     slots = layer.state.positions.shape[2]
-    assert slots == 4 * 64 - 3 * int(floor * 64) + layer.spec.new_capacity
+    assert slots == room + layer.spec.new_capacity
     assert policy.report(layer.state, layer.lengths).allocated == 4 * slots
 
 
@@ -164,7 +169,7 @@ def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor
     "policy, exact",
     [
         (RocketKV(budget=300_000_000), True),
-        (LaCache(budget=2_000_000, rungs=1024), True),
+        (LaCache(budget=2_000_000, recent=32, rungs=1024), True),
         (ShadowKV(outliers=0), False),
         (VAttention(delta=1e-17), False),
     ],

@@ -198,6 +198,12 @@ def test_options_of_a_policy_stand_behind_its_name():
     assert not left_out
 
 
+def test_rocketkv_keeps_as_much_of_a_text_as_its_length_asks_for():
+    """A 32nd and a 16th of it are asked for, as its code counts budgets: by 32^0.5 and 16^0.44 it keeps less than all."""
+    found, _ = cells.contenders(["rocketkv", "rocketkv:kept=300"], ["64", "128"], 4096)
+    assert [one.policy.kept for one in found] == [724, 1209, 300, 300]
+
+
 def test_answers_and_costs_of_texts_are_summed():
     base = dict(zip(rows.KEY, ("m", "p", "64", 600, "single", "dense"), strict=True)) | dict.fromkeys(rows.MEANS, 1.0)
     base |= dict(tokens=64, options={}, device="cpu: cpu", jax="0.11")

@@ -163,6 +163,15 @@ def test_lacache_keeps_other_tokens_in_other_layers_and_fewer_of_the_older():
     assert ends == sorted(ends)
 
 
+def test_lacache_has_no_round_reach_as_many_of_the_newest_as_there_are_layers():
+    assert LaCache(budget=64).for_layers([2, 3], of=4) == [
+        LaCacheLayer(budget=64, recent=4, layer=2),
+        LaCacheLayer(budget=64, recent=4, layer=3),
+    ]
+    with pytest.raises(icejax.InputError, match="^budget must be at least 38, got 37$"):
+        LaCache(budget=37).for_layers([0], of=32)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -176,9 +185,9 @@ def test_lacache_keeps_other_tokens_in_other_layers_and_fewer_of_the_older():
         (ExpectedAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (ExpectedAttention, dict(budget=4), "budget must be at least 5, got 4"),
         (ExpectedAttention, dict(future=5000), "future must be at most 4096, got 5000"),
-        (LaCache, dict(budget=37), "budget must be at least 38, got 37"),
+        (LaCache, dict(budget=37, recent=32), "budget must be at least 38, got 37"),
         (LaCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
-        (LaCache, dict(recent=None), "recent must be a whole number, got None"),
+        (LaCache, dict(recent=-1), "recent must be at least 0, got -1"),
         (LaCache, dict(rungs=1), "rungs must be at least 2, got 1"),
         (LaCache, dict(reassign=0), "reassign must be true or false, got 0"),
         (ReSTKV, dict(budget=32), "budget must be at least 33, got 32"),

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
 from bench.compare.tuned import KNOBS
 from bench.needle import task
-from icejax.cache import CachePolicy
+from icejax.cache import CachePolicy, RocketKV
 from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.models import CausalLM
@@ -107,7 +107,7 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
         for asked in budgets:
             tokens = _tokens(asked, length)
             try:
-                able.append(Contender(name, asked, tokens, policy if policy.budget is None else _policy(name, budget=tokens)))
+                able.append(Contender(name, asked, tokens, policy if policy.budget is None else _within(name, tokens, length)))
             except InputError as error:
                 left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
     return able, left_out
@@ -117,6 +117,13 @@ def _policy(name: str, **more: int) -> CachePolicy:
     name, *texts = name.split(":")
     options = dict(text.partition("=")[::2] for text in texts)
     return make_policy(name, options | more)
+
+
+def _within(name: str, budget: int, length: int) -> CachePolicy:
+    policy = _policy(name, budget=budget)
+    if isinstance(policy, RocketKV) and policy.kept is None:  # as its code, which is told how long the text is
+        return replace(policy, kept=policy.kept_of(length, budget))
+    return policy
 
 
 def _tokens(budget: str, length: int) -> int:

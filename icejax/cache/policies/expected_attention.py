@@ -14,7 +14,7 @@ from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
 from icejax.ops.attention import BLOCK, EINSUM, Attended, Scoring
-from icejax.ranges import whole
+from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,16 @@ class ExpectedAttention(Eviction):
 
     The score is that of kvpress's ExpectedAttentionPress with its defaults: with the mean and the covariance of the text's
     queries, its sinks left out, turned by the mean rotation of the next `future` positions, the softmax over keys k of
-    s k.mean + s^2/2 k.covariance.k, its mean over the query heads of a KV head, times the norm of the value. Each row of a
-    batch has statistics of its own, and more text behind a cache those of its own queries. Where scores have a soft cap, which
-    kvpress does not know, the second term is taken with its slope at the first.
+    s k.mean + s^2/2 k.covariance.k, its mean over the query heads of a KV head, times the norm of the value. On kvpress's board
+    it has an `epsilon` of 0.01, and KV heads share a budget by AdaKV's rule, which is not here. Each row of a batch has
+    statistics of its own, and more text behind a cache those of its own queries. Where scores have a soft cap, which kvpress
+    does not know, the second term is taken with its slope at the first.
 
     Attributes:
         budget: tokens kept per KV head and layer after a text, sinks included; decoded tokens come on top.
         sinks: first tokens, which stay and whose queries do not count.
         future: positions behind the text that queries are expected at.
+        epsilon: what is added to the weight of every token before the norm of its value counts.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a token behind the sinks.
@@ -39,11 +41,13 @@ class ExpectedAttention(Eviction):
     budget: int = 256
     sinks: int = 4
     future: int = 512
+    epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         whole("sinks", self.sinks, least=0, most=2**20)
         whole("budget", self.budget, least=self.sinks + 1)
         whole("future", self.future, most=2**12)
+        number("epsilon", self.epsilon, least=0, most=1)
 
     on_top = True
     turns = True
@@ -59,7 +63,7 @@ class ExpectedAttention(Eviction):
         others = (tokens.positions >= self.sinks)[:, :, None]
         weights = jax.nn.softmax(jnp.where(others, logits, jnp.finfo(jnp.float32).min), axis=-1).mean(2)
         size = jnp.linalg.norm(apart(tokens.v, heads.k.shape[2]).astype(jnp.float32), axis=-1)
-        return jnp.where(tokens.positions < self.sinks, jnp.inf, weights * size)
+        return jnp.where(tokens.positions < self.sinks, jnp.inf, (weights + self.epsilon) * size)
 
     def _expected_queries(self, heads: Heads, view: View) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H H"]]:
         """Returns the mean and the covariance of the queries to come, by those of a text."""

@@ -34,15 +34,15 @@ class InfiniGen(Retrieval):
     count as one; here it is normed as the layer's own input is, and each row has its number. A query head counts from its own
     highest score, as in its code for speed; that for quality has all of them count from the first head's. There the number is
     capped at 400 tokens or a fifth of the text, here by the budget; there is no window but the newest token, so that the
-    highest score is of all tokens and here of those in pages; tokens leave the host memory when it is full, and the first layer
-    is dense.
+    highest score is of all tokens and here of those in pages; tokens leave the host memory when it is full, and the first two
+    layers are dense.
 
     Attributes:
         budget: tokens attended exactly per query head and layer at most, window included.
         ratio: how many directions there are, of as many as channels.
         alpha: by how much a score may lie below the highest one and count.
         prefetch: whether a guess of the queries chooses, but in the first layer; the bundled model's layers share too little.
-        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in its code), else 0.
 
     Raises:
         InputError: an option is out of range.

@@ -25,12 +25,12 @@ class LaCache(Eviction):
     text longer than one such round is thinned as in the authors' code, by one more round of as many tokens to a rung as needed.
     There those that are to leave do so at once, here one by one as others come, so that all it keeps is kept here: `budget`,
     which the newest token is part of, is its cache size, (rungs - 1) // 2 more, which it adds, and 1. Its rungs are the layers
-    by its span, without the overlap that it offers; its newest tokens are as many as there are layers.
+    by its span, without the overlap that it offers: 2 for 32 layers.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, the newest included.
-        sinks: first tokens that stay; for LongBench half of the budget.
-        recent: newest tokens that no round reaches.
+        sinks: first tokens that stay; for LongBench 128.
+        recent: newest tokens that no round reaches; None: as many as the model has layers (as in its code).
         rungs: how many tokens become one.
         reassign: whether tokens have new positions inside the cache, as in its code; else they keep their own.
 
@@ -40,16 +40,17 @@ class LaCache(Eviction):
 
     budget: int = 256
     sinks: int = 4
-    recent: int = 32
+    recent: int | None = None
     rungs: int = 2
     reassign: bool = True
     layer = 0  # no option
 
     def __post_init__(self) -> None:
         whole("sinks", self.sinks, least=0, most=2**20)
-        whole("recent", self.recent, least=0, most=2**20)
+        if self.recent is not None:
+            whole("recent", self.recent, least=0, most=2**20)
         whole("rungs", self.rungs, least=2, most=1024)
-        whole("budget", self.budget, least=self.sinks + self.recent + 2, most=LARGEST // self.rungs)
+        whole("budget", self.budget, least=self.sinks + (self.recent or 0) + 2, most=LARGEST // self.rungs)
         if not isinstance(self.reassign, bool):
             raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
 
@@ -58,7 +59,8 @@ class LaCache(Eviction):
         return self.reassign
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[LaCache]:
-        return [LaCacheLayer(**asdict(self), layer=layer) for layer in full]
+        recent = of if self.recent is None else self.recent
+        return [LaCacheLayer(**asdict(self) | dict(recent=recent), layer=layer) for layer in full]
 
     def _room(self, cursor: jax.Array | int) -> jax.Array | int:
         """Returns how many rungs there may be from the place `cursor` on, up to the newest tokens."""
@@ -109,6 +111,7 @@ class LaCache(Eviction):
 class LaCacheLayer(LaCache):
     """LaCache in one layer; the `layer` says which token of a rung stays."""
 
+    recent: int = 0
     layer: int = 0
 
 

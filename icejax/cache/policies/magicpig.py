@@ -37,7 +37,8 @@ class MagicPIG(Retrieval):
     A sampled token's weight is divided by the probability that it is sampled, so that the attention is that to all tokens in
     the mean over planes; no budget makes it exact. In its code there is no end to how many are sampled; here, of more than the
     budget holds, those that agree in most tables are taken. There decoded tokens are all kept, and layers 0, 16, 32 and so on
-    are dense.
+    are dense; hash tables, keys and values are the CPU's, which finds the sample and attends to it, so that the device keeps
+    nothing of them and receives outputs alone. Here hashes are on the device, and the sample is moved there.
 
     Attributes:
         budget: tokens attended to per query head and layer at most, sinks and window included.

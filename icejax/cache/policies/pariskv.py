@@ -34,8 +34,8 @@ class ParisKV(Retrieval):
     tokens of the first patterns get votes, up to six; those of most votes are candidates, and of these the products are
     estimated: by the sign and one of eight sizes of every channel, and by how long the eight are. Shares follow from how many
     tokens there are, as in its code. There a text of less than 2,000 tokens, or of twice the budget beside sinks and window, is
-    attended to whole; here there are at least as many candidates as the budget holds. There the window is 512 tokens and leaves
-    128 at a time, and no layer is dense.
+    attended to whole; here there are at least as many candidates as the budget holds. There the window is 64 or 512 tokens by
+    model and leaves 128 or 512 at a time, and no layer is dense.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.

@@ -21,9 +21,9 @@ class PyramidKV(SnapKV):
 
     Attributes:
         budget: tokens kept per KV head after a text, the mean over layers, window included; decoded tokens come on top.
-        window: last tokens of a text, which stay and whose queries decide.
-        kernel: neighbours over which attention is pooled, an odd number.
-        pooling: avg (SnapKV's own code) or max (its settings for LongBench, and KVCache-Factory's).
+        window: last tokens of a text, which stay and whose queries decide; 8 in KVCache-Factory's runs.
+        kernel: neighbours over which attention is pooled, an odd number; 7 in its runs.
+        pooling: avg (SnapKV's own code) or max (its settings for LongBench, and KVCache-Factory's runs).
         group: how the query heads of a KV head agree: mean (as kvpress), max or sum.
         beta: how many times the last layer's share goes into the mean one, not counting the window; 1: all have the same.
 

@@ -30,7 +30,7 @@ class ReSTKV(Eviction):
     Attributes:
         budget: tokens kept per KV head and layer after a text; decoded tokens come on top.
         window: last tokens of a text, which stay and whose queries decide.
-        kernel: neighbours over which scores are pooled at least, an odd number.
+        kernel: neighbours over which scores are pooled at least, an odd number; for RULER its scripts have 21.
         alpha: weight of a newer query in the moving average.
         tau: exponent of the change; 0: attention alone decides.
         scale: tokens by which attention has to move for a shift of one place.

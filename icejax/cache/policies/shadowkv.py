@@ -30,6 +30,7 @@ class ShadowKV(Retrieval):
     values, rebuilt before, so that answers are those of the method and not memory and time. There the budget has neither
     window, differing pages nor decoded tokens, which all stay on the device; here decoded tokens leave the window in pages,
     with whole keys. There the last tokens of a prompt, which fill no page, stay too; here they are a page like the others.
+    There a page that the step before has fetched is not fetched again.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, window and differing pages included.
@@ -37,7 +38,7 @@ class ShadowKV(Retrieval):
         window: newest pages kept on the device, and up to one more.
         outliers: pages of a prompt that every step attends to, with whole keys: those of the least cosine of a key with the
             mean; None: 24 for every 1,024 tokens of the budget, and of a part as many less (its code: none).
-        rank: directions that hold the keys.
+        rank: directions that hold the keys, at most as many as channels of all KV heads; of these its models have 1,024.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in its code).
 
     Raises:
