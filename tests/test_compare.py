@@ -1,13 +1,14 @@
 """The comparison of policies: texts that have attended once, what is made of them, and the lines that a run keeps."""
 
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from bench.compare import __main__ as compare
-from bench.compare import cells, page, rows, tuned
+from bench.compare import cells, page, picture, rows, tuned
 from bench.compare.runner import Runner
 from bench.compare.subject import STEPS, Subject
 from bench.compare.text import Text
@@ -156,7 +157,7 @@ def test_a_row_of_fewer_questions_takes_no_other_s_place(run, tmp_path, monkeypa
         return dict(asked=asked, right=asked, options={}) | dict.fromkeys(rows.MEANS, 1.0)
 
     monkeypatch.setattr(Runner, "line", line)
-    monkeypatch.setattr(rows, "plot", lambda *_: None)
+    monkeypatch.setattr(picture, "draw", lambda *_: None)
     path = tmp_path / "run" / "lines.jsonl"
 
     def questions(*arguments: str) -> int:
@@ -202,6 +203,27 @@ def test_rocketkv_keeps_as_much_of_a_text_as_its_length_asks_for():
     """A 32nd and a 16th of it are asked for, as its code counts budgets: by 32^0.5 and 16^0.44 it keeps less than all."""
     found, _ = cells.contenders(["rocketkv", "rocketkv:kept=300"], ["64", "128"], 4096)
     assert [one.policy.kept for one in found] == [724, 1209, 300, 300]
+
+
+def test_what_is_no_line_is_passed_over(tmp_path):
+    line = dict.fromkeys(cells.COLUMNS, 1)
+    texts = [b"5", b"\xff", b'{"model": "m"}', json.dumps(line).encode(), json.dumps(line).encode()[:-9]]
+    (tmp_path / "lines.jsonl").write_bytes(b"\n".join(texts))
+    assert list(cells.lines(tmp_path / "lines.jsonl").values()) == [line]
+
+
+def test_a_question_through_the_cache_takes_its_time_before_the_first_token():
+    """With a dense one the answer's first token comes of the prefill; the times are powers of two, so that sums tell them apart."""
+    measured = types.SimpleNamespace(errors=np.ones((2, 3, 4)), whole=np.ones((2, 3)), tokens=np.ones((2, 3, 2)))
+    given = dict(dense=([8, 9], 16.0, [32.0, 64.0], 7.0), sparse=([7, 8, 9], 16.0, [32.0, 64.0, 128.0], 7.0))
+    text, asked = types.SimpleNamespace(seconds=1.0), types.SimpleNamespace(seconds=2.0, next=7)
+    question = cells.Question([1, 2], [7, 8, 9], asked, None)
+    for protocol, first, step in (("dense", 2 + 4, 48), ("sparse", 1 + 4 + 16, 64)):
+        subject = types.SimpleNamespace(
+            take=lambda _: None, measure=lambda _: measured, kept_s=4.0, sizes=dict, timed=lambda *_, p=protocol: given[p]
+        )
+        found = cells.read(subject, text, [question], protocol)
+        assert (found["right"], found["first_token_s"], found["tpot_s"]) == (1, first, step)
 
 
 def test_answers_and_costs_of_texts_are_summed():
@@ -265,6 +287,12 @@ def test_an_adaptive_method_attends_to_its_budget_in_the_mean(run, tmp_path):
             "--tasks must be of single, multikey-4, multikey-8, multikey-16, multivalue-4, hops, got 'early'",
         ),
         (("--questions", "1"), "--questions must be at least 2, got 1"),
+        (("--budgets", "abc", "--policies", "full"), "--budgets must be numbers of tokens or shares such as 10%, got 'abc'"),
+        (("--policies", "quest:budget=64"), "--policies must leave the budget to --budgets, got quest:budget=64"),
+        (
+            ("--budgets", "64", "--policies", "arkvale", "--lengths", "600"),
+            "--budgets must hold one that a policy can have: arkvale, budget 64 of 600 tokens: left out: budget must be at least 160",
+        ),
         (("--protocols", "both"), "--protocols must be of dense, sparse, got 'both'"),
         (("--models", "mha"), "--models must be of bundled, got 'mha'"),
         (("--times", "nowhere"), "nowhere must hold the rows of a comparison: [Errno 2] No such file or directory: 'nowhere'"),
@@ -282,11 +310,14 @@ def test_a_picture_shows_policies_where_most_of_them_were_and_the_full_cache_ans
 
     easy, few = [row("full", "easy"), row("a", "easy")], [row("full", "few"), row("full:x=1", "few")]
     unknown = [row(name, "unknown", exact=0.4) for name in ("full", "a", "b")]
-    assert rows.alike([*few, *unknown, *easy]) == easy and rows.alike([]) == []
-    assert rows.alike([row("a", "x", 0.0), row("b", "x", 0.0), row("a", "y")]) == [row("a", "x", 0.0), row("b", "x", 0.0)]
+    assert picture.alike([*few, *unknown, *easy]) == easy and picture.alike([]) == []
+    assert picture.alike([row("a", "x", 0.0), row("b", "x", 0.0), row("a", "y")]) == [row("a", "x", 0.0), row("b", "x", 0.0)]
+    longer = [row(name, "x") | dict(length=2) for name in ("full", "a")]
+    other = [row(name, task) | dict(model="n") for task in ("x", "y") for name in ("full", "a")]
     both = [row(name, task) for task in ("x", "y") for name in ("full", "a")]
-    assert rows.alike([*both, *both, row("full", "z"), row("a", "z")]) == [*both, *both]  # with one budget of two
-    assert rows.alike([*both, row("a:z=1", "x")]) == both  # a mean over less would stand beside means over all
+    assert picture.alike([*easy, *longer]) == longer and picture.alike([*longer, *other]) == other
+    assert picture.alike([*both, *both, row("full", "z"), row("a", "z")]) == [*both, *both]  # with one budget of two
+    assert picture.alike([*both, row("a:z=1", "x")]) == both  # a mean over less would stand beside means over all
 
 
 def test_the_page_has_the_best_behind_the_oracles_and_all_models_beside_one_another():
@@ -308,7 +339,7 @@ def test_the_page_has_the_best_behind_the_oracles_and_all_models_beside_one_anot
         "All models, 4,106 tokens, budget 10%",
     ]  # fmt: skip
     assert tables[1].splitlines()[4:] == [
-        "| `full` | 100%, 50% | 0.000, 0.000 |  |  | 4106 | 4.0 | 0 |",
+        "| `full` | 100%, 50% | 0.000, 0.000 | 100%, 50% | 0.000, 0.000 | 4106 | 4.0 | 0 |",
         "| `topk` |  |  | 0% | 1.000 | 410 | 4.0 | 0 |",
         "| `c` |  |  | 100% | 0.250 | 410 | 1.0 | 0 |",
         "| `a` |  |  | 100% | 0.500 | 410 | 1.0 | 0 |",

@@ -5,6 +5,7 @@ the question stands inside the exact prefill, and the answer's first token comes
 the cache token by token. A line per text and policy is added to DIR/lines.jsonl, and a run that was stopped goes on there. The
 rows of the tables are in DIR/compare.jsonl, the tables in DIR/compare-tables.md, the plots in DIR/compare.png. A row of as many
 questions or more is not run again, even where its lines are gone; of one of fewer whose lines are gone all texts are read anew.
+That a policy has changed since is not seen: take its rows and lines out first.
 Tables with intervals go to stderr.
 
 A budget counts the tokens that a KV head of a layer attends to exactly in a step, sinks and window included; a share, as 10%,
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench import panel
-from bench.compare import cells, page, rows
+from bench.compare import cells, page, picture, rows
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol
 from bench.compare.runner import run
 from bench.compare.subject import Subject
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=True, width=180)
     if arguments.dry_run:
         count = sum(cell.texts * number for cell, number in units.items())
-        hours = sum(seconds(cell, protocols) * number for cell, number in units.items()) / 3600
+        hours = sum(seconds(cell, protocols) * number for cell, number in units.items() if number) / 3600
         console.print(f"{count} readings of a text by a policy, about {hours:.1f} hours on this machine when it is quiet")
         return 0
     keep_programs(None)
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     rows.write(arguments.out / "compare-tables.md", page.rendered(found))
     for table in rows.tables(found):
         console.print(table)
-    rows.plot(found, arguments.out / "compare.png")
+    picture.draw(found, arguments.out / "compare.png")
     return 0
 
 

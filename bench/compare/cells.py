@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from bench.compare.rows import MEANS
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
 from bench.compare.tuned import KNOBS
@@ -26,6 +27,7 @@ PROTOCOLS: tuple[Protocol, ...] = ("dense", "sparse")
 TASKS = tuple(name for name, form in task.TASKS.items() if not (form.together or form.early))
 ROOM = 256  # tokens that a cache has room for behind a text: a question and its answer
 KEY = ("model", "policy", "budget", "length", "task", "protocol", "text")
+COLUMNS = {*KEY, *MEANS, "tokens", "asked", "right", "options", "device", "jax"}  # of a line
 GROUP_BYTES = 4 * 2**30  # of texts that wait for the next subject
 
 
@@ -93,29 +95,33 @@ def _asked(name: str) -> int:
 
 
 def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tuple[list[Contender], list[str]]:
-    """Returns every policy with every budget, and a line for each that cannot have it.
+    """Returns every policy with every budget, and a line for each that cannot have it; InputError if none can have any.
 
     Args:
         names: names of policies, options behind colons: clustered:candidates=1.
     """
     able, left_out = [], []
-    for name in names:
+    wanted = {asked: _tokens(asked, length) for asked in budgets}
+    for name in dict.fromkeys(names):
         policy = _policy(name)
         if policy.budget is None and name not in KNOBS:
             able.append(Contender(name, "all", None, policy))
             continue
-        for asked in budgets:
-            tokens = _tokens(asked, length)
+        for asked, tokens in wanted.items():
             try:
                 able.append(Contender(name, asked, tokens, policy if policy.budget is None else _within(name, tokens, length)))
             except InputError as error:
                 left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
+    if not able:
+        raise InputError(f"--budgets must hold one that a policy can have: {left_out[0]}")
     return able, left_out
 
 
 def _policy(name: str, **more: int) -> CachePolicy:
     name, *texts = name.split(":")
     options = dict(text.partition("=")[::2] for text in texts)
+    if "budget" in options:
+        raise InputError(f"--policies must leave the budget to --budgets, got {name}:budget={options['budget']}")
     return make_policy(name, options | more)
 
 
@@ -138,21 +144,20 @@ def _tokens(budget: str, length: int) -> int:
 
 def read(subject: Subject, text: Text, questions: list[Question], protocol: Protocol) -> dict:
     """Returns what a subject answers to the questions about a text, what it cost, and what it did to the attention."""
-    hits, kept, seconds, moved, measured = [], [], [], [], []
+    hits, firsts, seconds, moved, measured = [], [], [], [], []
     if protocol == "sparse":
         subject.take(text)
-        kept.append(text.seconds + subject.kept_s)
         measured.append(subject.measure(questions[0].answered))
     for each in questions:
         if protocol == "dense":
             subject.take(each.asked)
-            kept.append(each.asked.seconds + subject.kept_s)
             measured.append(subject.measure(each.answered))
-            first, rest = [each.asked.next], len(each.answer) - 1
+            given, rest = [each.asked.next], len(each.answer) - 1
         else:
-            first, rest = each.tokens, len(each.answer)
-        given, steps, bytes_moved = subject.timed(first, rest)
-        hits.append((first if protocol == "dense" else []) + given == each.answer)
+            given, rest = [], len(each.answer)
+        told, first, steps, bytes_moved = subject.timed(given or each.tokens, rest)
+        hits.append(given + told == each.answer)
+        firsts.append(each.asked.seconds + subject.kept_s if given else text.seconds + subject.kept_s + first)
         seconds += steps
         moved.append(bytes_moved)
     errors, whole, tokens = (np.concatenate([getattr(x, name) for x in measured]) for name in ("errors", "whole", "tokens"))
@@ -160,7 +165,7 @@ def read(subject: Subject, text: Text, questions: list[Question], protocol: Prot
         asked=len(hits), right=sum(hits), error=float(errors.mean()), error_whole=float(whole.mean()),
         attended=float(tokens[..., 0].mean()), attended_95=float(np.quantile(tokens[..., 0], 0.95)),
         distinct=float(tokens[..., 1].mean()),
-        first_token_s=float(np.median(kept)), tpot_s=float(np.median(seconds)),
+        first_token_s=float(np.median(firsts)), tpot_s=float(np.median(seconds)),
         moved_bytes=float(np.mean(moved)),
     ) | subject.sizes()  # fmt: skip
 
@@ -176,12 +181,13 @@ def groups(model: CausalLM, cell: Cell) -> Iterator[list[int]]:
 
 
 def lines(path: Path) -> dict[tuple, dict]:
-    """Returns the lines that a file holds, by what tells them apart; one that was cut off is none."""
+    """Returns the lines that a file holds, by what tells them apart; one that was cut off, or is no such line, is none."""
     found = {}
-    for text in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError):
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError):
             line = json.loads(text)
-            found[tuple(line[name] for name in KEY)] = line
+            if isinstance(line, dict) and line.keys() >= COLUMNS:
+                found[tuple(line[name] for name in KEY)] = line
     return found
 
 

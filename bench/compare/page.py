@@ -60,7 +60,7 @@ def _cell(rows: list[dict]) -> Iterator[str]:
     for name, of in _policies(rows, budgets[len(budgets) // 2] if budgets else "all"):
         line = [f"`{name}`"]
         for asked in budgets:
-            both = _both(of, asked) or (_both(of, "all") if asked == budgets[0] else [])
+            both = _both(of, asked) or _both(of, "all")
             line += [", ".join(f"{row['exact']:.0%}" for row in both), ", ".join(f"{row['error']:.3f}" for row in both)]
         each = [both for asked in ("all", *budgets) if (both := _both(of, asked))]
         for column, unit, form in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,7 +20,6 @@ MEANS = (
     *("moved_bytes", "device_bytes", "digest_bytes", "host_bytes"),
     *TIMES,
 )
-NO_ERROR = 1e-4  # an error below which there is none
 FIRST = ("full", "topk", "topp", "topk-pages")  # the exact cache and the oracles stand at the top
 
 
@@ -116,72 +115,3 @@ def _order(item: tuple[tuple[str, str], dict[str, dict]]) -> tuple:
     (policy, budget), by_task = item
     rows = by_task.values()
     return policy not in FIRST, budget, -np.mean([row["exact"] for row in rows]), np.mean([row["error"] for row in rows])
-
-
-def alike(found: list[dict]) -> list[dict]:
-    """Returns the rows of the models, lengths, tasks and protocols that most policies have, with most budgets, of policies that
-    have all of them.
-
-    Not of those that the full cache answers less than half of: they tell nothing of other caches.
-    """
-    policies, counts, answered = defaultdict(set), Counter(), {}
-    where = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
-    for row in found:
-        policies[where(row)].add(row["policy"])
-        if ":" not in row["policy"]:
-            counts[where(row)] += 1
-        if row["policy"] == "full":
-            answered[where(row)] = row["exact"]
-    can = [cell for cell in policies if answered.get(cell, 1.0) >= 0.5]
-    most = max((counts[cell] for cell in can), default=0)
-    cells = {cell for cell in can if counts[cell] == most}
-    whole = set.intersection(*(policies[cell] for cell in cells)) if cells else set()
-    return [row for row in found if where(row) in cells and row["policy"] in whole]
-
-
-def plot(found: list[dict], picture: Path) -> None:
-    """Draws answers against budget, device bytes and bytes moved, error against budget, and time per token against context.
-
-    Of the rows that are `alike`. A point is the mean over models, tasks and protocols; a policy without a budget stands at what
-    it attends to. Every policy has its own colour and marker, so that it is told apart in grey too. Times that were taken out
-    are not drawn.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels = (
-        ("tokens", "exact", "budget, tokens", "answers that are right"),
-        ("device_bytes", "exact", "bytes of the cache on the device", "answers that are right"),
-        ("moved_bytes", "exact", "bytes moved from the host per token", "answers that are right"),
-        ("tokens", "error", "budget, tokens", "relative error of the attention output"),
-        ("length", "tpot_s", "tokens of the text", "seconds per token"),
-    )
-    found = alike(found)
-    figure, axes = plt.subplots(2, 3, figsize=(18, 10), layout="constrained")
-    names = sorted({row["policy"] for row in found}, key=lambda name: (name not in FIRST, name))
-    colours, markers = plt.get_cmap("turbo")(np.linspace(0.02, 0.95, len(names))), "osv^<>DPX*hd"
-    for (x, y, xlabel, ylabel), each in zip(panels, axes.flat, strict=False):
-        for i, name in enumerate(names):
-            points = defaultdict(list)
-            for row in found:
-                if row["policy"] == name and row[y] is not None and (y != "error" or row[y] > NO_ERROR):
-                    at = row["length"] if x == "length" else row["budget"]
-                    points[at].append((row[x] or row["attended"] if x == "tokens" else row[x], row[y]))
-            pairs = sorted(np.mean(of, axis=0).tolist() for of in points.values())
-            if pairs:
-                style = dict(
-                    color=colours[i], marker=markers[i % len(markers)], linestyle=("-", "--", ":")[i // len(markers) % 3]
-                )
-                each.plot(*zip(*pairs, strict=True), label=name, markersize=7, **style)
-        each.set(xlabel=xlabel, ylabel=ylabel, yscale="linear" if y == "exact" else "log")
-        each.set_xscale("symlog", linthresh=1) if x == "moved_bytes" else each.set_xscale("log", base=2)
-        each.grid(alpha=0.3)
-        each.set_visible(bool(each.lines))
-    axes.flat[-1].axis("off")
-    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", ncols=2, frameon=False)
-    part = picture.with_name(f".{picture.name}.part")
-    figure.savefig(part, dpi=110, format=picture.suffix[1:])
-    plt.close(figure)
-    part.replace(picture)

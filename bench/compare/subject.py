@@ -78,11 +78,12 @@ class Subject(Reader):
             host_bytes=0 if self._pool is None else pages * (self._pool.nbytes // len(self._pool)),
         )
 
-    def timed(self, question: Sequence[int], count: int) -> tuple[list[int], list[float], float]:
-        """Returns an answer as `ask` does, the seconds of its steps, and the bytes that a step moved from the host."""
-        before, moved = len(self.seconds), len(self.moved)
+    def timed(self, question: Sequence[int], count: int) -> tuple[list[int], float, list[float], float]:
+        """Returns an answer as `ask` does, seconds to its first token and of its steps, and bytes moved in a step."""
+        before, moved, started = len(self.seconds), len(self.moved), time.perf_counter()
         answer = self.ask(question, count)
-        return answer, self.seconds[before:], float(np.mean(self.moved[moved:])) * self._plan.fetched_bytes
+        took, steps = time.perf_counter() - started, self.seconds[before:]
+        return answer, took - sum(steps[1:]), steps, float(np.mean(self.moved[moved:])) * self._plan.fetched_bytes
 
 
 @functools.partial(jax.jit, static_argnames="plan")
