@@ -130,6 +130,11 @@ class RetroInfer(Paged):
             exact += 1
         return order[:exact], order[exact : exact + int(np.ceil(self.share * len(order)))]
 
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        exact = [self.taken(q, head)[0] for head in range(self.tokens.k.shape[1])]
+        group = len(q) // len(exact)
+        return [[*self.near(), *(p for each in clusters for p in each)] for clusters in exact for _ in range(group)]
+
     def attend(self, q: np.ndarray) -> np.ndarray:
         outputs = []
         for head, queries in enumerate(self.tokens.grouped(q)):

@@ -79,6 +79,9 @@ class VAttention(Chooser):
             found.append((sorted(exact), sorted(sampled), count / len(between) if len(between) else 1.0))
         return found
 
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        return [exact + sampled for exact, sampled, _ in self.taken(q)]
+
     def attend(self, q: np.ndarray) -> np.ndarray:
         outputs, group = [], len(q) // self.tokens.k.shape[1]
         scores = self.scores(q).reshape(len(q), -1)

@@ -210,15 +210,18 @@ class Quest:
                 found[:, :, i] = np.maximum(grouped * low[:, None], grouped * high[:, None]).sum(-1)
         return found.reshape(len(q), len(self.pages))
 
-    def selected(self, q: np.ndarray) -> list[list[int]]:
+    def chosen(self, q: np.ndarray) -> list[list[int]]:
         """Returns the numbers of each query head's pages, sorted."""
         return [[i for i in best(scores, self.count) if self.pages[i]] for scores in self.scores(q)]
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions that each query head attends to."""
+        return [[p for i in chosen for p in self.pages[i]] + self.window() for chosen in self.chosen(q)]
 
     def attend(self, q: np.ndarray) -> np.ndarray:
         """Returns the attention [N, H] of the newest token's queries, each over its head's pages and the window."""
         outputs, group = [], len(q) // self.tokens.k.shape[1]
-        for n, chosen in enumerate(self.selected(q)):
-            positions = [p for i in chosen for p in self.pages[i]] + self.window()
+        for n, positions in enumerate(self.selected(q)):
             k, v = self.tokens.k[positions, n // group], self.tokens.v[positions, n // group]
             outputs.append(attention(np.asarray(q[n], np.float64), k, v))
         return np.stack(outputs)

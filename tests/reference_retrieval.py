@@ -155,6 +155,10 @@ class MagicPIG(Paged):
         u = (1 - np.arccos(cosine) / np.pi) ** bits
         return [self.sinks + i for i in taken], 1 - (1 - u) ** tables - tables * u * (1 - u) ** (tables - 1)
 
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        groups = enumerate(self.tokens.grouped(q))
+        return [[*self.near(), *self.sampled(query, head)[0]] for head, queries in groups for query in queries]
+
     def attend(self, q: np.ndarray) -> np.ndarray:
         outputs = []
         for head, queries in enumerate(self.tokens.grouped(q)):

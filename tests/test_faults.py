@@ -173,6 +173,7 @@ FAULTS = (
     ("rows.py", "plan.prompt_pages // host.EXTENT) &", "plan.prompt_pages // host.EXTENT + 1) &", "rows.py::test_a_fork_goes_on_in_its_own_way[clustered-250]"),
     ("rows.py", "| extents.shared(table))", ")", "rows.py::test_twins_that_settle_write_to_extents_of_their_own"),
     ("decoding.py", "plan.pool.pages, cache.lengths.pages)", "cache.lengths.pages, cache.lengths.pages)", "rows.py::test_the_last_round_before_that_is_compacted_as_the_others"),
+    ("cache/retrieval.py", "single = near + seen", "single = seen", "peers.py::test_quest_chooses_pages_for_every_query_head"),
     ("cache/retrieval.py", "planes = tuple(jnp.where(there[:, None, :, None], x, 0) for x in planes)", "planes = tuple(planes)", "rows.py::test_nothing_is_read_of_what_others_have_left_in_the_pool"),
     ("cache/extents.py", "np.flatnonzero(self._users == 0)", "np.flatnonzero(self._users < 9)", "rows.py::test_a_row_that_joins_at_any_step_goes_on_as_alone"),
     ("cache/window.py", "first = jnp.maximum(state.first, lengths.seen - self.fill)", "first = state.first", "rows.py::test_a_row_that_joins_at_any_step_goes_on_as_alone"),

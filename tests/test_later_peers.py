@@ -197,7 +197,7 @@ def test_pariskv_attends_to_the_best_of_the_tokens_with_most_votes(budget):
     """Once fewer than there are candidates, and once more than half of the tokens."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy, left_out = ParisKV(budget=budget, seed=3), []
-    own = dict(count=policy.num_fetched(1000), turn=turn(16, 3), sinks=4, fill=16)
+    own = dict(count=budget - 4 - 32, turn=turn(16, 3), sinks=4, fill=16)
 
     def check(layer, row, one, q):
         for head, chosen in enumerate(one.chosen(q)):

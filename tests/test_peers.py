@@ -26,6 +26,9 @@ def compare(policy, theirs: list, prompt, new, check) -> Layer:
             one.append(new[1][step, row], new[2][step, row])
             expected = one.attend(new[0][step, row])
             np.testing.assert_allclose(found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}")
+            if hasattr(one, "selected"):
+                taken = np.mean([len(positions) for positions in one.selected(new[0][step, row])])
+                np.testing.assert_allclose(layer.tokens[0, row], taken, rtol=1e-6, err_msg=f"step {step}, row {row}")
             check(layer, row, one, new[0][step, row])
     return layer
 
@@ -95,8 +98,8 @@ def test_snapkv_chooses_anew_after_more_text():
 def test_quest_chooses_pages_for_every_query_head():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = Quest(budget=64, page_size=8)
-    pages, window = policy.num_fetched(1000), policy.window_of.slots
-    theirs = [reference.Quest(8, pages=pages, window=window, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
+    assert (policy.num_fetched(1000), policy.window_of.slots) == (7, 8)
+    theirs = [reference.Quest(8, pages=7, window=8, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
 
     def check(layer, row, one, q):
         # The first page decoded stands behind the pages of the longest prompt that there may be.
@@ -104,7 +107,7 @@ def test_quest_chooses_pages_for_every_query_head():
         numbered = {i: i if i < first else i - first + several for i in range(len(one.pages))}
         for head in range(KV_HEADS):
             ids = np.asarray(layer.state.ids)[row, head]
-            group = one.selected(q)[2 * head : 2 * head + 2]
+            group = one.chosen(q)[2 * head : 2 * head + 2]
             assert set(ids[ids >= 0]) == {numbered[i] for chosen in group for i in chosen}
             assert len(set(ids[ids >= 0])) == (ids >= 0).sum()  # once each
         one.end_step()

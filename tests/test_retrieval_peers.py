@@ -31,7 +31,7 @@ def numbers(layer: Layer, row: int, one: reference.Paged) -> list[int]:
 def test_arkvale_chooses_pages_for_all_heads_of_a_layer(heads):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = ArkVale(budget=64, page_size=8, heads=heads)
-    own = dict(heads=heads, count=policy.num_fetched(1000), sinks=16, fill=8)
+    own = dict(heads=heads, count=4, sinks=16, fill=8)
     differ = []
 
     def check(layer, row, one, q):
@@ -175,7 +175,7 @@ def test_magicpig_samples_tokens_that_share_hashes(budget):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy, most = MagicPIG(budget=budget, window=24, bits=5, tables=24), []
     sides = planes(KV_HEADS, 16, 120, 0).reshape(KV_HEADS, 16, 24, 5)
-    own = dict(count=policy.num_fetched(1000), planes=sides, sinks=4, fill=8)
+    own = dict(count=budget - 4 - 24, planes=sides, sinks=4, fill=8)
 
     def check(layer, row, one, q):
         for head, queries in enumerate(one.tokens.grouped(q)):
