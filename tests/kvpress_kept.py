@@ -21,7 +21,7 @@ def presses(ratio: float) -> dict[str, tuple[str, kvpress.BasePress]]:
         "pyramidkv": ("sdpa", kvpress.PyramidKVPress(ratio, **snapkv, beta=3)),
         "adakv": ("sdpa", kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, **snapkv), alpha_safeguard=0)),
         "keydiff": ("sdpa", kvpress.KeyDiffPress(ratio)),
-        "expected-attention": ("sdpa", kvpress.ExpectedAttentionPress(ratio)),
+        "expected-attention": ("sdpa", kvpress.ExpectedAttentionPress(ratio, epsilon=0.01)),
         "observed": ("eager", kvpress.ObservedAttentionPress(ratio)),
     }
 

@@ -185,6 +185,7 @@ def test_lacache_has_no_round_reach_as_many_of_the_newest_as_there_are_layers():
         (ExpectedAttention, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (ExpectedAttention, dict(budget=4), "budget must be at least 5, got 4"),
         (ExpectedAttention, dict(future=5000), "future must be at most 4096, got 5000"),
+        (ExpectedAttention, dict(epsilon=-1), "epsilon must be a number from 0 to 1, got -1"),
         (LaCache, dict(budget=37, recent=32), "budget must be at least 38, got 37"),
         (LaCache, dict(sinks=-1), "sinks must be at least 0, got -1"),
         (LaCache, dict(recent=-1), "recent must be at least 0, got -1"),

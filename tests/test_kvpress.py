@@ -21,7 +21,7 @@ OURS = {
     "pyramidkv": PyramidKV(budget=BUDGET + WINDOW, window=WINDOW, beta=3),
     "adakv": AdaKV(budget=BUDGET, window=WINDOW, floor=0.0),  # the rules of floors differ
     "keydiff": KeyDiff(budget=BUDGET),
-    "expected-attention": ExpectedAttention(budget=BUDGET),
+    "expected-attention": ExpectedAttention(budget=BUDGET, epsilon=0.01),
     "observed": H2O(budget=PROMPT),
 }
 
