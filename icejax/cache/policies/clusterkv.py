@@ -24,7 +24,8 @@ class ClusterKV(Retrieval):
     Whole clusters are taken until the budget is used, of the last one the first tokens. Clusters are of a row's first text,
     less its sinks; later tokens join the nearest, so that a short first text leaves few clusters for all that follows. In its
     code k-means begins at random, what is shorter than the budget is attended to whole, decoded tokens are attended to besides
-    the budget, and the faster form of it makes 8 clusters of every 320 of them.
+    the budget, and the faster form of it makes 8 clusters of every 320 of them. Its tokens of the last step stay on the device;
+    here all are fetched.
 
     Attributes:
         budget: tokens attended exactly per query head and layer, sinks and a window of up to 16 decoded tokens included.

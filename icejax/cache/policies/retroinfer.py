@@ -30,7 +30,8 @@ class RetroInfer(Retrieval):
     In its code 1.8% of the clusters are attended exactly; here they are as many as the budget holds whole. There k-means begins
     at the middle of every 16 tokens, whose length counts in the first round, the last round looks beyond a stretch of 8,192, a
     text of less than 1,092 tokens is attended to whole, and of the decoded tokens 1,024 are clustered at once; here each 16
-    that leave the window are a cluster. There the share that is estimated is rounded, here it is rounded up.
+    that leave the window are a cluster. There the share that is estimated is rounded, here it is rounded up. There
+    clusters that were asked for of late stay on the device; here all are fetched.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
