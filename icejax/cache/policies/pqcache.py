@@ -26,9 +26,9 @@ class PQCache(Retrieval):
 
     A key is cut into parts, and each part is taken for the nearest of its centroids, which k-means makes of a row's first text.
     In its code k-means sees the tokens of the window too, begins at random tokens and has as many iterations as there is time
-    for; sizes are shares of the prompt, half of it window, and no layer is dense. There codes are in host memory and come to the
-    device in every step, and the tokens that were asked for most of late stay there; here codes are on the device, and all
-    chosen tokens are fetched.
+    for; sizes are shares of the prompt, half of it window, and no layer is dense. There codes are in host memory and come
+    to the device in every step, where the tokens asked for most of late stay; here codes are on the device, and all chosen
+    tokens are fetched.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
