@@ -320,6 +320,34 @@ def test_a_picture_shows_policies_where_most_of_them_were_and_the_full_cache_ans
     assert picture.alike([*both, row("a:z=1", "x")]) == both  # a mean over less would stand beside means over all
 
 
+def test_the_page_says_how_far_ours_are_ahead():
+    """Where a cell lacks a policy that all others have, nothing is said of it."""
+
+    def row(policy, error, task="x", budget="64", model="m"):
+        where = dict(model=model, length=1024, task=task, protocol="dense", budget=budget, questions=1, options={})
+        sizes = dict(attended=1, device_bytes=1, moved_bytes=1, exact=1.0)
+        return dict(policy=policy, tokens={"64": 64, "10%": 102}[budget], error=error) | where | sizes
+
+    def cell(clustered, coded, topk, quest, **where):
+        errors = dict(clustered=clustered, coded=coded, topk=topk, quest=quest, tolerant=0.001) | {"quest:page_size=8": 0.001}
+        return [row(name, error, **where) for name, error in errors.items()]
+
+    found = [
+        *cell(0.1, 0.2, 0.6, 0.5),
+        *cell(0.2, 0.1, 0.1, 0.5, task="y"),
+        row("topk", 0.1, task="z"),
+        row("quest", 9.0, task="z"),
+    ]
+    found += cell(0.1, 0.1, 0.2, 0.3, model="bundled", budget="10%")
+    table = page.rendered(found).split("## ")[1]
+    assert table.startswith("The best of all others\n")
+    assert table.splitlines()[7:] == [
+        "| bundled | 1,024 | 10% | 2.0 to 2.0 | 2.0 to 2.0 | `topk` |",
+        "| m | 1,024 | 64 | 0.5 to 5.0 | 1.0 to 2.5 | `quest`, `topk` |",
+        "",
+    ]
+
+
 def test_the_page_has_the_best_behind_the_oracles_and_all_models_beside_one_another():
     def row(policy, budget, protocol, exact, error, model="bundled", task="hops", options=None):
         tokens = {"all": None, "10%": 410}.get(budget, 64)
