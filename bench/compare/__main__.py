@@ -80,10 +80,14 @@ def main(argv: list[str] | None = None) -> int:
         times = None if arguments.times is None else rows.read(arguments.times)
         each = [Cell(n, form, arguments.questions // (1 + (n >= LONG))) for n in lengths for form in tasks]
         some: dict[int, list[Contender]] = {}
+        refused: list[str] = []
         for n in lengths:
             some[n], left_out = cells.contenders(policies, budgets, n)
-            for line in left_out:
-                print(f"bench.compare: {line}", file=sys.stderr)
+            refused += left_out
+        if not any(some.values()):
+            raise InputError(f"--budgets must hold one that a policy can have: {refused[0]}")
+        for line in refused:
+            print(f"bench.compare: {line}", file=sys.stderr)
         written, path = arguments.out / "compare.jsonl", arguments.out / "lines.jsonl"
         before = rows.read(written) if written.exists() else {}
         if not arguments.dry_run:

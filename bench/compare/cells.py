@@ -95,7 +95,7 @@ def _asked(name: str) -> int:
 
 
 def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tuple[list[Contender], list[str]]:
-    """Returns every policy with every budget, and a line for each that cannot have it; InputError if none can have any.
+    """Returns every policy with every budget, and a line for each that cannot have it.
 
     Args:
         names: names of policies, options behind colons: clustered:candidates=1.
@@ -112,8 +112,6 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
                 able.append(Contender(name, asked, tokens, policy if policy.budget is None else _within(name, tokens, length)))
             except InputError as error:
                 left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
-    if not able:
-        raise InputError(f"--budgets must hold one that a policy can have: {left_out[0]}")
     return able, left_out
 
 
