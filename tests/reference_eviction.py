@@ -44,6 +44,11 @@ class Evicting:
         """Returns the kept positions of a KV head."""
         return self.positions[head]
 
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions that each query head attends to."""
+        heads = range(len(self.positions))
+        return [self.kept(head) for head in heads for _ in range(len(q) // len(heads))]
+
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends a token's key and value [K, H], for which the least one leaves where there is no room."""
         for head, positions in enumerate(self.positions):

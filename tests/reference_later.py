@@ -39,6 +39,10 @@ class RocketKV(SnapKV):
             found.append(positions[best(weights, self.count)].tolist())
         return found
 
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        chosen = self.chosen(q)
+        return [positions for positions in chosen for _ in range(len(q) // len(chosen))]
+
     def attend(self, q: np.ndarray) -> np.ndarray:
         chosen, queries = self.chosen(q), self.tokens.grouped(q)
         pairs = ((queries[head], self.tokens.k[at, head], self.tokens.v[at, head]) for head, at in enumerate(chosen))

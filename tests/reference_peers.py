@@ -69,6 +69,10 @@ class Streaming:
         n = len(self.tokens)
         return [p for p in range(n) if p < self.sinks or p >= n - (self.budget - self.sinks)]
 
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions that each query head attends to."""
+        return [self.kept()] * len(q)
+
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends a token's key and value [K, H]."""
         self.tokens.append(k[None], v[None])
@@ -147,6 +151,11 @@ class SnapKV:
     def kept(self, head: int) -> list[int]:
         """Returns the kept positions of a KV head."""
         return self.positions[head].tolist()
+
+    def selected(self, q: np.ndarray) -> list[list[int]]:
+        """Returns the positions that each query head attends to."""
+        heads = range(self.tokens.k.shape[1])
+        return [self.kept(head) for head in heads for _ in range(len(q) // len(heads))]
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends a token's key and value [K, H]; nothing leaves."""

@@ -26,9 +26,8 @@ def compare(policy, theirs: list, prompt, new, check) -> Layer:
             one.append(new[1][step, row], new[2][step, row])
             expected = one.attend(new[0][step, row])
             np.testing.assert_allclose(found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}")
-            if hasattr(one, "selected"):
-                taken = np.mean([len(positions) for positions in one.selected(new[0][step, row])])
-                np.testing.assert_allclose(layer.tokens[0, row], taken, rtol=1e-6, err_msg=f"step {step}, row {row}")
+            taken = np.mean([len(positions) for positions in one.selected(new[0][step, row])])
+            np.testing.assert_allclose(layer.tokens[0, row], taken, rtol=1e-6, err_msg=f"step {step}, row {row}")
             check(layer, row, one, new[0][step, row])
     return layer
 

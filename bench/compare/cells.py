@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,9 +15,9 @@ import numpy as np
 from bench.compare.rows import MEANS
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
-from bench.compare.tuned import KNOBS
+from bench.compare.tuned import BY_LENGTH, KNOBS
 from bench.needle import task
-from icejax.cache import CachePolicy, RocketKV
+from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
 from icejax.errors import InputError
 from icejax.models import CausalLM
@@ -109,25 +109,22 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
             continue
         for asked, tokens in wanted.items():
             try:
-                able.append(Contender(name, asked, tokens, policy if policy.budget is None else _within(name, tokens, length)))
+                able.append(Contender(name, asked, tokens, policy if policy.budget is None else _policy(name, tokens, length)))
             except InputError as error:
                 left_out.append(f"{name}, budget {asked} of {length} tokens: left out: {error}")
     return able, left_out
 
 
-def _policy(name: str, **more: int) -> CachePolicy:
+def _policy(name: str, budget: int | None = None, length: int = 0) -> CachePolicy:
+    """Returns the policy of a name with options behind it, which count before what follows from budget and length."""
     name, *texts = name.split(":")
     options = dict(text.partition("=")[::2] for text in texts)
     if "budget" in options:
         raise InputError(f"--policies must leave the budget to --budgets, got {name}:budget={options['budget']}")
-    return make_policy(name, options | more)
-
-
-def _within(name: str, budget: int, length: int) -> CachePolicy:
-    policy = _policy(name, budget=budget)
-    if isinstance(policy, RocketKV) and policy.kept is None:  # as its code, which is told how long the text is
-        return replace(policy, kept=policy.kept_of(length, budget))
-    return policy
+    if budget is None:
+        return make_policy(name, options)
+    own = BY_LENGTH[name](budget, length) if name in BY_LENGTH else {}
+    return make_policy(name, own | options | dict(budget=budget))
 
 
 def _tokens(budget: str, length: int) -> int:

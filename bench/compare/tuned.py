@@ -1,7 +1,8 @@
-"""Options of adaptive methods, chosen so that what a query head attends to is the budget in the mean.
+"""Options that follow from the budget: of adaptive methods so that what a query head attends to is the budget in the mean.
 
 What top-p, MagicPIG and vAttention attend to differs from head to head and from step to step. One option of each is searched
-for on a text of a task that stands in no table by default, with the question in the prefill and through the cache.
+for on a text of a task that stands in no table by default, with the question in the prefill and through the cache. What a
+method's own code takes from the length of a text, which a policy is not told, is given by its rule.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ KNOBS = {
         "epsilon", 0, 8, 1, 0.5, lambda at: math.exp(-at), lambda n: dict(budget=2 * n, top=max(1, (n - 20) // 2))
     ),
 }
+
+
+def _kept(budget: int, length: int) -> dict[str, int]:
+    """Returns how many tokens RocketKV's code keeps of a text of n: n / c^r, where c is n / (2 budget)."""
+    times = max(1.0, length / (2 * budget))
+    return dict(kept=max(budget, int(length / times ** min(0.2 + 0.06 * math.log2(times), 0.8))))
+
+
+# Options of a policy, given its budget and the length of the text.
+BY_LENGTH: dict[str, Callable[[int, int], dict[str, int]]] = {"rocketkv": _kept}
 
 
 def search(knob: Knob, tokens: int, attended: Callable[[dict[str, float]], float]) -> dict[str, float]:

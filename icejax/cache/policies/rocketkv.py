@@ -25,10 +25,9 @@ class RocketKV(SnapKV):
     These are the best by their page, which are a few kept tokens behind one another: of the channels in which the queries of a
     KV head are largest, by the page's least or largest key there, whichever the sum of the queries asks for. How many tokens
     are a page and how many channels count follows from `kept` and `budget`, as in its code. Its token budget is twice the
-    budget here: half of it is what reading the pages costs. There the length of the text says how many tokens are kept
-    (`kept_of`), and decoded ones are part of them; for some models two layers are dense. Its code for speed keeps the pages'
-    bounds; here, as in that for quality, they are made anew in every step. Its variant for many turns, which keeps all tokens,
-    is not here.
+    budget here: half of it is what reading the pages costs. There the length of the text says how many tokens are kept,
+    and decoded ones are part of them; for some models two layers are dense. Its code for speed keeps the pages' bounds; here,
+    as in that for quality, they are made anew in every step. Its variant for many turns, which keeps all tokens, is not here.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer.
@@ -51,12 +50,6 @@ class RocketKV(SnapKV):
         super().__post_init__()
         if self.kept is not None:
             whole("kept", self.kept, least=self.budget)
-
-    @staticmethod
-    def kept_of(tokens: int, budget: int) -> int:
-        """Returns how many tokens its code keeps of a text of so many: n / c^r, where c is n / (2 budget)."""
-        times = max(1.0, tokens / (2 * budget))
-        return max(budget, int(tokens / times ** min(0.2 + 0.06 * math.log2(times), 0.8)))
 
     def most(self, kv_heads: int) -> int:
         return 8 * self.budget if self.kept is None else self.kept
