@@ -28,6 +28,7 @@ def answers(bundled, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_the_same_in_batches_of_any_size(answers):
     drawn = ("--temperature", "1.2", "--seed", "3")
     found = [answers(*drawn, "--batch-size", size) for size in ("1", "2", str(10**12))]

@@ -57,6 +57,7 @@ def check(both, policy) -> None:
         np.testing.assert_allclose(found, expected[at], rtol=0, atol=tolerances.LOGITS, err_msg=f"position {at}")
 
 
+@pytest.mark.slow
 def test_decoding_the_latent_equals_attending_with_expanded_heads(both):
     check(both, Clustered(budget=TOTAL, compact_every=32))
 
