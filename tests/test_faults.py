@@ -15,6 +15,8 @@ PROOFS = (
     "retrieval_peers",
     "later_peers",
     "omnikv",
+    "reference.py::test_200_steps_equal_the_reference[whole-pages]",
+    "rows.py::test_the_last_round",
 )  # most of them are slow; elsewhere the default tests notice
 # Imported once, for all of the faults.
 IMPORTED = [

@@ -15,7 +15,7 @@ STEPS = 200
 
 @pytest.mark.parametrize(
     "options",
-    [dict(candidates=2), dict(keys_first=False), pytest.param(dict(tail=False), marks=pytest.mark.slow)],
+    [dict(candidates=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(keys_first=False), dict(tail=False)))],
     ids=["keys-first", "whole-pages", "no-tail"],
 )
 def test_200_steps_equal_the_reference(monkeypatch, options):

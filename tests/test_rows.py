@@ -129,6 +129,7 @@ def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
     assert [(plan.growth_pages * plan.page_size, plan.compact_every) for plan in plans] == [(512, 256), (384, 0)]
 
 
+@pytest.mark.slow
 def test_the_last_round_before_that_is_compacted_as_the_others(model):
     """A round larger than the prompts: the pages of new tokens begin anew at the step at which it ends."""
     policy, prompt = Clustered(budget=ROOM, page_size=PAGE, compact_every=512), families.tokens(90)

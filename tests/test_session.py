@@ -239,7 +239,7 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
     assert done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
 
 
-@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "behind"])
 def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monkeypatch, where):
     """Wherever it comes: a token whose reading was cut off is in the cache already."""
     text, questions = document()
