@@ -1,6 +1,7 @@
 # make run: the main job; make test: the suite. Both set up .venv if it is missing.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 
 # An environment of its own: where compilers are and no device is, JAX says so at every start, and tests read what commands print.
 AOT := .venv-aot
@@ -12,32 +13,32 @@ OPTIMISED := tests/test_parity.py tests/test_reference.py -k "(equal_transformer
 
 .PHONY: run test test-slow test-aot lint
 
-run: .venv/installed
+run: $(VENV)/installed
 	$(BIN)/python -m icejax.generate
 
-test: .venv/installed-dev
+test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal  # more processes would take more than 3 GB
 
-test-slow: .venv/installed-dev $(KVPRESS)/installed
+test-slow: $(VENV)/installed-dev $(KVPRESS)/installed
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED)
 
 test-aot: $(AOT)/installed
 	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/test_aot.py
 
-lint: .venv/installed-dev
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "icejax needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-.venv/installed: pyproject.toml | $(BIN)/python
+$(VENV)/installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-.venv/installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .[dev]
 	touch $@
 

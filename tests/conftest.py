@@ -2,9 +2,12 @@
 
 import ctypes
 import gc
+import importlib.metadata
 import os
 import sys
 import tempfile
+
+from packaging.version import parse
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process that starts them has
     CACHES = tempfile.TemporaryDirectory(prefix="icejax-tests-")
@@ -21,12 +24,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process th
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 # Cheap to compile, slow to run, which small programs do not feel; `make test-slow` has some optimised too.
-CHEAP = (
+CHEAP = [
     "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_parallel_codegen_split_count=1",  # or both cores compile each, and every part costs
-)
+]
+if parse(importlib.metadata.version("jaxlib")) < parse("0.11.1"):  # later ones do not know it, and end the process
+    CHEAP.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP))
 
 import jax
@@ -44,6 +48,27 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 MOST_BYTES = 1_200_000_000  # of a process of the suite, of which there are two, beside the commands that they start
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, and a look through all of them is slow
+
+
+NEEDS_TORCH = "needs PyTorch, in which the reference models are: pip install torch==2.13.0"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Skips a module that imports PyTorch where it is not installed."""
+    report = yield
+    if report.failed and "No module named 'torch'" in str(report.longrepr):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {NEEDS_TORCH}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Skips a test that imports PyTorch, or has transformers make a model of it, where it is not installed."""
+    report = yield
+    if report.failed and call.excinfo.errisinstance(ImportError) and "torch" in str(call.excinfo.value).lower():
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"Skipped: {NEEDS_TORCH}")
+    return report
 
 
 def pytest_collection_finish():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import transformers as hf
 
 import icejax.checkpoint
@@ -33,21 +32,23 @@ def row(name: str) -> Row:
     return next(r for r in FAMILIES if r.name == name)
 
 
-@torch.no_grad()
 def build(row: Row, scale: str = "fan_in", **changes) -> hf.PreTrainedModel:
     """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
 
     Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested; of buffers those
     that a router adds, or that an output is multiplied by.
     """
+    import torch  # here, so that a module whose other tests need no PyTorch is collected without it
+
     torch.manual_seed(0)
     model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
     buffers = (x for x in model.named_buffers() if x[0].endswith(("e_score_correction_bias", "layer_scalar")))
-    for name, parameter in (*model.named_parameters(), *buffers):
-        if parameter.ndim == 1:
-            parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
-        elif scale == "fan_in":
-            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    with torch.no_grad():
+        for name, parameter in (*model.named_parameters(), *buffers):
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
+            elif scale == "fan_in":
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     return model
 
 

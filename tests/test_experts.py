@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from icejax.checkpoint import load
 from icejax.config import ExpertForm, Experts
@@ -120,6 +119,8 @@ def by_id(taken: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("row, scale", families.by_scale(MIXTURES))
 def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
+    import torch
+
     theirs = families.build(row, scale)
     ours = families.load(theirs, tmp_path)
     x = np.random.default_rng(3).standard_normal((200, families.SIZES["hidden_size"])).astype(np.float32)

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 import icejax
 from bench.needle import evaluate, export, language, stages, task
@@ -166,6 +165,8 @@ def test_trigram_knows_what_it_was_shown():
 
 def test_bits_of_a_model_with_sliding_windows_are_those_of_transformers(tmp_path):
     theirs, tokens = families.build(families.row("mistral-window")), families.tokens(256)
+    import torch
+
     with torch.no_grad():
         likely = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0, :-1], -1).numpy()[np.arange(255), tokens[1:]]
     found = language._bits(families.load(theirs, tmp_path), np.asarray([tokens], np.int32))[0]

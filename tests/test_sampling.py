@@ -7,17 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 import icejax
 from icejax import decoding, inference
@@ -54,16 +45,19 @@ ROWS = (
 
 def scores(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Returns the logits that transformers would draw from, -inf for what is cut away."""
-    steps = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    import torch
+    from transformers.generation import logits_process as steps
+
+    chain = steps.LogitsProcessorList([steps.TemperatureLogitsWarper(sampling.temperature)])
     if sampling.repetition_penalty != 1:
-        steps.insert(0, RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        chain.insert(0, steps.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.top_k:
-        steps.append(TopKLogitsWarper(sampling.top_k))
+        chain.append(steps.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        steps.append(TopPLogitsWarper(sampling.top_p))
+        chain.append(steps.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
-        steps.append(MinPLogitsWarper(sampling.min_p))
-    return steps(torch.tensor(text), torch.tensor(logits)).numpy()
+        chain.append(steps.MinPLogitsWarper(sampling.min_p))
+    return chain(torch.tensor(text), torch.tensor(logits)).numpy()
 
 
 def held(text: np.ndarray) -> np.ndarray:
@@ -75,6 +69,8 @@ def held(text: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", CASES)
 def test_draws_follow_transformers_probabilities(name):
+    import torch
+
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((1, VOCABULARY)).astype(np.float32) * 2
     text = rng.integers(0, VOCABULARY, (1, 10))
@@ -145,6 +141,9 @@ def test_the_kth_largest_is_that_of_a_sort(rows, k):
 
 
 def test_greedy_with_penalty_equals_transformers():
+    import torch
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((4, VOCABULARY)).astype(np.float32)
     text = np.argsort(-logits)[:, :3]
