@@ -41,7 +41,8 @@ from bench.methods import WHOLE, attention, error, exact, form, from_keys_of, in
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
 from icejax import memory
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
 from icejax.ops.attention import Scoring
@@ -49,7 +50,6 @@ from icejax.ops.digests import score
 from icejax.ops.scatter import along
 from icejax.ops.topk import chosen
 from icejax.ops.tree import uneven_of
-from icejax.ranges import whole
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 TASKS = ("multikey-4", "hops", "text")

@@ -33,8 +33,8 @@ from bench.subjects import DotProduct, Icejax, Transformers
 from icejax import compiler, memory
 from icejax.cache.fetch import try_ahead
 from icejax.cache.options import cache_options, make_policy
-from icejax.errors import InputError
-from icejax.ranges import whole
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 
 TURN = 16  # steps
 OURS = ("clustered", "coded")  # caches that --cache-option is for

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from icejax.errors import InputError
-from icejax.ranges import whole
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 
 
 def flag(text: str) -> tuple[str, str | bool]:

@@ -21,8 +21,8 @@ from rich.progress import track
 import icejax
 from bench import sandbox
 from bench.needle.evaluate import wilson
-from icejax.errors import InputError
-from icejax.jsontext import parse
+from icejax.checks.errors import InputError
+from icejax.checks.json_file import parse
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # §3.2 of the paper: what begins behind the function
 ASKED = "Complete this Python function. Answer with the whole function, in one block of code.\n\n```python\n{}```"

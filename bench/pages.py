@@ -48,10 +48,10 @@ from icejax import memory
 from icejax.cache.page_format import decode, encode
 from icejax.cache.policies.coded import LOOKED
 from icejax.cache.reranked import TWICE, pages_for
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import number, whole
 from icejax.generation import ASSETS
 from icejax.ops import key_codes
-from icejax.ranges import number, whole
 
 REPEATS = 5
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import icejax
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
 

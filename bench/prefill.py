@@ -25,11 +25,11 @@ from bench.flags import listed, numbers
 from icejax import memory, walk
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import DTYPES
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import one_of, whole
 from icejax.inference import prefill
 from icejax.ops.attention import Attended, causal_with_lse
 from icejax.plan import make_plan
-from icejax.ranges import one_of, whole
 
 POLICIES = ("full", "clustered", "transformers")
 

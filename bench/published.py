@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.folder import cache_home
 
 BLOCK = 2**22  # bytes read at once

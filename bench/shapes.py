@@ -17,13 +17,13 @@ from icejax import memory
 from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.load import DTYPES
 from icejax.checkpoint.narrow import for_cpu
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import one_of, whole
 from icejax.generation import ASSETS
 from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
 from icejax.ops.quantize import quantize
 from icejax.ops.quantized import Grouped
-from icejax.ranges import one_of, whole
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
 _PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)

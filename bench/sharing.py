@@ -26,8 +26,8 @@ from bench.flags import numbers
 from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle.evaluate import SHORTEST
 from icejax import memory
+from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
-from icejax.ranges import whole
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 PAIRS = 7
 SIDES = ("old", "new")

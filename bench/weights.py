@@ -39,7 +39,7 @@ from bench.sizes import nbytes
 from bench.subjects import Icejax
 from icejax import memory
 from icejax.checkpoint.rounding import METHODS
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
 

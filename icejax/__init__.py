@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from icejax.cache import POLICIES, CachePolicy, Clustered, Full
     from icejax.cache.options import make_policy
-    from icejax.errors import InputError
+    from icejax.checks.errors import InputError
     from icejax.generation import generate, load, stream_generate
     from icejax.prompts import chat
     from icejax.request import Request
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "cache": ("POLICIES", "CachePolicy", "Clustered", "Full"),
     "cache.options": ("make_policy",),
-    "errors": ("InputError",),
+    "checks.errors": ("InputError",),
     "generation": ("generate", "load", "stream_generate"),
     "prompts": ("chat",),
     "request": ("Request",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from icejax.ranges import POSITIONS
+from icejax.checks.numbers import POSITIONS
 
 LayerType = Literal["full_attention", "sliding_attention"]
 

@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from icejax.errors import InputError, quoted, told
-from icejax.ranges import is_unicode
+from icejax.checks.errors import InputError, quoted, told
+from icejax.checks.numbers import is_unicode
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
 OF_ONE = 3  # tokens at most that are the beginning of a character: it has four bytes

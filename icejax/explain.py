@@ -17,8 +17,8 @@ import numpy as np
 from icejax.cache.policy import CachePolicy, Heads, Outcome
 from icejax.cache.retrieval import PagedState
 from icejax.cache.spec import CacheSpec
+from icejax.checks.errors import InputError
 from icejax.decoding import DecodeState
-from icejax.errors import InputError
 from icejax.inference import kept
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.launch import unfinished
 
 OWN = re.compile(r"\.(.+)\.(part|old|lock)")

@@ -18,7 +18,7 @@ from flax import nnx
 from icejax import memory
 from icejax.cache import name_of, named
 from icejax.cache.policy import CachePolicy
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.models import CausalLM
 
 PIECE = 1024  # numbers of every weight

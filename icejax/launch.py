@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from icejax.errors import InputError, printable
+from icejax.checks.errors import InputError, printable
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 REMOVE_S = 2.0  # while what was being written is removed

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from icejax.checks.numbers import whole
 from icejax.detokenize import decoded
-from icejax.ranges import whole
 from icejax.response import Logprob, TokenLogprobs
 
 MOST = 1000

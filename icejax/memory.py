@@ -10,8 +10,8 @@ import psutil
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jax.sharding import SingleDeviceSharding
 
-from icejax.errors import InputError, told
-from icejax.ranges import whole
+from icejax.checks.errors import InputError, told
+from icejax.checks.numbers import whole
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 PINNED = "pinned_host"  # the kind of the host's memory that programs read

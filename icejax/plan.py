@@ -20,10 +20,10 @@ from icejax.cache.host import EXTENT, PoolLayer
 from icejax.cache.page_format import bits_dtype, page_rows
 from icejax.cache.policy import CachePolicy, KVCache, Report
 from icejax.cache.spec import CacheSpec, PoolSpec
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import LARGEST
 from icejax.models import CausalLM
 from icejax.ops.rope import check_turn
-from icejax.ranges import LARGEST
 
 LOG = logging.getLogger(__name__)
 SHORTEST, STEP, EVEN = 256, 8192, 1024  # tokens

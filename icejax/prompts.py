@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.errors import InputError, quoted, told
+from icejax.checks.errors import InputError, quoted, told
+from icejax.checks.numbers import POSITIONS, is_unicode, whole
 from icejax.models import CausalLM
-from icejax.ranges import POSITIONS, is_unicode, whole
 from icejax.request import Request
 from icejax.templates import render
 

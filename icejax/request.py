@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from icejax.errors import InputError, quoted
-from icejax.ranges import whole
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import whole
 from icejax.sampling import Sampling, checked
 
 Prompt = str | Sequence[int]

@@ -15,8 +15,8 @@ from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import NOBODYS, Extents, extents_for
 from icejax.cache.policy import KVCache, Lengths
+from icejax.checks.errors import InputError
 from icejax.decoding import DecodeState
-from icejax.errors import InputError
 from icejax.plan import Plan
 from icejax.sampling import Sampling, Samplings, row_keys
 

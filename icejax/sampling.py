@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import number, whole
 from icejax.ops.threshold import least_of, ordered, threshold
-from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,13 +29,13 @@ from icejax.cache import host
 from icejax.cache.extents import extents_for, table_for
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy, KVCache, Lengths
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.json_file import MOST_BYTES
+from icejax.checks.numbers import POSITIONS
 from icejax.folder import present
 from icejax.identity import check_same, damaged, identity, policy_of
-from icejax.jsontext import MOST_BYTES
 from icejax.models import CausalLM
 from icejax.plan import Plan
-from icejax.ranges import POSITIONS
 
 VERSION = 15
 ABOUT, ARRAYS = "session.json", "arrays"

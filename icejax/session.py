@@ -14,10 +14,10 @@ from icejax import memory, saved
 from icejax.cache import checked as checked_policy
 from icejax.cache import name_of
 from icejax.cache.policy import CachePolicy
+from icejax.checks.errors import InputError
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
 from icejax.decoding import Decoding
-from icejax.errors import InputError
 from icejax.folder import Claim, claim, place
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity

@@ -15,15 +15,15 @@ import numpy as np
 from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.policy import CachePolicy, KVCache
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 from icejax.compiling import Mark
 from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
 from icejax.detokenize import Detokenizer, stop_strings
 from icejax.diagnose import not_finite
-from icejax.errors import InputError
 from icejax.logprobs import token_logprobs
 from icejax.models import CausalLM
 from icejax.plan import Plan, reports
-from icejax.ranges import whole
 from icejax.response import GenerationResponse
 from icejax.sampling import row_keys
 

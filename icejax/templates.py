@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from icejax.apart import APART
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 CHARACTERS = 2**24  # a template may write so many more than its messages have
 

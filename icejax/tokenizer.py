@@ -11,7 +11,7 @@ from typing import Any
 
 from icejax.checkpoint.folder import companions
 from icejax.checkpoint.huggingface import read_json
-from icejax.errors import InputError, told
+from icejax.checks.errors import InputError, told
 
 MOST_GROWTH = 100  # times the text, of all that a tokenizer replaces; those of published models at most some tens
 

@@ -10,7 +10,7 @@ import pytest
 
 from bench.program.compile import check_compiler
 from bench.program.targets import TARGETS
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 STEPS = [
     ("h100", "step", "gather", "1"),

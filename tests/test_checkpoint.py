@@ -17,8 +17,8 @@ import icejax.checkpoint.convert as converters
 from icejax.cache import Full
 from icejax.checkpoint import huggingface, load_model
 from icejax.checkpoint.folder import ORBAX
+from icejax.checks.errors import InputError
 from icejax.commands import convert as converting
-from icejax.errors import InputError
 from icejax.folder import claim
 from tests import families, tolerances
 from tests.crash import file_limit

@@ -6,7 +6,7 @@ import pytest
 
 from icejax.cache import Coded
 from icejax.cache.spec import CacheSpec
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.ops import key_codes
 from tests import layer as harness
 from tests import reference_coded, tolerances

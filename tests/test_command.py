@@ -16,9 +16,9 @@ from bench.needle import task
 from icejax import session
 from icejax.cache import Clustered, name_of, names
 from icejax.cache.options import make_policy
+from icejax.checks.errors import InputError
 from icejax.commands import generate as command
 from icejax.commands.requests import BUNDLED_PROMPT
-from icejax.errors import InputError
 from icejax.generation import ASSETS
 from icejax.response import GenerationResponse
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from icejax.cache import Full
 from icejax.checkpoint import read_config
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.ops.rope import inverse_frequencies
 from tests import families
 from tests.raw_configs import (

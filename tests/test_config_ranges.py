@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from tests.raw_configs import (
     GEMMA3,
     GEMMA4,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from icejax.checks.errors import InputError
 from icejax.detokenize import Detokenizer, decoded
-from icejax.errors import InputError
 from icejax.generation import ASSETS
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icejax.checkpoint.folder import resolve
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.folder import cache_home, claim, present
 from tests.crash import Killed, file_limit, killed_at
 

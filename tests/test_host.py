@@ -11,7 +11,7 @@ import pytest
 from icejax import memory
 from icejax.cache import fetch, host, page_format
 from icejax.cache.backends import BACKENDS
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 SHAPE = (6, 3, host.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
 TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # of two rows of 128 pages

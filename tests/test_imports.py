@@ -10,7 +10,7 @@ import icejax
 PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
-    ("errors", "ranges", "jsontext"),
+    ("checks",),
     ("strangers", "apart", "launch", "config", "memory", "templates", "compiler"),
     ("folder",),
     ("ops",),

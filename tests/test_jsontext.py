@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from icejax import jsontext
-from icejax.errors import InputError
+from icejax.checks import json_file
+from icejax.checks.errors import InputError
 
 FAULTS = {
     "nested": (b'{"a": ' + b"[" * 200_000, "not valid JSON here (nested too deeply)"),
@@ -27,13 +27,13 @@ def test_a_fault_is_one_line(tmp_path, case):
     file = tmp_path / "config.json"
     file.write_bytes(content)
     with pytest.raises(InputError) as error:
-        jsontext.read(file)
+        json_file.read(file)
     assert str(error.value).startswith(str(file)) and message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_byte_order_mark_and_numbers_that_are_none_are_read(tmp_path):
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": [NaN, -Infinity, 1e999]}')
-    first, *others = jsontext.read(tmp_path / "a.json")["a"]
+    first, *others = json_file.read(tmp_path / "a.json")["a"]
     assert first != first and others == [-float("inf"), float("inf")]
 
 
@@ -41,13 +41,13 @@ def test_what_is_no_file_or_too_large_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # to read one that nobody writes to would never end
     for name in (".", "pipe"):
         with pytest.raises(InputError, match="is no file: expected one with a JSON object"):
-            jsontext.read(tmp_path / name)
+            json_file.read(tmp_path / name)
     with open(tmp_path / "large", "wb") as file:
         file.truncate(2**40)
     with pytest.raises(InputError, match="has 1099511627776 bytes: expected a JSON object of at most 104857600"):
-        jsontext.read(tmp_path / "large")
+        json_file.read(tmp_path / "large")
     with pytest.raises(FileNotFoundError):
-        jsontext.read(tmp_path / "missing")
+        json_file.read(tmp_path / "missing")
 
 
 def test_a_message_is_one_short_line_whatever_it_quotes():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import Clustered, Coded, Tolerant
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.ops.attention import Attended, Scoring
 from icejax.ops.digests import digest
 from icejax.ops.ranked_attention import ranked

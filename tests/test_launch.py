@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from icejax import launch
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from tests import families
 

@@ -15,9 +15,9 @@ from icejax import saved
 from icejax.checkpoint import formats, huggingface, load
 from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.tensors import opened
+from icejax.checks.errors import InputError
 from icejax.commands.options import parser
 from icejax.commands.requests import read_prompts
-from icejax.errors import InputError
 from icejax.ops.rope import inverse_frequencies
 from tests.quantised import FORMATS
 from tests.test_published_configs import PUBLISHED

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from bench import published
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 TINY = published.Published(

@@ -11,8 +11,8 @@ import icejax
 from icejax import rows
 from icejax.cache import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
 from icejax.cache.extents import Extents
+from icejax.checks.errors import InputError
 from icejax.decoding import Decoding
-from icejax.errors import InputError
 from icejax.inference import extend, prefill
 from icejax.plan import make_plan
 from icejax.rows import end, extract, fork, insert, nobody, settle

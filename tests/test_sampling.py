@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax import decoding, inference
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.ops.threshold import ordered
 from icejax.sampling import Sampling, Samplings, candidates, choose, kth_largest, penalised, row_keys
 from tests.run import jitted

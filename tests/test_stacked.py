@@ -8,7 +8,7 @@ import torch
 from safetensors.numpy import load_file
 
 from icejax.checkpoint import load_model
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from tests import families
 from tests.test_checkpoint import convert, edit, same_arrays
 

@@ -8,7 +8,7 @@ import pytest
 import icejax
 from icejax.cache import Clustered
 from icejax.cache.policies.tolerant import COVERED, Tolerant
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from tests import layer, tolerances
 from tests.layer import Layer, attention, draw, uneven
 from tests.reference import Reference

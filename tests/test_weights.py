@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from icejax.checkpoint import huggingface, load_model, orbax
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from tests import families
 
 KEY = "model.layers.0.mlp.up_proj.weight"

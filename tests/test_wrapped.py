@@ -19,8 +19,8 @@ from transformers import (
 
 from icejax.cache import Full
 from icejax.checkpoint import formats, load_model
+from icejax.checks.errors import InputError
 from icejax.commands import convert, generate
-from icejax.errors import InputError
 from icejax.models import family
 from tests import families, quantised, tolerances
 from tests.raw_configs import BASE, GEMMA4, read

@@ -35,8 +35,8 @@ from bench.needle.evaluate import SHORTEST
 from icejax import memory
 from icejax.cache import Clustered, names
 from icejax.cache.fetch import try_ahead
+from icejax.checks.errors import InputError
 from icejax.commands.programs import keep_programs
-from icejax.errors import InputError
 
 LONG = 32768  # tokens from which half as many questions are asked
 QUICK = dict(budgets="64,256", lengths="2048", tasks="multikey-16", questions=16)

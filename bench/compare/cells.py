@@ -19,7 +19,7 @@ from bench.compare.tuned import BY_LENGTH, KNOBS
 from bench.needle import task
 from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.models import CausalLM
 
 Protocol = Literal["dense", "sparse"]

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.needle.evaluate import wilson
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 KEY = ("model", "policy", "budget", "length", "task", "protocol")
 TIMES = ("first_token_s", "tpot_s")

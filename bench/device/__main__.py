@@ -23,7 +23,7 @@ from bench.device.parts import TINY, Sizes, parts
 from bench.device.results import DONE, PAGE, Results
 from bench.device.running import Part, run
 from icejax import memory
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
 
 MOST_MINUTES = 24 * 60
 

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 MOST = 15 * 2**20  # bytes of a file
 TAIL, LOG_MOST = 16 * 2**10, 4 * 2**20  # characters of the log, per part and in all

@@ -27,8 +27,8 @@ from bench.needle.reader import Reader
 from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.options import cache_options, make_policy
+from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
-from icejax.ranges import whole
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
 SHORTEST = 512  # tokens of a text, or facts do not fit

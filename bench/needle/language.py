@@ -18,10 +18,10 @@ import numpy as np
 from bench import panel
 from bench.needle import task
 from icejax import memory
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
-from icejax.ranges import whole
 from icejax.walk import exact, walk
 
 UNCOUNTED = 64  # first bytes of a piece, which have little before them

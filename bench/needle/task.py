@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 Split = Literal["train", "heldout"]
 Asked = Literal["key", "values", "hop"]

@@ -21,10 +21,10 @@ from rich.console import Console
 from bench import shapes
 from bench.flags import flag, numbers
 from bench.program import compile, estimate, report, targets
-from icejax import ranges
 from icejax.cache.options import cache_options, make_policy
 from icejax.checkpoint.rounding import METHODS
-from icejax.errors import InputError
+from icejax.checks import numbers as ranges
+from icejax.checks.errors import InputError
 
 PLAIN = "plain"  # weights as --dtype says
 OURS = ("clustered", "coded", "tolerant")  # caches that --cache-option is for

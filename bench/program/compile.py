@@ -29,8 +29,8 @@ from icejax.cache.policy import CachePolicy
 from icejax.checkpoint import formats
 from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.rounding import Method
+from icejax.checks.errors import InputError, meant
 from icejax.decoding import DecodeState
-from icejax.errors import InputError, meant
 from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
 from icejax.ops.hosted import Hosted, is_hosted, packed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from icejax.errors import InputError, meant
+from icejax.checks.errors import InputError, meant
 
 # What XLA reads of a GPU. Without the versions it takes the driver for one that is too old, and captures less in graphs.
 _GPU = """

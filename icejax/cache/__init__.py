@@ -35,8 +35,8 @@ from icejax.cache.policies.topp import TopP
 from icejax.cache.policies.tova import TOVA
 from icejax.cache.policies.vattention import VAttention
 from icejax.cache.policy import CachePolicy
+from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.errors import InputError, quoted
 
 LOG = logging.getLogger(__name__)
 

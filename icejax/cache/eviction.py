@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.slots import apart, append_apart, by_head, joined, per_head
 from icejax.cache.spec import CacheSpec
+from icejax.checks.numbers import LARGEST
 from icejax.ops.attention import EINSUM, Attended, attend_all, causal_with_lse, masked_scores, merge_by_lse
 from icejax.ops.topk import largest
-from icejax.ranges import LARGEST
 
 NO_TOKEN = -1
 Group = Literal["mean", "max", "sum"]

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from icejax.cache.host import EXTENT
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 NOBODYS = 0  # where there are rows that do not need all: what is written where they have no extent goes here
 

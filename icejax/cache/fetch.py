@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, UInt
 from icejax import memory
 from icejax.cache import probe
 from icejax.cache.backends import BACKENDS, CHOOSING
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 LOG = logging.getLogger(__name__)
 CHOICE = "ICEJAX_FETCH_BACKEND"  # the environment's own choice of backend

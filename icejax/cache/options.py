@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from icejax.cache import POLICIES, CachePolicy, named, names
-from icejax.errors import InputError, meant, quoted
+from icejax.checks.errors import InputError, meant, quoted
 
 
 def described(name: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from icejax.cache.found import Found
 from icejax.cache.policy import Heads, Lengths, Report, View
 from icejax.cache.retrieval import Near, PagedState, Pages
 from icejax.cache.slots import joined
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.ops.attention import Attended
 from icejax.ops.paged_attention import attend_paged
 from icejax.ops.ranked_attention import ranked

@@ -21,7 +21,7 @@ from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Sh
 from icejax.cache.slots import joined, per_head
 from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Planes, Window, WindowState
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.paged_attention import attend_whole
 

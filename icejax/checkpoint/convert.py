@@ -15,7 +15,7 @@ from icejax.checkpoint.folder import COMPANIONS, ORBAX, companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config
 from icejax.checkpoint.rounding import METHODS
 from icejax.checkpoint.tensors import Tensors, opened
-from icejax.errors import InputError, listed
+from icejax.checks.errors import InputError, listed
 from icejax.folder import claim
 
 About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of tensors, by key

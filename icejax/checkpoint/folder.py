@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from icejax.errors import InputError, told
+from icejax.checks.errors import InputError, told
+from icejax.checks.json_file import MOST_BYTES
 from icejax.folder import present
-from icejax.jsontext import MOST_BYTES
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from icejax import ranges
 from icejax.apart import APART
 from icejax.checkpoint.float4 import Float4, Mxfp4
 from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
 from icejax.checkpoint.rounding import Method
-from icejax.errors import InputError, listed, quoted
+from icejax.checks import numbers
+from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
 
@@ -169,17 +169,17 @@ def _fp8(fields: Fields) -> Layouts:
 
 
 def _awq(fields: Fields) -> Layouts:
-    ranges.one_of(f"{SOURCE}: 'bits'", fields.whole("bits", default=4), (4,))
-    ranges.one_of(f"{SOURCE}: 'version'", fields.take("version", str, default="gemm").lower(), ("gemm",))
+    numbers.one_of(f"{SOURCE}: 'bits'", fields.whole("bits", default=4), (4,))
+    numbers.one_of(f"{SOURCE}: 'version'", fields.take("version", str, default="gemm").lower(), ("gemm",))
     return _but(_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
 
 
 def _gptq(fields: Fields) -> Layouts:
     bits = fields.whole("bits")
-    ranges.one_of(f"{SOURCE}: 'bits'", bits, (4, 8))
+    numbers.one_of(f"{SOURCE}: 'bits'", bits, (4, 8))
     version = fields.take("checkpoint_format", str, default="") or fields.take("format", str, default="gptq")
     fields.take("format", str, default="gptq")
-    ranges.one_of(f"{SOURCE}: 'checkpoint_format'", version, ("gptq", "gptq_v2"))
+    numbers.one_of(f"{SOURCE}: 'checkpoint_format'", version, ("gptq", "gptq_v2"))
     layout = Gptq(block=(1, _group(fields, "group_size", default=128)), bits=bits, less=int(version == "gptq"))
     return _but(_names(fields, "modules_to_not_convert"), layout)
 
@@ -193,7 +193,7 @@ def _compressed(fields: Fields) -> Layouts:
     ignored, modules = _names(fields, "ignore"), _Matcher()
     default = fields.take("format", str, default="")
     sparsity = Fields(fields.take("sparsity_config", dict, default={})).take("format", str, default="dense")
-    ranges.one_of(f"{SOURCE}: 'format' of sparsity_config", sparsity, ("dense",))
+    numbers.one_of(f"{SOURCE}: 'format' of sparsity_config", sparsity, ("dense",))
     groups = []
     for name, raw in fields.take("config_groups", dict).items():
         if not isinstance(raw, dict):
@@ -215,17 +215,17 @@ def _compressed(fields: Fields) -> Layouts:
 
 def _compressed_layout(stored: str, fields: Fields) -> Layout:
     """Returns the layout of a group of modules from its `weights`."""
-    ranges.one_of(f"{SOURCE}: 'format'", stored, tuple(COMPRESSED))
+    numbers.one_of(f"{SOURCE}: 'format'", stored, tuple(COMPRESSED))
     kind, widths = COMPRESSED[stored]
     bits = fields.whole("num_bits")
-    ranges.one_of(f"{fields.source}: 'type' of {stored}", fields.take("type", str, default="int"), (kind,))
-    ranges.one_of(f"{fields.source}: 'num_bits' of {stored}", bits, widths)
-    ranges.one_of(f"{fields.source}: 'actorder'", fields.take("actorder", str, default="static"), ("static", "weight"))
+    numbers.one_of(f"{fields.source}: 'type' of {stored}", fields.take("type", str, default="int"), (kind,))
+    numbers.one_of(f"{fields.source}: 'num_bits' of {stored}", bits, widths)
+    numbers.one_of(f"{fields.source}: 'actorder'", fields.take("actorder", str, default="static"), ("static", "weight"))
     symmetric = fields.take("symmetric", bool, default=True)
     group, block = _group(fields, "group_size", default=-1), _block(fields, "block_structure", default=None)
     blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, group), "tensor_group": (1, group), "block": block}
     strategy = fields.take("strategy", str, default="tensor" if group is None else "group")
-    ranges.one_of(f"{fields.source}: 'strategy'", strategy, tuple(blocks))
+    numbers.one_of(f"{fields.source}: 'strategy'", strategy, tuple(blocks))
     if blocks[strategy] is None:
         raise InputError(f"{fields.source} has no 'block_structure', which the strategy 'block' needs")
     finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
@@ -278,7 +278,7 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
 def _group(fields: Fields, name: str, *, default: int) -> int | None:
     """Returns a group size; None for -1, all columns."""
     size = fields.whole(name, least=-1, default=default)
-    return None if size == -1 else ranges.whole(f"{fields.source}: {name!r}", size)
+    return None if size == -1 else numbers.whole(f"{fields.source}: {name!r}", size)
 
 
 def _block(fields: Fields, name: str, *, default: Any) -> Any:
@@ -288,5 +288,5 @@ def _block(fields: Fields, name: str, *, default: Any) -> Any:
         return default
     if len(found) != 2:
         raise InputError(f"{fields.source}: {name!r} must be rows and columns, got {quoted(found)}")
-    rows, columns = (ranges.whole(f"{fields.source}: {name!r}", size) for size in found)
+    rows, columns = (numbers.whole(f"{fields.source}: {name!r}", size) for size in found)
     return rows, columns

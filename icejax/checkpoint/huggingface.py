@@ -13,8 +13,8 @@ import ml_dtypes  # noqa: F401 (numpy knows bfloat16 and fp8 by it)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from icejax import jsontext
-from icejax.errors import InputError, listed, quoted
+from icejax.checks import json_file
+from icejax.checks.errors import InputError, listed, quoted
 
 # What is read, as safetensors names it.
 DTYPES = {
@@ -30,7 +30,7 @@ OTHER_PACKAGING = ("consolidated",)
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file; InputError if the file is missing or holds none."""
     try:
-        return jsontext.read(path)
+        return json_file.read(path)
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}: expected a Hugging Face or icejax checkpoint folder") from None
 

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that each of its eight columns stands in

@@ -20,14 +20,14 @@ from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.formats import HEAD
 from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.tensors import Tensors, opened, stored_in
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import one_of, whole
 from icejax.config import ModelConfig
-from icejax.errors import InputError, quoted
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
 from icejax.models.latent import BY_HEAD
 from icejax.ops.hosted import hosted, table_bytes
 from icejax.ops.quantized import Grouped
-from icejax.ranges import one_of, whole
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
 SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache

@@ -14,8 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from icejax.checkpoint import huggingface
-from icejax.errors import InputError
-from icejax.jsontext import MOST_BYTES
+from icejax.checks.errors import InputError
+from icejax.checks.json_file import MOST_BYTES
 
 DATA = "d"  # the folder of tensors' bytes, of which parts are read
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from icejax import ranges
 from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX
 from icejax.checkpoint.formats import EMBEDDING, HEAD, Source
 from icejax.checkpoint.layouts import FLOATS, Codes, Part
 from icejax.checkpoint.rounding import METHODS
 from icejax.checkpoint.stacked import Stack, stacks
+from icejax.checks import numbers
+from icejax.checks.errors import InputError, listed
 from icejax.config import ModelConfig
-from icejax.errors import InputError, listed
 from icejax.models import family
 
 LOG = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     made_of = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
     each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
     if quantize is not None:
-        ranges.one_of("quantize", quantize, tuple(METHODS))
+        numbers.one_of("quantize", quantize, tuple(METHODS))
         if method is not None:
             raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
     by_form = [[key for stack in form.values() for key in stack.keys] for form in (made_of, *forms)]

@@ -1,8 +1,8 @@
 """What ``icejax`` says of itself: its commands, its version, and that there is no such command."""
 
 from icejax import __version__
+from icejax.checks.errors import InputError, meant
 from icejax.commands import COMMANDS
-from icejax.errors import InputError, meant
 from icejax.launch import ending, write
 
 USAGE = "usage: icejax COMMAND ...\n\n" + "".join(f"  {name:10} {does}\n" for name, does in COMMANDS.items())

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from icejax.checks.errors import InputError, meant
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import go_on, go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
-from icejax.errors import InputError, meant
 from icejax.folder import Claim, claim
 from icejax.launch import OutputError, ending, harmless, instead_of_ending, write
 from icejax.prompts import opening

@@ -9,12 +9,13 @@ import logging
 from rich.console import Console
 
 from icejax.cache import CachePolicy
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 from icejax.commands import options
 from icejax.commands.loading import go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import Asked, read_prompts
 from icejax.commands.show import answer, answers, progress, table
-from icejax.errors import InputError
 from icejax.explain import Explanation, check
 from icejax.folder import Claim, claim
 from icejax.generation import stream_generate
@@ -22,7 +23,6 @@ from icejax.launch import ending
 from icejax.logprobs import check as check_logprobs
 from icejax.models import CausalLM
 from icejax.prompts import encode
-from icejax.ranges import whole
 from icejax.request import Request
 from icejax.response import GenerationResponse
 from icejax.sampling import Sampling

@@ -16,7 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 from icejax.launch import listen
 
 LOG = logging.getLogger(__name__)

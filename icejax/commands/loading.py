@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from icejax import generation
+from icejax.checks.errors import InputError
 from icejax.commands import options
 from icejax.commands.programs import keep_programs
 from icejax.commands.show import progress
-from icejax.errors import InputError
 from icejax.models import CausalLM
 from icejax.prompts import opening
 from icejax.session import Session

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from icejax import memory
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
 
 
 @contextlib.contextmanager

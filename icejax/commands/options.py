@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from icejax.cache import POLICIES, PRESETS, CachePolicy, name_of, names
 from icejax.cache.options import cache_options, described, make_policy
+from icejax.checks.errors import InputError, meant, printable
+from icejax.checks.numbers import number
 from icejax.commands import programs
-from icejax.errors import InputError, meant, printable
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.launch import write
-from icejax.ranges import number
 from icejax.sampling import Sampling
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"

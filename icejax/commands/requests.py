@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from icejax import jsontext
+from icejax.checks import json_file
+from icejax.checks.errors import InputError, meant, quoted
+from icejax.checks.numbers import is_unicode, whole
 from icejax.detokenize import stop_strings
-from icejax.errors import InputError, meant, quoted
 from icejax.generation import ASSETS
 from icejax.prompts import chat, opening
-from icejax.ranges import is_unicode, whole
 from icejax.request import Request
 from icejax.sampling import Sampling
 from icejax.templates import render
@@ -148,7 +148,7 @@ def _decode(source: str, content: bytes) -> str:
 
 
 def _line(source: str, line: str) -> Asked:
-    fields = {name: value for name, value in jsontext.parse(line, source=source).items() if value is not None}
+    fields = {name: value for name, value in json_file.parse(line, source=source).items() if value is not None}
     for name in fields:
         if name not in FIELDS:
             raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{meant(name, FIELDS)}")

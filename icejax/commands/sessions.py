@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
+from icejax.checks.errors import InputError, meant, printable, quoted
 from icejax.commands.options import Parser
 from icejax.commands.show import progress
-from icejax.errors import InputError, meant, printable, quoted
 from icejax.folder import claim, kept, present
 from icejax.identity import Damaged, damaged
 from icejax.launch import ending, write

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.errors import InputError, quoted
 from icejax.models import (
     deepseek,
     gemma,

@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from icejax import ranges
+from icejax.checks import numbers
+from icejax.checks.errors import InputError
 from icejax.config import Latent, ModelConfig, Routing
-from icejax.errors import InputError
 from icejax.models.fields import Fields
 from icejax.models.hf_config import (
     IRRELEVANT,
@@ -52,7 +52,7 @@ def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
         raw = raw | dict(n_group=1, topk_group=1)  # what is there is not used
     fields, values = latent(V2 | raw)
     method = fields.take("topk_method", str, default="greedy")
-    ranges.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
+    numbers.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
     values["mlp_bias"] = fields.take("mlp_bias", bool, default=False)
     values |= mixture(fields, values["num_hidden_layers"], routing=replace(SOFTMAX, group_best=1))
     if values["experts"].routing.normed:

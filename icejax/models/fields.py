@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from icejax import ranges
-from icejax.errors import InputError, quoted
+from icejax.checks import numbers
+from icejax.checks.errors import InputError, quoted
 
 MOST_EOS = 1024
 WORDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
@@ -35,17 +35,17 @@ class Fields:
             raise InputError(f"{self.source}: {name!r} must be {WORDS[kind]}, got {quoted(value)}")
         return value
 
-    def whole(self, name: str, *, least: int = 1, most: int = ranges.LARGEST, default: Any = ...) -> Any:
+    def whole(self, name: str, *, least: int = 1, most: int = numbers.LARGEST, default: Any = ...) -> Any:
         """Returns the field `name`, a whole number from `least` to `most`; else as `take`."""
         value = self._value(name, default)
-        return value if value is default else ranges.whole(f"{self.source}: {name!r}", value, least=least, most=most)
+        return value if value is default else numbers.whole(f"{self.source}: {name!r}", value, least=least, most=most)
 
     def number(self, name: str, *, least: float, most: float, above: bool = False, default: Any = ...) -> Any:
         """Returns the field `name`, a number from `least` to `most`, or `above` the least; else as `take`."""
         value = self._value(name, default)
         if value is default:
             return value
-        return ranges.number(f"{self.source}: {name!r}", value, least=least, most=most, above=above)
+        return numbers.number(f"{self.source}: {name!r}", value, least=least, most=most, above=above)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Returns a field of one token id or several as a tuple; an id may lie past the vocabulary, as in published configs."""
@@ -53,7 +53,7 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         if len(ids) > MOST_EOS:
             raise InputError(f"{self.source}: {name!r} must be a token id or at most {MOST_EOS} of them, got {len(ids)}")
-        return tuple(ranges.whole(f"{self.source}: {name!r}", each, least=0) for each in ids)
+        return tuple(numbers.whole(f"{self.source}: {name!r}", each, least=0) for each in ids)
 
     def _value(self, name: str, default: Any) -> Any:
         self.taken.add(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from icejax import ranges
+from icejax.checks import numbers
 from icejax.config import ModelConfig
 from icejax.models.fields import Fields
 from icejax.models.hf_config import NEUTRAL, common, common_by_type, finish, layer_types
@@ -51,7 +51,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     layers, scaling = values["num_hidden_layers"], values["rope_scaling"]
     if scaling is not None and scaling.rope_type == "linear":  # the context counts it in
         longest = values["max_position_embeddings"]
-        ranges.number("config.json: the linear factor of RoPE", scaling.factor, least=1, most=longest)
+        numbers.number("config.json: the linear factor of RoPE", scaling.factor, least=1, most=longest)
         values["rope_scaling"] = replace(scaling, original_max_position_embeddings=int(longest / scaling.factor))
     every = fields.whole("sliding_window_pattern", default=6)
     values |= _form(fields, values) | dict(qk_norm="head")

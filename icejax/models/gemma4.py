@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from icejax import ranges
+from icejax.checks import numbers
+from icejax.checks.errors import InputError, quoted
 from icejax.config import ExpertForm, Experts, ModelConfig
-from icejax.errors import InputError, quoted
 from icejax.models import gemma
 from icejax.models.fields import Fields
 from icejax.models.hf_config import SOFTMAX, check_rotated, common_by_type, experts, finish, layer_types
@@ -104,7 +104,7 @@ def _full(fields: Fields, types: tuple[str, ...], near: dict[str, int], alone: b
             "config.json: 'per_layer_config' must give layers of full attention alike head_dim and num_key_value_heads, "
             f"got {quoted(by_layer)}"
         )
-    own = {name: ranges.whole(f"config.json, per_layer_config: {name!r}", x, least=1, most=2**14) for name, x in first.items()}
+    own = {name: numbers.whole(f"config.json, per_layer_config: {name!r}", x, least=1, most=2**14) for name, x in first.items()}
     return near | own
 
 

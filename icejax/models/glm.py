@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.errors import InputError, quoted
 from icejax.models.deepseek import FIXED, UNUSED, latent, mixture
 from icejax.models.hf_config import SIGMOID, common, finish, layer_types
 

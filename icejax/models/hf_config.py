@@ -6,8 +6,8 @@ import logging
 from collections.abc import Container, Mapping, Set
 from typing import Any
 
+from icejax.checks.errors import InputError, quoted
 from icejax.config import Experts, Rope, Routing
-from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 from icejax.models.scaling import by_type, rope
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.errors import InputError, quoted
 from icejax.models import mixtral
 from icejax.models.fields import Fields
 from icejax.models.hf_config import SIGMOID, common, experts, finish, layer_types

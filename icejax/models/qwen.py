@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from icejax import ranges
+from icejax.checks import numbers
 from icejax.config import ModelConfig
 from icejax.models.fields import Fields
 from icejax.models.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
@@ -79,7 +79,7 @@ def _read(
 def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
     """Returns the experts, and which layers have none: those named, and all but every `decoder_sparse_step`th."""
     given = fields.take("mlp_only_layers", list, default=[])
-    named = {ranges.whole(f"{fields.source}: 'mlp_only_layers'", each, least=0, most=layers - 1) for each in given}
+    named = {numbers.whole(f"{fields.source}: 'mlp_only_layers'", each, least=0, most=layers - 1) for each in given}
     step = fields.whole("decoder_sparse_step", default=1)
     found = experts(
         fields,

@@ -6,9 +6,9 @@ import logging
 import math
 from typing import Any
 
-from icejax import ranges
+from icejax.checks import numbers
+from icejax.checks.errors import InputError, quoted
 from icejax.config import RopeScaling
-from icejax.errors import InputError, quoted
 from icejax.models.fields import Fields
 
 ROPE_FIELDS = {
@@ -102,8 +102,8 @@ def rope(
     if factor is None and kind not in ("yarn", "longrope"):
         raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
     if factor is None:
-        factor = ranges.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
-    if kind in ("linear", "dynamic") and max_position_embeddings * factor > ranges.LARGEST:
+        factor = numbers.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
+    if kind in ("linear", "dynamic") and max_position_embeddings * factor > numbers.LARGEST:
         raise InputError(f"{form.source}: a context of {max_position_embeddings} x {factor:g} tokens is too long to count")
     given: dict[str, Any] = {}
     if kind == "llama3":
@@ -125,7 +125,7 @@ def rope(
     if kind == "proportional":
         given = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
     if kind == "longrope":
-        ranges.whole(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
+        numbers.whole(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         given = dict(
             attention_factor=form.number("attention_factor", **SCALE, default=attention),
@@ -137,7 +137,7 @@ def rope(
 
 
 def _factors(form: Fields, name: str) -> tuple[float, ...]:
-    return tuple(ranges.number(f"{form.source}: {name!r}", each, **SCALE) for each in form.take(name, list))
+    return tuple(numbers.number(f"{form.source}: {name!r}", each, **SCALE) for each in form.take(name, list))
 
 
 def _yarn_factors(form: Fields, factor: float) -> tuple[float, float]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from icejax.checks.errors import InputError
 from icejax.config import Rope, RopeScaling
-from icejax.errors import InputError
 
 
 def cos_sin(

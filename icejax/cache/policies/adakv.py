@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from icejax.cache.eviction import Slots
 from icejax.cache.policies.snapkv import SnapKV
-from icejax.ranges import number
+from icejax.checks.numbers import number
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from icejax.cache.policies.quest import Bounds, BoundsIndex, bound
 from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.window import Window
+from icejax.checks.numbers import one_of, power_of_two, whole
 from icejax.ops.topk import best
-from icejax.ranges import one_of, power_of_two, whole
 
 Together = Literal["layer", "kv"]
 

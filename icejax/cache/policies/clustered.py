@@ -14,12 +14,12 @@ from icejax.cache.found import Found
 from icejax.cache.policy import CachePolicy, Heads, View
 from icejax.cache.reranked import Reranked
 from icejax.cache.window import Window
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import one_of, power_of_two, whole
 from icejax.ops import tree
 from icejax.ops.attention import Attended
 from icejax.ops.digests import NARROW, Score
 from icejax.ops.packing import pack
-from icejax.ranges import one_of, power_of_two, whole
 
 RANGES = dict(
     budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),

@@ -13,8 +13,8 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.window import Window
+from icejax.checks.numbers import whole
 from icejax.ops.topk import best
-from icejax.ranges import whole
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
+from icejax.checks.numbers import number, whole
 from icejax.ops.attention import BLOCK, EINSUM, Attended, Scoring
-from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True)

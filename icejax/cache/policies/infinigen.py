@@ -13,10 +13,10 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.retrieval import PAGE, PagedState, Retrieval
 from icejax.cache.window import Window
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import number, whole
 from icejax.ops.attention import EINSUM, Attended
 from icejax.ops.topk import best
-from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart
+from icejax.checks.numbers import whole
 from icejax.ops.attention import Attended
-from icejax.ranges import whole
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from icejax.cache.eviction import NO_TOKEN, Eviction, Slots
 from icejax.cache.policy import Heads, View
 from icejax.cache.slots import apart, by_head, joined, order
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import LARGEST, whole
 from icejax.ops.attention import Attended
-from icejax.ranges import LARGEST, whole
 
 
 @dataclass(frozen=True)

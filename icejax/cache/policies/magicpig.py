@@ -15,9 +15,9 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Near, Pages, Retrieval
 from icejax.cache.window import Window
+from icejax.checks.numbers import whole
 from icejax.ops.attention import EINSUM, Attended
 from icejax.ops.topk import best
-from icejax.ranges import whole
 
 LEAST = 1e-4  # what its code adds to the probability of a token, so that none weighs without bound
 

@@ -15,9 +15,9 @@ from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Sh
 from icejax.cache.retrieval import PAGE
 from icejax.cache.slots import joined
 from icejax.cache.spec import CacheSpec
+from icejax.checks.numbers import whole
 from icejax.ops.attention import Attended, masked_scores
 from icejax.ops.topk import best
-from icejax.ranges import whole
 
 NOWHERE = -1  # in the place of a position
 

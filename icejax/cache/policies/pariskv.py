@@ -16,9 +16,9 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.signs import BLOCK, Signs, SignsIndex, estimated, patterns
 from icejax.cache.window import Window
+from icejax.checks.numbers import whole
 from icejax.ops.attention import EINSUM
 from icejax.ops.topk import best, largest, ranks
-from icejax.ranges import whole
 
 # Below how many tokens, and then which share of them votes are given to and which become candidates, in twentieths.
 SHARES = ((30000, 5, 4), (10000, 6, 5), (5000, 10, 10))

@@ -15,9 +15,9 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Window
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import whole
 from icejax.ops.topk import best
-from icejax.ranges import whole
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from icejax.cache.policies.snapkv import SnapKV
-from icejax.ranges import whole
+from icejax.checks.numbers import whole
 
 
 @dataclass(frozen=True)

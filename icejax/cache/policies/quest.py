@@ -15,9 +15,9 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
+from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.attention import products
 from icejax.ops.topk import best
-from icejax.ranges import power_of_two, whole
 
 
 @jax.tree_util.register_dataclass

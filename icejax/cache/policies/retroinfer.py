@@ -16,9 +16,9 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.window import Window
+from icejax.checks.numbers import number, whole
 from icejax.ops.attention import EINSUM, Attended, products
 from icejax.ops.topk import best, largest
-from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from icejax.cache.policies.full import check_dense
 from icejax.cache.policy import Heads, Outcome, View
 from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.cache.window import Window
-from icejax.errors import InputError
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.attention import Attended, products
 from icejax.ops.low_rank import low_rank
 from icejax.ops.topk import best
-from icejax.ranges import power_of_two, whole
 
 
 @dataclass(frozen=True)

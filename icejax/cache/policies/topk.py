@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.oracle import Ranked
+from icejax.checks.numbers import one_of, whole
 from icejax.ops.topk import largest
-from icejax.ranges import one_of, whole
 
 Group = Literal["none", "sum"]
 

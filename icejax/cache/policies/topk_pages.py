@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.oracle import Ranked
+from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.topk import largest
-from icejax.ranges import power_of_two, whole
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.oracle import Ranked
+from icejax.checks.numbers import number
 from icejax.ops.threshold import ordered, threshold
-from icejax.ranges import number
 
 
 @dataclass(frozen=True)

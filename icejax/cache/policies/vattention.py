@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.oracle import Oracle
+from icejax.checks.numbers import number, whole
 from icejax.ops.topk import largest
-from icejax.ranges import number, whole
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
 
 MOST_BYTES = 100 * 2**20
 

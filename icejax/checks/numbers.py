@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted
 
 LARGEST = 2**31 - 1  # what an int32 holds, as token ids are
 POSITIONS = 2**24  # tokens whose positions are whole numbers in float32, in which RoPE turns by them

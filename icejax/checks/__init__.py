@@ -1,0 +1,1 @@
+"""What a bad input is told: the error, the ranges of numbers, JSON files that anyone may have written."""
