@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icejax.checks.errors import InputError
-from icejax.folder import cache_home
+from icejax.files.cache_home import cache_home
 
 BLOCK = 2**22  # bytes read at once
 # Fields of config.json that say where the weights came from, and do not change what the model computes.

@@ -7,24 +7,22 @@ import importlib
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from icejax.checks.errors import InputError, printable
+from icejax.files.unfinished import remove_unfinished
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
 REMOVE_S = 2.0  # while what was being written is removed
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 LOG = logging.getLogger("icejax")
-_unfinished: list[Path] = []  # what an interrupt is to remove
 _instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
 _wakeup: list[socket.socket] = []
 
@@ -122,16 +120,6 @@ def is_unicode() -> bool:
 
 
 @contextlib.contextmanager
-def unfinished(path: Path) -> Iterator[None]:
-    """Has an interrupt remove the file or folder `path` while the block runs."""
-    _unfinished.append(path)
-    try:
-        yield
-    finally:
-        _unfinished.remove(path)
-
-
-@contextlib.contextmanager
 def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
     """Makes Ctrl-C call `action`, in a thread of its own, while the block runs."""
     _instead.append(action)
@@ -171,12 +159,7 @@ def _watch() -> None:
             continue
         show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
         _complain(f"{show_cursor}\ninterrupted")
-        stop = time.monotonic() + REMOVE_S
-        while any(path.exists() for path in _unfinished) and time.monotonic() < stop:
-            for path in reversed(_unfinished):  # what is writing goes on until the end
-                shutil.rmtree(path, ignore_errors=True)
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+        remove_unfinished(seconds=REMOVE_S)
         os._exit(INTERRUPTED)
 
 

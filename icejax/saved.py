@@ -32,7 +32,7 @@ from icejax.cache.policy import CachePolicy, KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
-from icejax.folder import present
+from icejax.files.atomic_folder import present
 from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan

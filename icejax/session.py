@@ -18,7 +18,7 @@ from icejax.checks.errors import InputError
 from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
 from icejax.decoding import Decoding
-from icejax.folder import Claim, claim, place
+from icejax.files.atomic_folder import Claim, claim, place
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
 from icejax.inference import extend, prefill
@@ -239,7 +239,7 @@ class Session:
         """Writes the session to the folder `path`, in place of one that is there; it appears whole or not at all.
 
         Args:
-            path: the folder, or the claim on it that the caller holds (`icejax.folder.claim`, marked `saved.ABOUT`).
+            path: the folder, or the claim on it that the caller holds (`claim` of `icejax.files`, marked `saved.ABOUT`).
 
         Raises:
             InputError: nothing has been asked yet, the cache is not registered, another process writes `path`, or it is there

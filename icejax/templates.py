@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.apart import APART
 from icejax.checks.errors import InputError
+from icejax.sandbox.client import APART
 
 CHARACTERS = 2**24  # a template may write so many more than its messages have
 

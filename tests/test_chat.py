@@ -16,7 +16,7 @@ import icejax
 from icejax import saved
 from icejax.cache import Full
 from icejax.commands import chat, lines
-from icejax.folder import claim
+from icejax.files.atomic_folder import claim
 from icejax.generation import ASSETS
 from icejax.session import Session
 from tests import families

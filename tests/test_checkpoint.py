@@ -19,7 +19,7 @@ from icejax.checkpoint import huggingface, load_model
 from icejax.checkpoint.folder import ORBAX
 from icejax.checks.errors import InputError
 from icejax.commands import convert as converting
-from icejax.folder import claim
+from icejax.files.atomic_folder import claim
 from tests import families, tolerances
 from tests.crash import file_limit
 from tests.run import all_logits

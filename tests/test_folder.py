@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from icejax.checkpoint.folder import resolve
 from icejax.checks.errors import InputError
-from icejax.folder import cache_home, claim, present
+from icejax.files.atomic_folder import claim, present
+from icejax.files.cache_home import cache_home
 from tests.crash import Killed, file_limit, killed_at
 
 MARK = "session.json"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from icejax import apart, generation
+from icejax import generation
 from icejax.checkpoint import formats, load_model
 from icejax.checkpoint.folder import resolve
 from icejax.commands import convert, generate
+from icejax.sandbox import client
 from tests import families, quantised
 from tests.quantised import FORMATS
 from tests.test_checkpoint import same_arrays
@@ -167,7 +168,7 @@ def test_what_is_not_read_is_one_line(capsys, sound, tmp_path, case):
 
 
 def test_an_expression_that_does_not_end_is_one_line(capsys, sound, tmp_path, monkeypatch):
-    monkeypatch.setattr(apart, "SECONDS", 0.5)
+    monkeypatch.setattr(client, "SECONDS", 0.5)
     shutil.copytree(sound("packed-4"), tmp_path, dirs_exist_ok=True)
     families.edit_config(tmp_path, quantization_config=group() | {"ignore": ["re:(.+)+!"]})
     assert "the expression '(.+)+!' did not end in 0.5 s: expected a simpler one" in refused(capsys, tmp_path)

@@ -11,8 +11,8 @@ PACKAGE = Path(icejax.__file__).parent
 # A module may import from its own layer and from those before it.
 LAYERS = (
     ("checks",),
-    ("strangers", "apart", "launch", "config", "memory", "templates", "compiler"),
-    ("folder",),
+    ("files", "sandbox"),
+    ("launch", "config", "memory", "templates", "compiler"),
     ("ops",),
     ("models", "cache"),
     (

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from icejax import launch
+from icejax.files.unfinished import unfinished
 from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from tests import families
@@ -79,12 +80,13 @@ def test_an_interrupt_removes_what_was_being_written(tmp_path):
     code = """
 import pathlib, sys
 from icejax import launch
+from icejax.files.unfinished import unfinished
 def main(argv, name):
     part = pathlib.Path(sys.argv[1])
     part.mkdir()
     lock = part.with_suffix(".lock")
     lock.touch()
-    with launch.unfinished(lock), launch.unfinished(part):
+    with unfinished(lock), unfinished(part):
         print("writing", flush=True)
         while True:
             (part / "piece").write_text("x")
@@ -102,6 +104,7 @@ def test_a_block_may_do_something_else_with_an_interrupt():
     code = """
 import sys, threading
 from icejax import launch
+from icejax.files.unfinished import unfinished
 def main(argv, name):
     pressed = threading.Event()
     with launch.instead_of_ending(pressed.set):
@@ -157,6 +160,7 @@ def test_stdout_of_few_characters_gets_escapes():
     code = """
 import sys
 from icejax import launch
+from icejax.files.unfinished import unfinished
 def main(argv, name):
     launch.write("caf\\u00e9 \\u2603\\n")
 sys.modules["work"] = sys.modules["__main__"]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax import saved
 from icejax.cache import Clustered
-from icejax.folder import claim
+from icejax.files.atomic_folder import claim
 from icejax.session import Session
 from tests.crash import Killed, file_limit, killed_at
 

@@ -11,7 +11,7 @@ from bench.needle import task
 from icejax import compiler, decoding
 from icejax import session as module
 from icejax.cache import Clustered, Full, SnapKV
-from icejax.folder import Claim, claim
+from icejax.files.atomic_folder import Claim, claim
 from icejax.generation import still
 from icejax.saved import ABOUT, ARRAYS
 from icejax.session import Session

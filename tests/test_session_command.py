@@ -7,7 +7,7 @@ import pytest
 
 from icejax import saved, session
 from icejax.commands import generate as command
-from icejax.folder import claim
+from icejax.files.atomic_folder import claim
 from tests.crash import file_limit
 from tests.test_command import SHORT, run
 

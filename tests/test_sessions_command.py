@@ -13,7 +13,7 @@ import pytest
 from icejax import saved
 from icejax.cache import Full
 from icejax.commands import sessions
-from icejax.folder import claim
+from icejax.files.atomic_folder import claim
 from icejax.identity import damaged, identity
 from icejax.plan import make_plan
 from tests.test_saved import fields_of, seal

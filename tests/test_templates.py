@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import icejax
-from icejax import apart
+from icejax.sandbox import client
 from icejax.templates import render
 from tests import chat_templates
 
@@ -110,7 +110,7 @@ def test_a_template_that_fails_is_told_in_one_line(capfd, fault):
     ids=["loops", "one long operation"],
 )
 def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
-    monkeypatch.setattr(apart, "SECONDS", 0.5)
+    monkeypatch.setattr(client, "SECONDS", 0.5)
     render(holding("begun"), TALK)
     with pytest.raises(icejax.InputError, match=r"chat template did not end in 0\.5 s"):
         render(holding(template), TALK)
@@ -119,7 +119,7 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
 
 def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
     render(holding("begun"), TALK)
-    process = apart.APART._process
+    process = client.APART._process
     monkeypatch.setattr(process, "poll", lambda: None)  # it ends just after it was looked at
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -131,7 +131,7 @@ def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
 
 def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
     render(holding("begun"), TALK)
-    process = apart.APART._process
+    process = client.APART._process
 
     def interrupted(_):
         raise KeyboardInterrupt
@@ -145,14 +145,15 @@ def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
 PARENT = """
 import os, sys
 from types import SimpleNamespace
-from icejax import apart, templates
+from icejax import templates
+from icejax.sandbox import client
 templates.render(SimpleNamespace(chat_template="x", special_tokens_map={}), [])
-print(apart.APART._process.pid, flush=True)
+print(client.APART._process.pid, flush=True)
 if sys.argv[1] == "wait":
     sys.stdin.read()
 elif sys.argv[1] == "hang":
     from threading import Timer
-    apart.SECONDS = 0.5
+    client.SECONDS = 0.5
     Timer(0.2, lambda: os._exit(1)).start()
     templates.render(SimpleNamespace(chat_template="{{ 9 ** (9 ** 9) }}", special_tokens_map={}), [])
 """

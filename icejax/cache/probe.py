@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 
 from icejax import memory
-from icejax.folder import cache_home
+from icejax.files.cache_home import cache_home
 
 LOG = logging.getLogger(__name__)
 SECONDS = 45  # JAX and CUDA start in ten

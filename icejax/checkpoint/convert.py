@@ -16,7 +16,7 @@ from icejax.checkpoint.load import Progress, abstract, read_config
 from icejax.checkpoint.rounding import METHODS
 from icejax.checkpoint.tensors import Tensors, opened
 from icejax.checks.errors import InputError, listed
-from icejax.folder import claim
+from icejax.files.atomic_folder import claim
 
 About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of tensors, by key
 CONFIG = "config.json"  # by which a checkpoint folder is known

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from icejax.checks.errors import InputError, told
 from icejax.checks.json_file import MOST_BYTES
-from icejax.folder import present
+from icejax.files.atomic_folder import present
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from icejax.apart import APART
 from icejax.checkpoint.float4 import Float4, Mxfp4
 from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
 from icejax.checkpoint.rounding import Method
@@ -18,6 +17,7 @@ from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.fields import Fields
 from icejax.models.hf_config import finish
+from icejax.sandbox.client import APART
 
 SOURCE = "config.json: quantization_config"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

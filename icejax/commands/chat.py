@@ -20,7 +20,7 @@ from icejax.commands.loading import go_on, go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
-from icejax.folder import Claim, claim
+from icejax.files.atomic_folder import Claim, claim
 from icejax.launch import OutputError, ending, harmless, instead_of_ending, write
 from icejax.prompts import opening
 from icejax.response import GenerationResponse, join

@@ -17,7 +17,7 @@ from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import Asked, read_prompts
 from icejax.commands.show import answer, answers, progress, table
 from icejax.explain import Explanation, check
-from icejax.folder import Claim, claim
+from icejax.files.atomic_folder import Claim, claim
 from icejax.generation import stream_generate
 from icejax.launch import ending
 from icejax.logprobs import check as check_logprobs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from icejax.folder import cache_home
+from icejax.files.cache_home import cache_home
 
 MOST_BYTES = 2 * 2**30
 

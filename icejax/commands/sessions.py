@@ -15,7 +15,7 @@ from rich.console import Console
 from icejax.checks.errors import InputError, meant, printable, quoted
 from icejax.commands.options import Parser
 from icejax.commands.show import progress
-from icejax.folder import claim, kept, present
+from icejax.files.atomic_folder import claim, kept, present
 from icejax.identity import Damaged, damaged
 from icejax.launch import ending, write
 from icejax.saved import ABOUT, ARRAYS, Saved, look

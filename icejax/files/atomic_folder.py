@@ -7,17 +7,16 @@ NAME on its way out, and `.NAME.lock` is held by the one process that may write.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from icejax.checks.errors import InputError, quoted
-from icejax.launch import unfinished
+from icejax.files.locks import locked
+from icejax.files.unfinished import unfinished
 
 OWN = re.compile(r"\.(.+)\.(part|old|lock)")
 # How Orbax and safetensors name the system's error inside their own.
@@ -137,7 +136,7 @@ def claim(path: Path, *, mark: str, replace: bool = True) -> Iterator[Claim]:
             if not target.name or OWN.fullmatch(target.name):
                 raise InputError(f"{path} cannot be the name of a folder that is kept: choose another place")
             target.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(path, _beside(target, "lock")))
+            stack.enter_context(locked(path, _beside(target, "lock")))
             held._settle()
             if os.path.lexists(target) and not (target / mark).exists():
                 kind = "checkpoint" if mark == "config.json" else mark.removesuffix(".json")
@@ -147,50 +146,6 @@ def claim(path: Path, *, mark: str, replace: bool = True) -> Iterator[Claim]:
             part.mkdir()  # a folder can be made there, not only the file of the lock be written
             part.rmdir()
         yield held
-
-
-@contextlib.contextmanager
-def _locked(path: Path, lock: Path) -> Iterator[None]:
-    while True:
-        try:
-            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except OSError:
-            if not os.path.islink(lock):
-                raise
-            raise InputError(f"{lock} is a link, and would be written to: remove it, or choose another place") from None
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise InputError(f"{lock} is no file: remove it, or choose another place")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, lock):
-                break
-        except BlockingIOError:
-            holder = os.pread(file, 20, 0).decode(errors="replace")
-            os.close(file)
-            other = "another writer of this process" if holder == str(os.getpid()) else f"another process (pid {holder or '?'})"
-            raise InputError(f"{path} is in use by {other}: wait for it, or choose another place") from None
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # the file was removed by who held it before
-    try:
-        os.ftruncate(file, 0)
-        os.pwrite(file, str(os.getpid()).encode(), 0)
-        with unfinished(lock):
-            yield
-    finally:
-        try:
-            if _is_at(file, lock):
-                os.unlink(lock)
-        finally:
-            os.close(file)
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Says whether an open file is still what stands at `path`, where somebody may have tidied up."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file), os.lstat(path))
-    return False
 
 
 @contextlib.contextmanager
@@ -235,9 +190,3 @@ def _sync_one(path: str | Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def cache_home() -> Path:
-    """Returns the folder for what may be made again, in the user's cache directory."""
-    # A user without a home keeps it below the present folder, where Path.home would raise.
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "icejax"

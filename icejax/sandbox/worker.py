@@ -1,7 +1,7 @@
 """The process for what strangers wrote as a program, which may loop for ever or fill the memory.
 
-That is chat templates and regular expressions. `icejax/apart.py` starts this file by its path, with the folders that hold
-Jinja: nothing else is loaded, so it is there at once. It reads requests from stdin and writes answers to stdout, one JSON
+That is chat templates and regular expressions. `icejax/sandbox/client.py` starts this file by its path, with the folders that
+hold Jinja: nothing else is loaded, so it is there at once. It reads requests from stdin and writes answers to stdout, one JSON
 object a line. What a template sees is what transformers shows it.
 """
 

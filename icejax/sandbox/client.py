@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 5  # for an answer, and as many for the process to start
-PROGRAM = Path(__file__).with_name("strangers.py")
+PROGRAM = Path(__file__).with_name("worker.py")
 
 
 class Apart:
