@@ -40,7 +40,6 @@ from bench.flags import listed, numbers
 from bench.methods import WHOLE, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
-from icejax import memory
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
@@ -50,6 +49,7 @@ from icejax.ops.digests import score
 from icejax.ops.scatter import along
 from icejax.ops.topk import chosen
 from icejax.ops.tree import uneven_of
+from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 TASKS = ("multikey-4", "hops", "text")
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")
     arguments = parser.parse_args(argv)
-    where = dict(device=str(memory.device().device_kind), jax=jax.__version__)
+    where = dict(device=str(devices.device().device_kind), jax=jax.__version__)
     try:
         for found in rows(arguments):
             print(json.dumps(found | where), flush=True)

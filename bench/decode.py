@@ -30,11 +30,11 @@ from bench import shapes
 from bench.flags import flag, listed, make_folder, numbers
 from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
-from icejax import compiler, memory
-from icejax.cache.fetch import try_ahead
 from icejax.cache.options import cache_options, make_policy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
+from icejax.runtime import compiler_options, devices
+from icejax.runtime.host_reads.choose import try_ahead
 
 TURN = 16  # steps
 OURS = ("clustered", "coded")  # caches that --cache-option is for
@@ -159,13 +159,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time and memory against context")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
     arguments = parser.parse_args(argv)
-    memory.raise_pinned_limit()
+    devices.raise_pinned_limit()
     try_ahead()
     try:
         flags = dict(map(flag, arguments.flag))
         if flags:
-            chosen = compiler.OPTIONS.get(memory.platform(), {}) | flags
-            compiler.OPTIONS[memory.platform()] = {name: value for name, value in chosen.items() if value != ""}
+            chosen = compiler_options.OPTIONS.get(devices.platform(), {}) | flags
+            compiler_options.OPTIONS[devices.platform()] = {name: value for name, value in chosen.items() if value != ""}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names, contexts = listed("--policies", arguments.policies, SUBJECTS), numbers("--contexts", arguments.contexts)
         batch, steps = (whole(f"--{name}", getattr(arguments, name)) for name in ("batch", "steps"))
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         subjects = makers(names, options, model, config)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    where = dict(shape=arguments.shape, layers=arguments.layers, device=memory.device_name())
+    where = dict(shape=arguments.shape, layers=arguments.layers, device=devices.device_name())
     where |= dict(flags=flags, options=arguments.cache_option)
     found = []
     for context in contexts:
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows(subjects, **sizes):
             row |= where | dict(
                 peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-                peak_device_bytes=(memory.device().memory_stats() or {}).get("peak_bytes_in_use"),
+                peak_device_bytes=(devices.device().memory_stats() or {}).get("peak_bytes_in_use"),
             )
             print(json.dumps(row), flush=True)
             found.append(row)

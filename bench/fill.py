@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import table_for
 from icejax.cache.policies.full import TokenState
@@ -20,6 +19,7 @@ from icejax.models import CausalLM
 from icejax.ops import tree
 from icejax.ops.digests import digest, put
 from icejax.plan import Plan, make_plan
+from icejax.runtime import devices
 
 BASE = 4096  # tokens of the short prefill, about
 NOISE = 0.1  # of the standard deviation of all keys, or values, of a layer
@@ -71,7 +71,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     lengths = Lengths.of(jnp.full(rows, context, jnp.int32), pages)
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths, table=table)
     # Ready, or the first step would be timed with the filling.
-    return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), memory.device())), big
+    return jax.block_until_ready(jax.device_put(dataclasses.replace(state, cache=cache), devices.device())), big
 
 
 @functools.partial(jax.jit, static_argnames=("base", "context", "slots"))

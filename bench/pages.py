@@ -44,7 +44,6 @@ from bench.methods import (
     select,
 )
 from bench.needle.evaluate import SHORTEST
-from icejax import memory
 from icejax.cache.page_format import decode, encode
 from icejax.cache.policies.coded import LOOKED
 from icejax.cache.reranked import TWICE, pages_for
@@ -52,6 +51,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import number, whole
 from icejax.generation import ASSETS
 from icejax.ops import key_codes
+from icejax.runtime import devices
 
 REPEATS = 5
 
@@ -162,7 +162,7 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     formations = listed("--formations", arguments.formations or every, FORMATIONS)
     methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]
     channels = dict(balance=not arguments.no_balance, uneven=number("--uneven", arguments.uneven, least=0, most=10))
-    where = channels | dict(device=str(memory.device().device_kind), jax=jax.__version__)
+    where = channels | dict(device=str(devices.device().device_kind), jax=jax.__version__)
     for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
         for length in lengths:
             rng = np.random.default_rng((seed, length))

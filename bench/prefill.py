@@ -22,7 +22,7 @@ import numpy as np
 
 from bench import shapes
 from bench.flags import listed, numbers
-from icejax import memory, walk
+from icejax import walk
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import DTYPES
 from icejax.checks.errors import InputError
@@ -30,6 +30,7 @@ from icejax.checks.numbers import one_of, whole
 from icejax.inference import prefill
 from icejax.ops.attention import Attended, causal_with_lse
 from icejax.plan import make_plan
+from icejax.runtime import devices
 
 POLICIES = ("full", "clustered", "transformers")
 
@@ -87,7 +88,7 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
         prefill_s=round(median, 3), low_s=round(min(seconds), 3), high_s=round(max(seconds), 3), repeats=repeats,
         tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * before,
         dtype="float32" if policy == "transformers" else dtype, blocks=blocks,
-        device=memory.device_name(), version=version,
+        device=devices.device_name(), version=version,
     )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         if "transformers" in names:
             shapes.as_llama(raw)
         one_of("--dtype", arguments.dtype, DTYPES)
-        memory.raise_pinned_limit()
+        devices.raise_pinned_limit()
         spawn = multiprocessing.get_context("spawn")
         for length, name in itertools.product(lengths, names):
             with ProcessPoolExecutor(1, mp_context=spawn) as alone:

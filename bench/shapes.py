@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 import icejax
-from icejax import memory
 from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.load import DTYPES
 from icejax.checkpoint.narrow import for_cpu
@@ -24,6 +23,7 @@ from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
 from icejax.ops.quantize import quantize
 from icejax.ops.quantized import Grouped
+from icejax.runtime import devices
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
 _PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)
@@ -112,7 +112,7 @@ def drawn(model: CausalLM) -> CausalLM:
 
     def draw(path: tuple, x: jax.ShapeDtypeStruct | Grouped) -> jax.Array | Grouped:
         made, by_head = numbers(x), jax.tree_util.keystr(path[:-1], simple=True, separator=".").endswith(BY_HEAD)
-        return made if memory.platform() != "cpu" or by_head else _on_a_cpu(made)
+        return made if devices.platform() != "cpu" or by_head else _on_a_cpu(made)
 
     def numbers(x: jax.ShapeDtypeStruct | Grouped) -> jax.Array | Grouped:
         if isinstance(x, Grouped):

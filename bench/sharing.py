@@ -25,9 +25,9 @@ from bench.capture import Captured, capture, needle_prompt
 from bench.flags import numbers
 from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle.evaluate import SHORTEST
-from icejax import memory
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
+from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         model = panel.load(arguments.model, dtype="float32")
         rng = np.random.default_rng((seed, length))
         prompts = [capture(model, *needle_prompt(rng, length=length, facts=4)) for _ in range(several)]
-        where = dict(length=length, device=str(memory.device().device_kind), jax=jax.__version__)
+        where = dict(length=length, device=str(devices.device().device_kind), jax=jax.__version__)
         for budget in budgets:
             for row in rows(prompts, budget=budget):
                 print(json.dumps(row | where), flush=True)

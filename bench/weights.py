@@ -37,11 +37,11 @@ from bench.panel import reads_bytes
 from bench.program.compile import abstract_model
 from bench.sizes import nbytes
 from bench.subjects import Icejax
-from icejax import memory
 from icejax.checkpoint.rounding import METHODS
 from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
+from icejax.runtime import devices
 
 PLAIN = "plain"  # as --dtype says
 CACHES = {"full": icejax.Full()} | {f"clustered-{n}": icejax.Clustered(budget=n) for n in (64, 256)}
@@ -122,7 +122,7 @@ def _load(arguments: argparse.Namespace, name: str) -> tuple[CausalLM, Any]:
     """Returns a model whose matrices stand as said, and its tokenizer, which random weights have none of."""
     if arguments.shape is None:
         return icejax.load(arguments.model, dtype=arguments.dtype, quantize=None if name == PLAIN else name)
-    dtype = arguments.dtype or ("float32" if memory.platform() == "cpu" else "bfloat16")  # as a checkpoint would be loaded
+    dtype = arguments.dtype or ("float32" if devices.platform() == "cpu" else "bfloat16")  # as a checkpoint would be loaded
     return shapes.drawn(abstract_model(arguments.shape, dtype=dtype, rounding=METHODS.get(name))), None
 
 
@@ -140,7 +140,7 @@ def _keys_found(model: CausalLM, policy: icejax.CachePolicy, length: int, questi
 
 def versions(model: CausalLM) -> dict[str, str]:
     """Returns on what a row was measured."""
-    named = dict(device=memory.device_name(), dtype=model.dtype, icejax=icejax.__version__, jax=jax.__version__)
+    named = dict(device=devices.device_name(), dtype=model.dtype, icejax=icejax.__version__, jax=jax.__version__)
     return named | dict(python=sys.version.split()[0])
 
 
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         "--completions", default="humaneval", metavar="DIR", help="where they are written (default: %(default)s)"
     )
     arguments, found = parser.parse_args(argv), []
-    memory.raise_pinned_limit()
+    devices.raise_pinned_limit()
     try:
         for row in rows(arguments):
             print(json.dumps(row), flush=True)

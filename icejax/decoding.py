@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from icejax import compiler
 from icejax.cache import host
 from icejax.cache.policy import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.hosted import serving
 from icejax.plan import Plan
+from icejax.runtime import compiler_options
 from icejax.sampling import Samplings, choose, folded
 from icejax.walk import Place, walk
 
@@ -156,7 +156,9 @@ def _leaving(cache: KVCache, plan: Plan) -> list[tuple[jax.Array, Any]]:
 @functools.lru_cache(maxsize=16)
 def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
     # Also what no step reads: its place would be another at every step, and a GPU's graph be told so, kernel by kernel.
-    @functools.partial(jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler.OPTIONS.get(plan.platform))
+    @functools.partial(
+        jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler_options.OPTIONS.get(plan.platform)
+    )
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
         # A session goes on with its only row, whose end mark comes into the cache when it has ended: nothing is left out.
         ended = state.done if len(state.done) > 1 else None

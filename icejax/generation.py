@@ -7,13 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from icejax import memory
 from icejax.cache import checked as checked_policy
-from icejax.cache.fetch import try_ahead
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
-from icejax.compiling import Mark
 from icejax.decoding import DecodeState, Decoding
 from icejax.inference import prefill
 from icejax.logprobs import check as check_logprobs
@@ -22,6 +19,9 @@ from icejax.plan import make_plan
 from icejax.prompts import check_context, encode
 from icejax.request import Prompt, Request, requests
 from icejax.response import GenerationResponse, join
+from icejax.runtime import devices
+from icejax.runtime.compile_clock import Mark
+from icejax.runtime.host_reads.choose import try_ahead
 from icejax.sampling import Sampling, checked
 from icejax.streaming import Row, Run, check, still, stream
 from icejax.tokenizer import load_tokenizer
@@ -45,9 +45,9 @@ def load(
     Raises:
         InputError: something about the folder is not as it should be; the message says what.
     """
-    memory.raise_pinned_limit()
+    devices.raise_pinned_limit()
     try_ahead()
-    memory.check()
+    devices.check()
     folder = resolve(path)
     read_config(folder)
     tokenizer = load_tokenizer(folder)
@@ -93,7 +93,7 @@ def stream_generate(
             anything runs. Or the logits are not finite, as soon as they are; the message says where it began.
     """
     cache, sampling = checked_policy(cache), checked(sampling)
-    memory.check_limit(host_memory_limit)
+    devices.check_limit(host_memory_limit)
     asked = [
         replace(
             each,

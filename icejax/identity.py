@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from icejax import memory
 from icejax.cache import name_of, named
 from icejax.cache.policy import CachePolicy
 from icejax.checks.errors import InputError, quoted
 from icejax.models import CausalLM
+from icejax.runtime import devices
 
 PIECE = 1024  # numbers of every weight
 SCALARS = {int, float, str, bool, type(None)}
@@ -28,7 +28,7 @@ SCALARS = {int, float, str, bool, type(None)}
 def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
     """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
     config = dict(_flat("config", dataclasses.asdict(model.config)))
-    policy = policy.settled(memory.platform(), latent=model.config.latent is not None)
+    policy = policy.settled(devices.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
     weights = 0
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):  # a piece of each tells one checkpoint from another

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import table_for
 from icejax.cache.policy import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
@@ -27,6 +26,7 @@ from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention import Attended
 from icejax.ops.hosted import on_device
 from icejax.plan import Plan, ladder
+from icejax.runtime import devices
 from icejax.sampling import Sampling, folded, row_keys, row_options
 from icejax.walk import Place, exact_with_experts, walk
 
@@ -84,7 +84,7 @@ def prefill(
 
     if layers is None:
         # As in `extend`, and because experts from the host are bound to the device too.
-        layers = walk(model, jax.device_put(_embed(model, jnp.asarray(_padded(prompts, plan.spec))), memory.device()), run)
+        layers = walk(model, jax.device_put(_embed(model, jnp.asarray(_padded(prompts, plan.spec))), devices.device()), run)
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
@@ -99,7 +99,7 @@ def prefill(
     own = row_options(sampling, prompts, model.config.vocab_size)
     state = DecodeState(cache, none, none > 0, keys, jnp.copy(prompt_lengths), *own)
     # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
-    state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
+    state = jax.device_put(_first_token(logits, state, plan=plan), devices.device())
     return state, _first_step(state, logits), pool
 
 
@@ -124,7 +124,7 @@ def extend(
     padded[0, : len(tokens)] = tokens
     lengths, table, new = state.cache.lengths, state.cache.table, jnp.asarray([len(tokens)], jnp.int32)
     # What a layer gives is bound to the device, as the pool is: so must the first input be, or a layer is compiled twice.
-    first = jax.device_put(_embed(model, jnp.asarray(padded)), memory.device())
+    first = jax.device_put(_embed(model, jnp.asarray(padded)), devices.device())
     states, used = [], jnp.int32(0)
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
@@ -146,7 +146,7 @@ def extend(
     cache, key = KVCache(tuple(states), lengths, table), folded(state.key, lengths.seen)
     began = jnp.copy(lengths.seen)
     state = dataclasses.replace(state, cache=cache, done=began < 0, key=key, began=began, seen=seen)
-    state = jax.device_put(_first_token(logits, state, plan=plan), memory.device())
+    state = jax.device_put(_first_token(logits, state, plan=plan), devices.device())
     return state, _first_step(state, logits), pool
 
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from icejax import memory
 from icejax.cache import layer_policies, shown_name
 from icejax.cache.extents import extents_for, row_extents
-from icejax.cache.fetch import ORDER, fetch_backend
 from icejax.cache.host import EXTENT, PoolLayer
 from icejax.cache.page_format import bits_dtype, page_rows
 from icejax.cache.policy import CachePolicy, KVCache, Report
@@ -24,6 +22,8 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
 from icejax.models import CausalLM
 from icejax.ops.rope import check_turn
+from icejax.runtime import devices
+from icejax.runtime.host_reads.choose import ORDER, fetch_backend
 
 LOG = logging.getLogger(__name__)
 SHORTEST, STEP, EVEN = 256, 8192, 1024  # tokens
@@ -200,7 +200,7 @@ def make_plan(
         new_capacity=_even(ladder(prompt_tokens), ladder(new_tokens)),
         dtype=model.dtype,
     )
-    here = platform or memory.platform()
+    here = platform or devices.platform()
     policies = layer_policies(policy, config, capacity=spec.capacity)
     policies = tuple(each.settled(here, latent=spec.latent) for each in policies)
     if several and any(each.pool(spec) for each in policies):

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import NOBODYS, Extents, extents_for
 from icejax.cache.policy import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.decoding import DecodeState
 from icejax.plan import Plan
+from icejax.runtime import devices
 from icejax.sampling import Sampling, Samplings, row_keys
 
 
@@ -30,7 +30,7 @@ def nobody(plan: Plan) -> DecodeState:
     layers = tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
     state = DecodeState(KVCache(layers, lengths, table), none, none == 0, row_keys([(0, 0)] * batch), none)
     # Buffers of their own, as a step takes them all, and bound to the device as what it gives is.
-    return jax.device_put(jax.tree.map(jnp.copy, state), memory.device())
+    return jax.device_put(jax.tree.map(jnp.copy, state), devices.device())
 
 
 def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import extents_for, table_for
 from icejax.cache.page_format import bits_dtype
@@ -36,6 +35,7 @@ from icejax.files.atomic_folder import present
 from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models import CausalLM
 from icejax.plan import Plan
+from icejax.runtime import devices
 
 VERSION = 15
 ABOUT, ARRAYS = "session.json", "arrays"
@@ -150,7 +150,7 @@ class Saved:
                     pool = host.write_extent(pool, bits, jnp.int32(extent))
         every = [leaves.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in _leaves(empty, of_size=False)]
         # On CPU an array over numpy's memory could not be written in place.
-        every = [jax.device_put(x, memory.device(), may_alias=False) for x in every]
+        every = [jax.device_put(x, devices.device(), may_alias=False) for x in every]
         cache = jax.tree.unflatten(jax.tree.structure(empty), every)
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
         if int(cache.lengths.pages) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:

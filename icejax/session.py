@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax import memory, saved
+from icejax import saved
 from icejax.cache import checked as checked_policy
 from icejax.cache import name_of
 from icejax.cache.policy import CachePolicy
 from icejax.checks.errors import InputError
-from icejax.compiling import Mark
 from icejax.conversation import next_turn, with_one_end
 from icejax.decoding import Decoding
 from icejax.files.atomic_folder import Claim, claim, place
@@ -28,6 +27,8 @@ from icejax.plan import Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
 from icejax.request import Request
 from icejax.response import GenerationResponse, join
+from icejax.runtime import devices
+from icejax.runtime.compile_clock import Mark
 from icejax.sampling import Sampling, checked, row_keys, row_options
 from icejax.streaming import Row, Run, check, still, stream, taken_up
 
@@ -69,7 +70,7 @@ class Session:
         self._tokenizer, self._cache = tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
         self._model = model.for_capacity(self.context_length)
-        self._limit = memory.check_limit(host_memory_limit)
+        self._limit = devices.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
         self.messages = opening(system)
         self.started = time.time()

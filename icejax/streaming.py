@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.policy import CachePolicy, KVCache
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
-from icejax.compiling import Mark
 from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
 from icejax.detokenize import Detokenizer, stop_strings
 from icejax.diagnose import not_finite
@@ -25,6 +23,8 @@ from icejax.logprobs import token_logprobs
 from icejax.models import CausalLM
 from icejax.plan import Plan, reports
 from icejax.response import GenerationResponse
+from icejax.runtime import devices
+from icejax.runtime.compile_clock import Mark
 from icejax.sampling import row_keys
 
 
@@ -209,7 +209,7 @@ def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str
         digest_bytes=digest_bytes // batch,
         host_kv_bytes=pool.nbytes // batch if pool is not None else 0,
         fetch_backend=plan.fetch_backend if pool is not None else None,
-        device=memory.device_name(),
+        device=devices.device_name(),
         dtype=model.dtype,
     )
     specs = map(plan.spec_of, range(config.num_hidden_layers))

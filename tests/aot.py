@@ -23,9 +23,10 @@ from bench.program import hlo
 from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, without_devices
 from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
-from icejax import compiler, decoding, inference, rows
+from icejax import decoding, inference, rows
 from icejax.cache import host
 from icejax.plan import make_plan
+from icejax.runtime import compiler_options
 
 CONTEXT = 32768
 
@@ -72,7 +73,7 @@ def main(name: str, program: str, backend: str = "", batch: str = "1", page_dtyp
     without_devices()
     target = TARGETS[name]
     (plan, levels, pool), made = programs(int(batch), page_dtype, backend, target)
-    options = compiler.OPTIONS.get(target.platform, {}) if program == "step" else {}
+    options = compiler_options.OPTIONS.get(target.platform, {}) if program == "step" else {}
     compiled = compile_for(target, *made[program], options)
     module, memory = hlo.parse(compiled.hlo), compiled.memory
     print(

@@ -15,10 +15,10 @@ from bench.program import hlo
 from bench.program.compile import compile_for, decode_step, hosted_shapes, on_host, without_devices
 from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
-from icejax import compiler
 from icejax.cache import Full
 from icejax.checkpoint.load import of_experts
 from icejax.models import CausalLM, family
+from icejax.runtime import compiler_options
 from tests.aot_quantized import coded
 
 SIZES = dict(
@@ -72,7 +72,7 @@ def said(model: CausalLM, target: Target, batch: int) -> dict:
     """Returns the largest array that a step makes, and the sizes that it must not have."""
     config = model.config
     step = decode_step(model, Full(), target, batch=batch, context=512, new_tokens=64, backend=None)
-    compiled = compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {}))
+    compiled = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
     module = hlo.parse(compiled.hlo)
     # Of a fusion only what comes out of it is an array: what is inside is never whole.
     fused = {x.calls for x in module.all() if x.opcode == "fusion"}

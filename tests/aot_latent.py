@@ -12,8 +12,8 @@ import sys
 from bench.program import hlo
 from bench.program.compile import abstract_model, compile_for, decode_step, without_devices
 from bench.program.targets import TARGETS
-from icejax import compiler
 from icejax.cache import Clustered, Full
+from icejax.runtime import compiler_options
 from tests.aot_quantized import GIVEN
 
 
@@ -24,7 +24,9 @@ def main(name: str) -> None:
     for policy in (Full(), Clustered(dense_layers=0)):
         for batch in (1, 8):
             step = decode_step(model, policy, target, batch=batch, context=8192, new_tokens=64, backend=None)
-            module = hlo.parse(compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {})).hlo)
+            module = hlo.parse(
+                compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {})).hlo
+            )
             pool, described = step.arguments[2], step.arguments[1].cache.layers[0]
             sizes = {rows * rank, rows * rank // 2}
             if pool is not None:

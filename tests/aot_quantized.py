@@ -14,9 +14,9 @@ import icejax
 from bench.program import hlo
 from bench.program.compile import abstract_model, compile_for, decode_step, without_devices
 from bench.program.targets import TARGETS
-from icejax import compiler
 from icejax.models import CausalLM
 from icejax.ops.quantized import Grouped
+from icejax.runtime import compiler_options
 
 # Codes, columns of a group (None: all), whether there are zero points.
 KINDS = [("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False)]
@@ -50,7 +50,7 @@ def main(name: str) -> None:
         for batch in (1, 8):
             sizes = dict(batch=batch, context=1024, new_tokens=64, backend=None)
             step = decode_step(model, icejax.Full(), target, **sizes)
-            made = compile_for(target, step.program, step.arguments, compiler.OPTIONS.get(target.platform, {}))
+            made = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
             module = hlo.parse(made.hlo)
             outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
             copies = [x.name for x in outside if any(each.elements in matrices and each.space == 0 for each in x.arrays)]

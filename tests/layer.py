@@ -12,12 +12,12 @@ import numpy as np
 
 from icejax.cache import CachePolicy, host
 from icejax.cache.extents import extents_for
-from icejax.cache.fetch import fetch_backend
 from icejax.cache.policy import Heads, Lengths, View
 from icejax.cache.spec import CacheSpec
 from icejax.ops import tree
 from icejax.ops.attention import Scoring, causal
 from icejax.ops.digests import Digests
+from icejax.runtime.host_reads.choose import fetch_backend
 from tests import tolerances
 from tests.reference import bands, others, outliers_first
 

@@ -11,9 +11,10 @@ from jax.experimental import pallas
 
 import icejax
 from icejax import decoding
-from icejax.cache import backends, fetch, host, slots
+from icejax.cache import host, slots
 from icejax.ops import attention, digests, topk, tree
 from icejax.plan import make_plan
+from icejax.runtime.host_reads import backends, choose
 from tests import tolerances
 
 
@@ -26,9 +27,9 @@ def on_gpu(monkeypatch):
 
     monkeypatch.setattr(lax, "platform_dependent", chosen)
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
-    monkeypatch.setattr(fetch, "ORDER", {"cpu": ("triton",)})
-    monkeypatch.setattr(fetch, "APART", ())
-    caches = (decoding._programs, fetch.fetch_backend)
+    monkeypatch.setattr(choose, "ORDER", {"cpu": ("triton",)})
+    monkeypatch.setattr(choose, "APART", ())
+    caches = (decoding._programs, choose.fetch_backend)
     for cache in caches:
         cache.cache_clear()
     jax.clear_caches()
@@ -165,10 +166,10 @@ def test_the_highest_level_of_a_large_tree_has_whole_64s(pages, expected):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_a_plan_for_a_platform_that_is_not_here_tries_nothing(bundled, monkeypatch, platform):
-    monkeypatch.setattr(fetch, "fault", None)
+    monkeypatch.setattr(choose, "fault", None)
     sizes = dict(batch_size=1, prompt_tokens=300, new_tokens=9)
     plan = make_plan(bundled[0], icejax.Clustered(), platform=platform, **sizes)
-    assert (plan.fetch_backend, plan.platform) == (fetch.ORDER[platform][0], platform)
+    assert (plan.fetch_backend, plan.platform) == (choose.ORDER[platform][0], platform)
     int8 = icejax.Clustered(page_dtype="int8")
     if platform == "tpu":
         with pytest.raises(icejax.InputError, match="page_dtype=int8 does not compile on TPU: leave it out"):

@@ -13,10 +13,10 @@ from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers, _warm_up
-from icejax import compiler, memory
 from icejax.cache import Clustered, Full
 from icejax.checks.errors import InputError
 from icejax.plan import make_plan
+from icejax.runtime import compiler_options, devices
 from tests import families
 from tests.layer import assert_digests, stored
 
@@ -133,7 +133,7 @@ def test_all_memory_may_be_pinned_before_anything_is_on_the_device(monkeypatch):
         done.append("model")
         raise InputError("no weights here")
 
-    monkeypatch.setattr(memory, "raise_pinned_limit", lambda: done.append("pinned limit"))
+    monkeypatch.setattr(devices, "raise_pinned_limit", lambda: done.append("pinned limit"))
     monkeypatch.setattr(shapes, "model", model)
     with pytest.raises(SystemExit):
         decode.main([])
@@ -158,11 +158,11 @@ def test_what_later_steps_call_is_compiled_in_the_warm_up(model, policy, steps, 
 
 
 def test_compiler_options_are_added_and_taken_out(monkeypatch, capsys):
-    monkeypatch.setitem(compiler.OPTIONS, "cpu", dict(one="1", two="2"))
+    monkeypatch.setitem(compiler_options.OPTIONS, "cpu", dict(one="1", two="2"))
     monkeypatch.setitem(sys.modules, "kvpress", None)
     line = "--shape bundled --contexts 1024 --policies transformers-kvpress"
     assert decode.main([*line.split(), "--flag", "one=", "--flag", "three=a=b"]) == 0
-    assert compiler.OPTIONS["cpu"] == dict(two="2", three="a=b")
+    assert compiler_options.OPTIONS["cpu"] == dict(two="2", three="a=b")
     with pytest.raises(SystemExit) as end:
         decode.main(["--flag", "one"])
     assert end.value.code == 2 and "--flag must be NAME=VALUE, got 'one'" in capsys.readouterr().err

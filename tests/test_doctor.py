@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
-from icejax.cache import fetch
 from icejax.commands import doctor
+from icejax.runtime.host_reads import choose
+from icejax.runtime.host_reads.backends import BACKENDS
 
 
 def test_every_backend_is_tested_and_timed(capsys):
     assert doctor.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["backend"] for row in found["fetch"]] == list(fetch.ORDER["cpu"])
+    assert [row["backend"] for row in found["fetch"]] == list(choose.ORDER["cpu"])
     for row in found["fetch"]:
         assert row["exact"] and abs(row["gb_per_s"] * row["microseconds"] / 1e6 * 1e9 / (512 * 8192) - 1) < 0.05
     assert found["fetch_backend"] == "gather_flat" and "pinned_host" in found["devices"][0]["memory_kinds"]
@@ -24,15 +25,15 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     def refuse(table, rows):
         raise NotImplementedError("not here")
 
-    monkeypatch.setitem(fetch.BACKENDS, "gather_flat", refuse)
+    monkeypatch.setitem(BACKENDS, "gather_flat", refuse)
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "fails: not here" in out and "used: host_compute (" in out and "host memory" in out
-    monkeypatch.setenv(fetch.CHOICE, "gather_flat")
+    monkeypatch.setenv(choose.CHOICE, "gather_flat")
     assert doctor.main([]) == 2
     out = capsys.readouterr().out
     assert "fails: not here" in out and "used: none, only --cache full works" in out
-    monkeypatch.setenv(fetch.CHOICE, "nothing")
+    monkeypatch.setenv(choose.CHOICE, "nothing")
     assert doctor.main([]) == 2
     assert capsys.readouterr().err == (
         "icejax.doctor: error: ICEJAX_FETCH_BACKEND must be one of gather_flat, host_compute, slices on cpu, got 'nothing'\n"

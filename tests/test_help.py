@@ -16,7 +16,7 @@ from icejax import plan
 from icejax.cache import Clustered, Full
 from icejax.cache.policies.full import Ring
 from icejax.commands.show import Speed, table
-from icejax.compiling import BEGUN, ENDED, clock
+from icejax.runtime.compile_clock import BEGUN, ENDED, clock
 from tests.test_command import run
 
 

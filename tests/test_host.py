@@ -8,10 +8,11 @@ import numpy as np
 import psutil
 import pytest
 
-from icejax import memory
-from icejax.cache import fetch, host, page_format
-from icejax.cache.backends import BACKENDS
+from icejax.cache import host, page_format
 from icejax.checks.errors import InputError
+from icejax.runtime import devices
+from icejax.runtime.host_reads import choose
+from icejax.runtime.host_reads.backends import BACKENDS
 
 SHAPE = (6, 3, host.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
 TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # of two rows of 128 pages
@@ -25,10 +26,10 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("planes, dtype", [(2, "float32"), (2, "bfloat16"), (2, "float16"), (1, "bfloat16")])
-@pytest.mark.parametrize("backend", [*fetch.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
 def test_fetch_brings_exact_bits(backend, planes, dtype):
     stored = bits((*SHAPE[:4], planes, *SHAPE[5:]), dtype)
-    pool = jax.device_put(stored, memory.on_host())
+    pool = jax.device_put(stored, devices.on_host())
     ids = np.random.default_rng(1).integers(0, PAGES, (ROWS, SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
@@ -43,7 +44,7 @@ def test_fetch_brings_exact_bits(backend, planes, dtype):
 
 
 @pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("backend", [*fetch.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
 def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monkeypatch):
     stored, brought = bits((*SHAPE[:4], planes, *SHAPE[5:]), "bfloat16"), []
 
@@ -53,7 +54,7 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
 
     read = BACKENDS[backend]
     monkeypatch.setitem(BACKENDS, backend, spied)
-    pool = jax.device_put(stored, memory.on_host())
+    pool = jax.device_put(stored, devices.on_host())
     ids = np.random.default_rng(1).integers(0, PAGES * SHAPE[5], (ROWS, SHAPE[3], 9)).astype(np.int32)
 
     @jax.jit
@@ -72,7 +73,7 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
 
 @pytest.mark.parametrize("singly", [False, True])
 @pytest.mark.parametrize("plane", [0, 1])
-@pytest.mark.parametrize("backend", [*fetch.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
 def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, monkeypatch):
     stored, brought = bits(SHAPE, "bfloat16"), []
 
@@ -89,7 +90,7 @@ def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, m
         (found,) = host.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
         return jax.lax.bitcast_convert_type(found, stored.dtype)
 
-    found = np.asarray(fetched(jax.device_put(stored, memory.on_host()), jnp.asarray(ids)))
+    found = np.asarray(fetched(jax.device_put(stored, devices.on_host()), jnp.asarray(ids)))
     for at in np.ndindex(ids.shape):
         page, slot = divmod(ids[at], SHAPE[5]) if singly else (ids[at], slice(None))
         place = TABLE[at[0], page // host.EXTENT], 1, page % host.EXTENT, at[1], plane, slot
@@ -98,7 +99,7 @@ def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, m
 
 
 def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
-    pool = jax.device_put(bits(SHAPE, "float32"), memory.on_host())
+    pool = jax.device_put(bits(SHAPE, "float32"), devices.on_host())
     rng = np.random.default_rng(1)
     batch, heads = ROWS, SHAPE[3]
     before, after = (rng.integers(60, 68, (batch, heads, 7)).astype(np.int32) for _ in range(2))  # in two extents
@@ -106,7 +107,7 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 
     @jax.jit
     def read(pool, before, after, ended):
-        layer = host.PoolLayer(pool, TABLE, ended, 1, fetch.ORDER["cpu"][0], "float32")
+        layer = host.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32")
         found, missing = layer.fetch_missing(after, after >= 0, layer.fetch(before), before)
         return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
 
@@ -120,12 +121,12 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 @pytest.mark.parametrize("ended", [[False, False], [False, True], [True, False], [True, True]], ids=str)
 @pytest.mark.parametrize("singly", [False, True])
 def test_rows_that_have_ended_fetch_nothing(ended, singly):
-    pool = jax.device_put(bits(SHAPE, "float32"), memory.on_host())
+    pool = jax.device_put(bits(SHAPE, "float32"), devices.on_host())
     ids = np.random.default_rng(1).integers(0, PAGES, (ROWS, SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
     def read(pool, ids, ended):
-        layer = host.PoolLayer(pool, TABLE, ended, 1, fetch.ORDER["cpu"][0], "float32", singly)
+        layer = host.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32", singly)
         found, count = layer.fetch_live(ids, ids >= 0)
         return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
 
@@ -155,7 +156,9 @@ def test_writes_land_in_place_and_nowhere_else(dtype):
     assert pool.unsafe_buffer_pointer() == where
     np.testing.assert_array_equal(np.asarray(pool), expected)
     np.testing.assert_array_equal(np.asarray(host.read_extent(pool, jnp.int32(3))), extent)
-    found = jax.jit(lambda pool: host.PoolLayer(pool, TABLE, None, 1, fetch.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3))(pool)
+    found = jax.jit(lambda pool: host.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3))(
+        pool
+    )
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(as_values(some[:, 1]), np.float32))
 
 
@@ -163,22 +166,25 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
     def refuse(table, rows):
         raise NotImplementedError("not here")
 
-    wrong = {"refusing": refuse, "wrong": lambda t, i: tuple(x + jnp.uint16(1) for x in fetch.BACKENDS["gather"](t, i))}
-    monkeypatch.setattr(fetch, "BACKENDS", wrong | fetch.BACKENDS)
-    monkeypatch.setattr(fetch, "ORDER", {"cpu": ("refusing", "wrong", "slices")})
+    def wrong(table, rows):
+        return tuple(x + jnp.uint16(1) for x in BACKENDS["gather"](table, rows))
+
+    monkeypatch.setitem(BACKENDS, "refusing", refuse)
+    monkeypatch.setitem(BACKENDS, "wrong", wrong)
+    monkeypatch.setattr(choose, "ORDER", {"cpu": ("refusing", "wrong", "slices")})
     with caplog.at_level("INFO"):
-        assert fetch.fetch_backend.__wrapped__() == "slices"
+        assert choose.fetch_backend.__wrapped__() == "slices"
     assert [r.message for r in caplog.records if "backend" in r.message] == [
         "fetch backend refusing on cpu fails: not here",
         "fetch backend wrong on cpu brings wrong bits",
         "fetch backend on cpu: slices",
     ]
-    monkeypatch.setenv(fetch.CHOICE, "wrong")
+    monkeypatch.setenv(choose.CHOICE, "wrong")
     with pytest.raises(InputError, match="ICEJAX_FETCH_BACKEND=wrong does not work on cpu: unset it, or use --cache full"):
-        fetch.fetch_backend.__wrapped__()
-    monkeypatch.setenv(fetch.CHOICE, "none")
+        choose.fetch_backend.__wrapped__()
+    monkeypatch.setenv(choose.CHOICE, "none")
     with pytest.raises(InputError, match="ICEJAX_FETCH_BACKEND must be one of refusing, wrong, slices on cpu, got 'none'"):
-        fetch.fetch_backend.__wrapped__()
+        choose.fetch_backend.__wrapped__()
 
 
 def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
@@ -191,23 +197,23 @@ def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
 
 def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
-    monkeypatch.setenv(memory.PINNED_LIMIT, "3")
-    monkeypatch.delenv(memory.PINNED_LIMIT)
-    memory.raise_pinned_limit()
-    assert memory.PINNED_LIMIT not in os.environ  # JAX has started: it would not be heard
-    monkeypatch.setattr(memory, "started", lambda: False)
-    memory.raise_pinned_limit()
-    assert os.environ[memory.PINNED_LIMIT] == "150"
-    monkeypatch.setenv(memory.PINNED_LIMIT, "3")
-    memory.raise_pinned_limit()
-    held = jax.device_put(np.zeros(2**28, np.uint8), memory.on_host())
+    monkeypatch.setenv(devices.PINNED_LIMIT, "3")
+    monkeypatch.delenv(devices.PINNED_LIMIT)
+    devices.raise_pinned_limit()
+    assert devices.PINNED_LIMIT not in os.environ  # JAX has started: it would not be heard
+    monkeypatch.setattr(devices, "started", lambda: False)
+    devices.raise_pinned_limit()
+    assert os.environ[devices.PINNED_LIMIT] == "150"
+    monkeypatch.setenv(devices.PINNED_LIMIT, "3")
+    devices.raise_pinned_limit()
+    held = jax.device_put(np.zeros(2**28, np.uint8), devices.on_host())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for taken, said in (([], ""), ([held], r" beside 0\.2 that are taken")):
         monkeypatch.setattr(jax, "live_arrays", lambda taken=taken: taken)
-        wanted = rf"needs 4\.0 GiB of pinned memory{said} and XLA takes at most 3: set {memory.PINNED_LIMIT}=12 before"
+        wanted = rf"needs 4\.0 GiB of pinned memory{said} and XLA takes at most 3: set {devices.PINNED_LIMIT}=12 before"
         with pytest.raises(InputError, match=wanted):
             host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
-    monkeypatch.setenv(memory.PINNED_LIMIT, "much")
+    monkeypatch.setenv(devices.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
         host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
 

@@ -17,7 +17,6 @@ from rich.console import Console
 import icejax
 from icejax import generation
 from icejax.cache import Full
-from icejax.cache.fetch import Reader, fetch_backend
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
 from icejax.commands.show import table
@@ -25,6 +24,8 @@ from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.ops import experts, hosted
 from icejax.ops.quantized import Grouped
+from icejax.runtime.host_reads.choose import fetch_backend
+from icejax.runtime.host_reads.reader import Reader
 from tests import families, tolerances
 from tests.run import plan_for
 from tests.test_experts import CHOSEN, COUNT, HIDDEN, INNER, drawn, plain

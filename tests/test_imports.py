@@ -12,7 +12,7 @@ PACKAGE = Path(icejax.__file__).parent
 LAYERS = (
     ("checks",),
     ("files", "sandbox"),
-    ("launch", "config", "memory", "templates", "compiler"),
+    ("launch", "config", "runtime", "templates"),
     ("ops",),
     ("models", "cache"),
     (
@@ -28,7 +28,7 @@ LAYERS = (
         "response",
         "tokenizer",
     ),
-    ("prompts", "conversation", "diagnose", "compiling", "logprobs"),
+    ("prompts", "conversation", "diagnose", "logprobs"),
     ("streaming",),
     ("generation", "explain", "identity", "saved"),
     ("session",),
@@ -76,7 +76,7 @@ def test_the_protocol_and_its_bases_know_no_policy():
 
 def test_only_one_file_names_devices_and_memory_spaces():
     names = ("jax.devices(", "default_backend(", "memory_kind=", "memory.Space", "SingleDeviceSharding", "xla_bridge")
-    files = [file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "memory.py"]
+    files = [file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "runtime" / "devices.py"]
     assert not [(file.name, name) for file in files for name in names if name in file.read_text()]
 
 

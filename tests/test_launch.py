@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from icejax import launch
-from icejax.files.unfinished import unfinished
 from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from tests import families

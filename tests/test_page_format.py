@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered, fetch, host, page_format
+from icejax.cache import Clustered, host, page_format
+from icejax.runtime.host_reads import choose
 from tests.test_session import document
 
 SHAPE = (5, 2, 1, 3, 2, 16, 24)  # P, L, B, K, 2, p, H
@@ -25,7 +26,7 @@ def test_int8_pages_are_within_half_a_step(dtype):
     pool = host.write_pages(pool, pages, TABLE, 0)
     assert pool.shape[-2:] == (18, 24)
     ids = jnp.asarray(rng.integers(0, 5, (1, 3, 4)), jnp.int32)
-    layer = host.PoolLayer(pool, TABLE, None, 1, fetch.ORDER["cpu"][0], dtype)
+    layer = host.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype)
     found = jax.jit(lambda layer: jnp.stack(layer.fetch(ids)))(layer)
     expected = np.asarray(pages, np.float64)
     for at in np.ndindex(ids.shape):

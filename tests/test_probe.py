@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from icejax import memory
-from icejax.cache import fetch, probe
+from icejax.runtime import devices
+from icejax.runtime.host_reads import choose, probe
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def child(program: str) -> None:
-        probe.found.cache_clear()  # as in another process
+        probe.probe_error.cache_clear()  # as in another process
         (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / "python").chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -47,19 +47,19 @@ def kept(folder) -> dict:
 def test_what_a_process_of_its_own_finds_is_kept_if_it_will_last(machine, program, fault, lasting):
     folder, child = machine
     child(program)
-    assert probe.found("triton") == fault
+    assert probe.probe_error("triton") == fault
     assert not lasting or list(kept(folder).values()) == [fault]
     child("exit 3")
-    assert probe.found("triton") == (fault if lasting else "fails: the process that tries it ended with status 3")
+    assert probe.probe_error("triton") == (fault if lasting else "fails: the process that tries it ended with status 3")
 
 
 def test_another_driver_is_tried_anew(machine):
     folder, child = machine
     child("echo 'found: [\"gpu\", null]'")
-    assert probe.found("triton") is None
+    assert probe.probe_error("triton") is None
     (folder / "version").write_text("NVRM version: NVIDIA UNIX 581.0\n")
     child("kill -ABRT $$")
-    assert probe.found("triton") == "fails: the process that tries it ended with status -6"
+    assert probe.probe_error("triton") == "fails: the process that tries it ended with status -6"
     assert len(kept(folder)) == 2
 
 
@@ -67,10 +67,10 @@ def test_one_that_hangs_is_ended_and_tried_again(machine, monkeypatch):
     folder, child = machine
     monkeypatch.setattr(probe, "SECONDS", 0.2)
     child("exec sleep 60")
-    assert probe.found("triton") == "is not ready in 0.2 s"
+    assert probe.probe_error("triton") == "is not ready in 0.2 s"
     assert not (folder / "cache").exists()
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert probe.found("triton") == "is not ready in 0.2 s"  # in one process it is waited for once
+    assert probe.probe_error("triton") == "is not ready in 0.2 s"  # in one process it is waited for once
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 3}', "\xff"])
@@ -79,28 +79,28 @@ def test_a_file_that_holds_no_results_is_written_anew(machine, text):
     (folder / "cache" / "icejax").mkdir(parents=True)
     (folder / "cache" / "icejax" / "fetch.json").write_bytes(text.encode("latin-1"))
     child("echo 'found: [\"gpu\", null]'")
-    assert probe.found("triton") is None and list(kept(folder).values()) == [None]
+    assert probe.probe_error("triton") is None and list(kept(folder).values()) == [None]
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_another_try(machine):
     folder, child = machine
     (folder / "cache").write_text("a file")
     child("echo 'found: [\"gpu\", null]'")
-    assert probe.found("triton") is None
+    assert probe.probe_error("triton") is None
 
 
 def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machine, monkeypatch):
     tried = []
-    monkeypatch.setattr(probe, "found", tried.append)
+    monkeypatch.setattr(probe, "probe_error", tried.append)
     monkeypatch.setattr(probe, "_plugins", lambda: ["jax"])
-    monkeypatch.setattr(memory, "started", lambda: False)
+    monkeypatch.setattr(devices, "started", lambda: False)
     probe.ahead(["triton"])  # the suite is for the CPU alone
     monkeypatch.setattr(probe, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda,cpu")))
     probe.ahead(["triton"])
     assert tried == ["triton"]
-    monkeypatch.setattr(memory, "started", lambda: True)
+    monkeypatch.setattr(devices, "started", lambda: True)
     probe.ahead(["triton"])
-    monkeypatch.setattr(memory, "started", lambda: False)
+    monkeypatch.setattr(devices, "started", lambda: False)
     (machine[0] / "version").unlink()
     (machine[0] / "gpus" / "0" / "information").unlink()
     probe.ahead(["triton"])
@@ -110,8 +110,8 @@ def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machin
 def test_the_process_tells_what_is_wrong_here(monkeypatch, tmp_path):
     """Triton compiles for no CPU; a backend that does is exact. Of a GPU that says nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    probe.found.cache_clear()
-    assert probe.found("triton").startswith("fails: ")
-    monkeypatch.setattr(fetch, "APART", ("slices",))
-    assert fetch.fault("slices") is None
+    probe.probe_error.cache_clear()
+    assert probe.probe_error("triton").startswith("fails: ")
+    monkeypatch.setattr(choose, "APART", ("slices",))
+    assert choose.backend_error("slices") is None
     assert not list(tmp_path.iterdir())

@@ -12,8 +12,8 @@ from bench.program.hlo import Traffic
 from bench.program.targets import TARGETS
 from bench.program.work import Work
 from bench.sizes import nbytes
-from icejax import memory
 from icejax.cache import Clustered
+from icejax.runtime import devices
 
 # A pool of 64 pages of 16 x 32 in host memory; K and V of a layer, 1 MB each, one of them updated in place.
 GPU = """HloModule jit_step, is_scheduled=true
@@ -284,7 +284,7 @@ def test_a_step_is_described_with_no_array_of_its_pool():
     pool = step.arguments[2]
     assert nbytes(pool) > 60e9 and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(step.arguments))
     (traced,) = [x for x in step.program.trace(*step.arguments).jaxpr.in_avals if x.shape == pool.shape]
-    assert traced.memory_space == memory.HOST
+    assert traced.memory_space == devices.HOST
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from icejax.commands import programs
+from icejax.runtime import compile_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -26,9 +26,9 @@ def settings_of_the_suite():
 
 def begin(folder, room: int, monkeypatch) -> None:
     """Begins as a new process does, with `room` bytes for programs."""
-    monkeypatch.setattr(programs, "MOST_BYTES", room)
+    monkeypatch.setattr(compile_cache, "MOST_BYTES", room)
     compilation_cache.reset_cache()
-    programs.keep_programs(str(folder))
+    compile_cache.keep_programs(str(folder))
 
 
 def compile_power(exponent: int) -> None:
@@ -79,5 +79,5 @@ def test_a_folder_that_cannot_be_written_is_jaxs_to_tell(tmp_path, monkeypatch):
 
 def test_none_keeps_none(tmp_path):
     before = jax.config.jax_compilation_cache_dir
-    programs.keep_programs("none")
+    compile_cache.keep_programs("none")
     assert jax.config.jax_compilation_cache_dir == before

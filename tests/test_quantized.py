@@ -11,12 +11,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from icejax import memory
 from icejax.cache import Full
 from icejax.checkpoint import load, load_model
 from icejax.diagnose import not_finite
 from icejax.ops import quantized
 from icejax.ops.quantized import MOST_ROWS, Grouped, at_once, by_blocks, rows
+from icejax.runtime import devices
 from tests import families, quantised, tolerances
 from tests.run import all_logits, greedy, jitted
 
@@ -84,7 +84,7 @@ def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
     path = folder(name)
     plain = load_model(path, dtype="float32", codes=False).model.layers[1].mlp.down_proj.weight.get_value()
     for platform, dtype in (("gpu", kind), ("cpu", {"int4": "int8", "float8_e4m3fn": "uint16"}.get(kind, kind))):
-        monkeypatch.setattr(memory, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(devices, "platform", lambda platform=platform: platform)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="icejax"):
             coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()

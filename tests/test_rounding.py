@@ -11,13 +11,14 @@ import torch
 from flax import nnx
 from safetensors.torch import load_file
 
-from icejax import generation, memory
+from icejax import generation
 from icejax.cache import Full
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.rounding import METHODS
 from icejax.commands import convert, generate
 from icejax.models.experts import ExpertStack
 from icejax.ops.quantized import Grouped
+from icejax.runtime import devices
 from tests import families, quantised, tolerances
 from tests.run import all_logits
 from tests.test_checkpoint import same_arrays
@@ -77,7 +78,7 @@ def test_only_matrices_of_layers_are_rounded(folder, name, caplog):
 
 @pytest.mark.parametrize("name, kind", [("int4", "int4"), ("fp8", "float8_e4m3fn"), ("int8", "int8")])
 def test_they_stay_codes(folder, name, kind, monkeypatch, caplog):
-    monkeypatch.setattr(memory, "platform", lambda: "gpu")
+    monkeypatch.setattr(devices, "platform", lambda: "gpu")
     with caplog.at_level(logging.INFO, logger="icejax"):
         weight = load_model(folder, quantize=name).model.layers[1].mlp.down_proj.weight.get_value()
     assert caplog.messages == [f"of 14 matrices rounded to {name} 14 stay codes"]

@@ -32,11 +32,11 @@ from bench.compare.runner import run
 from bench.compare.subject import Subject
 from bench.flags import listed, make_folder, numbers
 from bench.needle.evaluate import SHORTEST
-from icejax import memory
 from icejax.cache import Clustered, names
-from icejax.cache.fetch import try_ahead
 from icejax.checks.errors import InputError
-from icejax.commands.programs import keep_programs
+from icejax.runtime import devices
+from icejax.runtime.compile_cache import keep_programs
+from icejax.runtime.host_reads.choose import try_ahead
 
 LONG = 32768  # tokens from which half as many questions are asked
 QUICK = dict(budgets="64,256", lengths="2048", tasks="multikey-16", questions=16)
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.quick:
         parser.set_defaults(**QUICK)
         arguments = parser.parse_args(argv)
-    memory.raise_pinned_limit()
+    devices.raise_pinned_limit()
     try_ahead()
     try:
         policies = arguments.policies.split(",") if arguments.policies else names()

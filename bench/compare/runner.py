@@ -14,10 +14,10 @@ from bench.compare import cells, tuned
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol, Question
 from bench.compare.subject import Subject
 from bench.compare.text import Text
-from icejax import memory
 from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
 from icejax.models import CausalLM
+from icejax.runtime import devices
 
 
 class Runner:
@@ -104,7 +104,7 @@ def run(
                         continue
                     if there.get((*key, number), {}).get("asked") != questions[number]:
                         line = dict(zip(cells.KEY, (*key, number), strict=True)) | dict(tokens=one.tokens)
-                        where = dict(device=memory.device_name(), jax=jax.__version__)
+                        where = dict(device=devices.device_name(), jax=jax.__version__)
                         cells.add(path, line | runner.line(cell, number, one, protocol) | where)
                     yield f"{name}: {one.name}, {cell.task}, {length}"
                 runner.rest()

@@ -22,8 +22,8 @@ from bench.device import page
 from bench.device.parts import TINY, Sizes, parts
 from bench.device.results import DONE, PAGE, Results
 from bench.device.running import Part, run
-from icejax import memory
 from icejax.checks.errors import InputError, quoted
+from icejax.runtime import devices
 
 MOST_MINUTES = 24 * 60
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     out = arguments.out.absolute()
     scratch = Path(tempfile.gettempdir()) / f"{out.name}-scratch"
     jax.config.update("jax_platforms", "cpu")  # the device is for the parts
-    memory.raise_pinned_limit()  # for all of them
+    devices.raise_pinned_limit()  # for all of them
     wanted = parts(TINY if arguments.tiny else Sizes(), scratch)
     try:
         if not 0 < arguments.minutes <= MOST_MINUTES or math.isnan(arguments.minutes):

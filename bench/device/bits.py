@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax import memory
-from icejax.cache import fetch
-from icejax.cache.backends import BACKENDS, CHOOSING
+from icejax.runtime import devices
+from icejax.runtime.host_reads import choose
+from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
 
 PAGES, FETCHED, REPEATS = 4096, 448, 20
 HIGH = 2**31 // (2 * 16 * 128) + 4096  # pages of 16-bit numbers that reach beyond 2^31
@@ -27,7 +27,7 @@ TABLES = (("uint16", 16), ("uint8", 18), ("uint32", 16))  # bf16, int8 with its 
 def rows(*, high: int):
     """Yields a line per way and dtype; `high` is how many pages the table of 16-bit pages has."""
     tables = [table(dtype, height, high=high) for dtype, height in TABLES]
-    for name in sorted(fetch.candidates(), key=fetch.APART.__contains__):  # a fault in a kernel would take the others along
+    for name in sorted(choose.candidates(), key=choose.APART.__contains__):  # a fault in a kernel would take the others along
         for pinned, asked, expected in tables:
             yield dict(backend=name, dtype=str(pinned.dtype), table_bytes=pinned.nbytes) | one(name, pinned, asked, expected)
 
@@ -42,7 +42,7 @@ def table(dtype: str, height: int, *, high: int) -> tuple[jax.Array, np.ndarray,
     asked = np.append(rng.choice(pages - 1, FETCHED - 1, replace=False), pages - 1).astype(np.int32)
     whole = np.zeros((pages, 2, height, 128), dtype)
     whole[asked] = rng.integers(0, np.iinfo(dtype).max, (FETCHED, 2, height, 128), dtype=dtype)
-    return jax.block_until_ready(jax.device_put(whole, memory.on_host())), asked, whole[asked]
+    return jax.block_until_ready(jax.device_put(whole, devices.on_host())), asked, whole[asked]
 
 
 def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -> dict:
@@ -65,7 +65,7 @@ def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -
 
 
 def main(argv: list[str]) -> int:
-    memory.raise_pinned_limit()
+    devices.raise_pinned_limit()
     for row in rows(high=PAGES if "--tiny" in argv else HIGH):
         print(json.dumps(row), flush=True)
     return 0

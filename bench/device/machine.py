@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from icejax import memory
+from icejax.runtime import devices as memory
 
 ASKED = (
     "name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "memory.total", "clocks.max.sm",

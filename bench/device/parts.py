@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.device.running import TRACE, Part
-from icejax import compiler
-from icejax.cache.fetch import CHOICE
+from icejax.runtime import compiler_options
+from icejax.runtime.host_reads.choose import CHOICE
 
 MACHINE, TEXT, NEEDLE, DECODE, PREFILL = (f"{name}.jsonl" for name in ("machine", "text", "needle", "decode", "prefill"))
 GRAPHS = "--xla_gpu_enable_command_buffer="
-# What a GPU's compiler may be told besides `icejax.compiler.OPTIONS`.
+# What a GPU's compiler may be told besides `icejax.runtime.compiler_options.OPTIONS`.
 XLA_FLAGS = {
     "no graphs": GRAPHS,
     "conditions in graphs": f"{GRAPHS}FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
@@ -112,7 +112,7 @@ def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
 
 def _options(sizes: Sizes) -> Iterator[Part]:
     """Yields the cache alone with every option of the compiler and every way of fetching, one at a time."""
-    for name in compiler.OPTIONS["gpu"]:
+    for name in compiler_options.OPTIONS["gpu"]:
         yield _alone(sizes, f"without {name.removeprefix('xla_gpu_')}", flags=[f"{name}="])
         yield _decode(
             sizes, f"model, without {name.removeprefix('xla_gpu_')}", sizes.model, [sizes.long], "clustered", flags=[f"{name}="]

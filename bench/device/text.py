@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 import icejax
-from icejax import memory
 from icejax.decoding import Decoding
 from icejax.generation import ASSETS
 from icejax.inference import prefill
 from icejax.plan import make_plan
+from icejax.runtime import devices
 
 CASES = [(cache, dtype) for dtype in ("float32", "bfloat16") for cache in ("full", "clustered")]
 ALONE = "--alone"  # only writes the arrays
@@ -69,7 +69,7 @@ def rows(length: int, tokens: int, folder: Path) -> Iterator[dict]:
             yield dict(policy=case[0], dtype=case[1], fault=f"{type(error).__name__}: {error}".splitlines()[0][:200])
     if status := other.wait():
         raise RuntimeError(f"the CPU's process fails with status {status}")
-    device = memory.device_name()
+    device = devices.device_name()
     for (cache, dtype), here in mine.items():
         with np.load(folder / f"{cache}-{dtype}.npz") as there:
             yield dict(policy=cache, dtype=dtype, device=device) | compared(here, (there["tokens"], there["logits"]))

@@ -24,11 +24,11 @@ from bench import panel
 from bench.flags import listed, numbers
 from bench.needle import task
 from bench.needle.reader import Reader
-from icejax import memory
 from icejax.cache import shown_name
 from icejax.cache.options import cache_options, make_policy
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
+from icejax.runtime import devices
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
 SHORTEST = 512  # tokens of a text, or facts do not fit
@@ -63,7 +63,7 @@ def evaluate(model, policy: icejax.CachePolicy, name: str, *, length: int, quest
     return dict(
         task=name, length=length, questions=questions, contexts=contexts, exact=sum(hits) / questions,
         low=round(low, 4), high=round(high, 4), cache=shown_name(policy), budget=policy.budget, seed=seed,
-        tpot_s=round(float(np.median(reader.seconds)), 6), device=memory.device_name(),
+        tpot_s=round(float(np.median(reader.seconds)), 6), device=devices.device_name(),
         dtype=model.dtype, jax=jax.__version__,
     ) | speeds  # fmt: skip
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from bench import panel
 from bench.needle import task
-from icejax import memory
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
+from icejax.runtime import devices
 from icejax.walk import exact, walk
 
 UNCOUNTED = 64  # first bytes of a piece, which have little before them
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         row = dict(
             kind=kind, bytes=ours.size, bits_per_byte=round(float(ours.mean()), 4), trigram=round(float(theirs.mean()), 4)
         )
-        print(json.dumps(row | dict(device=memory.device().device_kind, jax=jax.__version__)), flush=True)
+        print(json.dumps(row | dict(device=devices.device().device_kind, jax=jax.__version__)), flush=True)
     return 0
 
 

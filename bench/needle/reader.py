@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 import icejax
-from icejax import memory
 from icejax.cache import host
 from icejax.cache.extents import Extents, extents_for
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.plan import make_plan
 from icejax.rows import fork
+from icejax.runtime import devices
 
 
 class Reader:
@@ -76,7 +76,7 @@ class Reader:
 
     def _force(self, token: int) -> int:
         """Decodes a token and returns what the model chooses next."""
-        forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), memory.device())
+        forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), devices.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)
         chosen, _, self._brought, *_ = np.asarray(step.tokens_and_pages)[:, 0].tolist()

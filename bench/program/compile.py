@@ -20,10 +20,8 @@ from jax._src.lib import xla_client
 
 from bench import shapes
 from bench.program.targets import Target
-from icejax import decoding, memory
-from icejax.cache.backends import BACKENDS
+from icejax import decoding
 from icejax.cache.extents import extents_for
-from icejax.cache.fetch import ORDER, Reader
 from icejax.cache.page_format import bits_dtype
 from icejax.cache.policy import CachePolicy
 from icejax.checkpoint import formats
@@ -37,6 +35,10 @@ from icejax.ops.hosted import Hosted, is_hosted, packed
 from icejax.ops.quantized import Grouped
 from icejax.plan import Plan, make_plan
 from icejax.rows import nobody
+from icejax.runtime import devices
+from icejax.runtime.host_reads.backends import BACKENDS
+from icejax.runtime.host_reads.choose import ORDER
+from icejax.runtime.host_reads.reader import Reader
 
 PLUGINS = dict(gpu="jax_cuda12_plugin", tpu="libtpu")
 
@@ -71,7 +73,7 @@ class Compiled:
     hlo: str
     thunks: str
     thunk_names: str
-    memory: Any
+    devices: Any
 
 
 def without_devices() -> None:
@@ -132,13 +134,13 @@ def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
 
 def on_host(x: jax.ShapeDtypeStruct) -> bool:
     """Says whether an abstract array is in host memory."""
-    return x.sharding is not None and x.sharding.memory_kind == memory.PINNED
+    return x.sharding is not None and x.sharding.memory_kind == devices.PINNED
 
 
 def _pinned() -> jax.sharding.NamedSharding:
     """Returns the sharding of shapes in host memory: only a named one brings its memory into a trace."""
-    mesh = jax.sharding.Mesh(np.asarray([memory.device("cpu")]), ("device",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=memory.PINNED)
+    mesh = jax.sharding.Mesh(np.asarray([devices.device("cpu")]), ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=devices.PINNED)
 
 
 def decode_step(

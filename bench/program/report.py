@@ -13,7 +13,7 @@ from bench.program.compile import Step, compile_for, on_host
 from bench.program.targets import Target
 from bench.scopes import scope_of
 from bench.sizes import nbytes
-from icejax import compiler
+from icejax.runtime import compiler_options
 
 _MODE = "xla_gpu_command_buffer_scheduling_mode"
 
@@ -27,7 +27,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
     if (need := sizes["weight_bytes"] + sizes["state_bytes"]) > target.memory:
         have = f"the {target.name} has {target.memory / 2**30:.1f}"
         return sizes | dict(left_out=f"weights and cache take {need / 2**30:.1f} GiB on the device, {have}")
-    options = compiler.OPTIONS.get(target.platform, {}) | flags
+    options = compiler_options.OPTIONS.get(target.platform, {}) | flags
     try:
         made = compile_for(target, step.program, step.arguments, options)
     except jax.errors.JaxRuntimeError as error:

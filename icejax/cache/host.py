@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from icejax import memory
-from icejax.cache.backends import BACKENDS, CHOOSING
 from icejax.cache.page_format import bits_dtype, decode, encode
+from icejax.runtime import devices
+from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
 
 EXTENT = 64  # pages
 MISSING = 32  # pages that are fetched at once where others are at hand
@@ -168,17 +168,17 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     Raises:
         InputError: the machine has not enough free memory for it, or XLA may not pin so much.
     """
-    bits, platform = bits_dtype(dtype), memory.platform()
+    bits, platform = bits_dtype(dtype), devices.platform()
     if platform == "gpu":
         shape = _addressable(shape, bits)
     advice = (
         "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
         "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
     )
-    memory.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
+    devices.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
     if platform == "cpu":  # an array over numpy's own memory could not be written in place later
-        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), memory.HOST), out_shardings=memory.on_host())()
-    return jax.device_put(np.zeros(shape, bits), memory.on_host())
+        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.on_host())()
+    return jax.device_put(np.zeros(shape, bits), devices.on_host())
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ def write_pages(
         number, page = i // batch % layers, first + start
         place = (table[row, page // EXTENT] * pool.shape[1] + layer + number) * EXTENT + page % EXTENT
         piece = lax.dynamic_slice(bits, (start, number, row, *(0,) * (bits.ndim - 3)), (together, 1, 1, *bits.shape[3:]))
-        piece = jax.device_put(piece.reshape(together, *bits.shape[3:]), memory.HOST)
+        piece = jax.device_put(piece.reshape(together, *bits.shape[3:]), devices.HOST)
         return lax.dynamic_update_slice_in_dim(flat, piece, place, axis=0)
 
     return lax.fori_loop(0, count // together * layers * batch, one, pool.reshape(-1, *pool.shape[3:])).reshape(pool.shape)
@@ -228,12 +228,12 @@ def write_pages(
 @functools.partial(jax.jit, donate_argnums=0)
 def write_extent(pool: Pool, bits: UInt[Array, "L 64 K planes rows W"], extent: Int[Array, ""]) -> Pool:
     """Returns the pool with one extent, as it stands there; donates `pool`."""
-    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], memory.HOST), extent, axis=0)
+    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], devices.HOST), extent, axis=0)
 
 
 @jax.jit
 def read_extent(pool: Pool, extent: Int[Array, ""]) -> UInt[Array, "L 64 K planes rows W"]:
     """Returns one extent as it stands in the pool, on the device."""
-    zero = jax.device_put(jnp.int32(0), memory.HOST)
-    start = (jax.device_put(extent, memory.HOST), *(zero,) * (pool.ndim - 1))
-    return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), memory.DEVICE)[0]
+    zero = jax.device_put(jnp.int32(0), devices.HOST)
+    start = (jax.device_put(extent, devices.HOST), *(zero,) * (pool.ndim - 1))
+    return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), devices.DEVICE)[0]

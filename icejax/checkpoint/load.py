@@ -13,8 +13,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from icejax import memory
-from icejax.cache.fetch import Reader, fetch_backend
 from icejax.checkpoint import huggingface
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.formats import HEAD
@@ -28,6 +26,9 @@ from icejax.models.fields import Fields
 from icejax.models.latent import BY_HEAD
 from icejax.ops.hosted import hosted, table_bytes
 from icejax.ops.quantized import Grouped
+from icejax.runtime import devices
+from icejax.runtime.host_reads.choose import fetch_backend
+from icejax.runtime.host_reads.reader import Reader
 
 DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in
 SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache
@@ -101,14 +102,14 @@ def load_model(
     """
     folder = resolve(model)
     config = read_config(folder)
-    dtype = dtype or ("float32" if memory.platform() == "cpu" else config.dtype)
+    dtype = dtype or ("float32" if devices.platform() == "cpu" else config.dtype)
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype)
     found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
     kept = {key for key, stack in found.stacks.items() if codes and not key.endswith(BY_HEAD) and found.alike(stack)}
     _tell(found, kept)
-    on_cpu = memory.platform() == "cpu"
+    on_cpu = devices.platform() == "cpu"
 
     leaves, dtypes = {}, {key: leaf.dtype for key, leaf in parameters.items()}
     experts = [key for key in parameters if resident and of_experts(key)]
@@ -119,7 +120,7 @@ def load_model(
         if key in experts:
             if not any(other in leaves for other in experts):
                 need = table_bytes(leaf) * len(experts)
-                memory.check_room("experts need", need, advice="use fewer bits, as by --quantize int4")
+                devices.check_room("experts need", need, advice="use fewer bits, as by --quantize int4")
             leaf = jax.block_until_ready(hosted(leaf, resident=resident, read=reader))
         leaves[key] = leaf
         del leaf

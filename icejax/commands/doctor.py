@@ -17,11 +17,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from icejax import memory
-from icejax.cache import fetch, host
-from icejax.cache.backends import BACKENDS
+from icejax.cache import host
 from icejax.commands.options import Parser
 from icejax.launch import ending, write
+from icejax.runtime import devices
+from icejax.runtime.host_reads import choose
+from icejax.runtime.host_reads.backends import BACKENDS
 
 PAGES, FETCHED = 8192, 512
 PAGE = (2, 16, 128)  # of 16-bit keys and values: 8 KiB
@@ -30,11 +31,11 @@ REPEATS = 20
 
 def measure(name: str) -> dict[str, Any]:
     """Returns whether a backend brings exact bits here, and its median time for 512 pages of 8 KiB."""
-    fault = fetch.fault(name)
+    fault = choose.backend_error(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
     pool = host.allocate((PAGES // host.EXTENT, 1, host.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
-    pool = jax.device_put(pool, memory.on_host())
+    pool = jax.device_put(pool, devices.on_host())
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(BACKENDS[name]), []
     jax.block_until_ready(read(pool, rows))
@@ -50,14 +51,14 @@ def measure(name: str) -> dict[str, Any]:
 def examine() -> dict[str, Any]:
     """Returns all that the command prints."""
     ram = psutil.virtual_memory()
-    names = fetch.candidates()
-    last = sorted(names, key=fetch.APART.__contains__)  # a fault in a kernel would take the others along
+    names = choose.candidates()
+    last = sorted(names, key=choose.APART.__contains__)  # a fault in a kernel would take the others along
     measured = sorted(map(measure, last), key=lambda row: names.index(row["backend"]))
     return dict(
         versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),
-        devices=memory.devices(),
+        devices=devices.devices(),
         host_memory=dict(total=ram.total, free=ram.available),
-        pinned_limit_gib=memory.pinned_limit() // 2**30 if memory.platform() == "gpu" else None,
+        pinned_limit_gib=devices.pinned_limit() // 2**30 if devices.platform() == "gpu" else None,
         fetch=measured,
         fetch_backend=next((row["backend"] for row in measured if row["exact"]), None),
     )
@@ -78,7 +79,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         speed = (f"{row['microseconds']} us", str(row["gb_per_s"])) if row["exact"] else (row["fault"], "")
         table.add_row(row["backend"], "yes" if row["exact"] else "no", *speed)
     console.print(table)
-    console.print(f"used: {report['fetch_backend'] or 'none, only --cache full works'} (another: {fetch.CHOICE}=NAME)")
+    console.print(f"used: {report['fetch_backend'] or 'none, only --cache full works'} (another: {choose.CHOICE}=NAME)")
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.doctor") -> int:
@@ -90,9 +91,9 @@ def _run(argv: list[str] | None, name: str) -> int:
     parser = Parser(prog=name, description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    memory.raise_pinned_limit()
-    fetch.try_ahead()
-    memory.check()
+    devices.raise_pinned_limit()
+    choose.try_ahead()
+    devices.check()
     report = examine()
     if arguments.json:
         write(json.dumps(report) + "\n")

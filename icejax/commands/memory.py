@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jax
 
-from icejax import memory
 from icejax.checks.errors import InputError
+from icejax.runtime import devices
 
 
 @contextlib.contextmanager
@@ -27,4 +27,4 @@ def out_of_memory_told(advice: str, session: Path | None) -> Iterator[None]:
 def _side(error: Exception) -> str:
     """Says which memory an error is about."""
     on_host = isinstance(error, MemoryError) or "host" in str(error).splitlines()[0].lower()
-    return "the host" if on_host else f"the device ({memory.device().device_kind})"
+    return "the host" if on_host else f"the device ({devices.device().device_kind})"

@@ -13,9 +13,9 @@ from icejax.cache import POLICIES, PRESETS, CachePolicy, name_of, names
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.checks.errors import InputError, meant, printable
 from icejax.checks.numbers import number
-from icejax.commands import programs
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.launch import write
+from icejax.runtime import compile_cache
 from icejax.sampling import Sampling
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
@@ -91,7 +91,7 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
     hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
     group.add_argument("--experts-on-host", type=int, nargs="?", const=True, metavar="N", help=hosted)
-    kept = f"where compiled programs are kept, the last used {programs.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
+    kept = f"where compiled programs are kept, the last used {compile_cache.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
     group.add_argument("--compile-cache", metavar="DIR", help=kept)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax import memory
+from icejax.runtime import devices
 
 LOG = logging.getLogger(__name__)
 BLOCK = 512  # queries and keys per block; measured fastest of 128-1024 on two CPU cores
@@ -75,7 +75,7 @@ def causal(
     """
     size, half = q.shape[-1], q.dtype in (jnp.bfloat16, jnp.float16)
     plain = v.shape[-1] == size and scoring.softcap is None
-    if memory.platform() == "gpu" and half and plain and size % 8 == 0 and size <= 128:
+    if devices.platform() == "gpu" and half and plain and size % 8 == 0 and size <= 128:
         LOG.info("prefill attention: cudnn")
         valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
         out, lse = jax.nn.dot_product_attention(

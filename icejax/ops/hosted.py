@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from icejax import memory
 from icejax.ops.quantized import Grouped
 from icejax.ops.topk import best
+from icejax.runtime import devices
 
 PIECE = (16, 512)  # words that are read at once: few enough to fill up an expert with, and whole tiles of a TPU
 Matrices = jax.Array | Grouped  # dtype[E, O, I], or codes in their place
@@ -69,7 +69,7 @@ class Hosted:
 
     def whole(self) -> Matrices:
         """Returns the matrices, or codes, of all experts, on the device."""
-        return _every(jax.device_put(self.table, memory.on_device()), self.resident, count=len(self.slot))
+        return _every(jax.device_put(self.table, devices.on_device()), self.resident, count=len(self.slot))
 
     def settled(self, whole: Matrices, taken: Int[Array, " E"]) -> Hosted:
         """Returns the same with those experts on the device that are taken most often; `whole`: all of them."""
@@ -80,9 +80,9 @@ class Hosted:
 def hosted(matrices: Matrices, *, resident: int, read: Callable) -> Hosted:
     """Returns matrices of experts, or codes, in host memory, with the first `resident` of them on the device."""
     none = jnp.zeros(len(jax.tree.leaves(matrices)[0]), jnp.int32)
-    table = jax.device_put(packed(matrices), memory.on_host())
+    table = jax.device_put(packed(matrices), devices.on_host())
     # Bound to the device, as those are that are chosen later, or a step is compiled twice.
-    return Hosted(table, *jax.device_put(_chosen(matrices, none, count=resident), memory.on_device()), None, read)
+    return Hosted(table, *jax.device_put(_chosen(matrices, none, count=resident), devices.on_device()), None, read)
 
 
 def table_bytes(matrices: Matrices) -> int:

@@ -22,15 +22,16 @@ from pathlib import Path
 
 import jax
 
-from icejax import memory
 from icejax.files.cache_home import cache_home
+from icejax.runtime import devices
+from icejax.runtime.host_reads.selftest import selftest
 
 LOG = logging.getLogger(__name__)
 SECONDS = 45  # JAX and CUDA start in ten
 FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # a process's own doing
 DRIVER = Path("/proc/driver/nvidia")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-SOURCES = ("memory.py", "cache/backends.py", "cache/fetch.py")
+SOURCES = ("../devices.py", "backends.py", "selftest.py")
 ANSWER = "found: "  # the line of the child that counts; CUDA may print others
 
 
@@ -38,13 +39,13 @@ def ahead(names: Sequence[str]) -> None:
     """Tries backends where there is a CUDA device and JAX has not started yet: later the memory may be taken."""
     platforms = jax.config.jax_platforms or "cuda"
     wanted = "cuda" in platforms or "gpu" in platforms
-    if wanted and _driver() and _plugins() and not memory.started():
+    if wanted and _driver() and _plugins() and not devices.started():
         for name in names:
-            found(name)
+            probe_error(name)
 
 
 @functools.cache  # one that hangs is not to be waited for twice
-def found(name: str) -> str | None:
+def probe_error(name: str) -> str | None:
     """Returns what is wrong with a backend on this machine's GPU, None if nothing; tried if no result is kept."""
     file, key = cache_home() / "fetch.json", f"{name} {_key()}"
     kept = _kept(file)
@@ -63,13 +64,13 @@ def found(name: str) -> str | None:
 
 def _tried(name: str) -> tuple[str | None, bool]:
     """Returns what is wrong, and whether it will be the next time: not if the GPU or its memory was taken."""
-    folder = str(Path(__file__).parents[2])
+    folder = str(Path(__file__).parents[3])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH")))),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the memory is for the process that asks
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "icejax.cache.probe", name],
+        [sys.executable, "-P", "-m", "icejax.runtime.host_reads.probe", name],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -92,7 +93,7 @@ def _driver() -> str:
 
 
 def _key() -> str:
-    sources = b"".join((Path(__file__).parents[1] / name).read_bytes() for name in SOURCES)
+    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES)
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", *_plugins()))
     return f"{versions} {zlib.crc32(_driver().encode()):08x} {zlib.crc32(sources):08x}"
 
@@ -120,9 +121,7 @@ def _keep(file: Path, kept: dict[str, str | None]) -> None:
 
 def main() -> None:
     """Prints the platform and what is wrong with the backend that the command line names, as JSON."""
-    from icejax.cache.fetch import tried
-
-    print(ANSWER + json.dumps([memory.platform(), tried(sys.argv[1])]), flush=True)
+    print(ANSWER + json.dumps([devices.platform(), selftest(sys.argv[1])]), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import compute_on as compute_on_module
 
-from icejax.memory import DEVICE, HOST
+from icejax.runtime.devices import DEVICE, HOST
 
 Pages = tuple[jax.Array, ...]  # uint[n, rows, W] for every plane
 # Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.

@@ -1,0 +1,68 @@
+"""The choice of a way to read host memory inside a program: the first that brings exact bits."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+from icejax.checks.errors import InputError
+from icejax.runtime import devices
+from icejax.runtime.host_reads import probe
+from icejax.runtime.host_reads.selftest import selftest
+
+LOG = logging.getLogger(__name__)
+CHOICE = "ICEJAX_FETCH_BACKEND"  # the environment's own choice of backend
+# On TPU XLA refuses a gather from host memory, copies of one-dimensional slices are direct, and to flatten the rows would copy
+# the table. On CUDA a kernel crosses the bus once and stays in the step's graph; XLA's gather crosses it three times.
+ORDER = {
+    "tpu": ("slices", "host_compute"),
+    "gpu": ("triton", "gather", "host_compute", "slices"),
+    "cpu": ("gather_flat", "host_compute", "slices"),
+}
+APART = ("triton",)  # a fault in a kernel would take the process along, so it is tried in another
+
+
+def try_ahead() -> None:
+    """Tries what is to be tried apart, before JAX starts and unless the environment has chosen something else."""
+    probe.ahead([name for name in APART if os.environ.get(CHOICE, name) == name])
+
+
+def backend_error(name: str) -> str | None:
+    """Returns what is wrong with a backend on this platform, found by a small test; None if it brings exact bits."""
+    return probe.probe_error(name) if name in APART else selftest(name)
+
+
+def candidates() -> tuple[str, ...]:
+    """Returns the backends that may be used on this platform, best first.
+
+    Raises:
+        InputError: the environment names one that there is not.
+    """
+    platform = devices.platform()
+    order = ORDER.get(platform, ("gather", "host_compute", "slices"))
+    name = os.environ.get(CHOICE)
+    if name is None:
+        return order
+    if name not in order:
+        raise InputError(f"{CHOICE} must be one of {', '.join(order)} on {platform}, got {name!r}")
+    return (name,)
+
+
+@functools.cache
+def fetch_backend() -> str:
+    """Returns the first backend that brings exact bits on this platform, and logs it.
+
+    Raises:
+        InputError: there is none.
+    """
+    platform = devices.platform()
+    for name in candidates():
+        reason = backend_error(name)
+        if reason is None:
+            LOG.info("fetch backend on %s: %s", platform, name)
+            return name
+        LOG.warning("fetch backend %s on %s %s", name, platform, reason)
+    if CHOICE in os.environ:
+        raise InputError(f"{CHOICE}={os.environ[CHOICE]} does not work on {platform}: unset it, or use --cache full")
+    raise InputError(f"host memory cannot be read inside a program on {platform}: use --cache full")
