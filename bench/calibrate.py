@@ -44,11 +44,11 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
 from icejax.models import CausalLM
-from icejax.ops.attention import Scoring
-from icejax.ops.digests import score
-from icejax.ops.scatter import along
+from icejax.ops.attention.dense import Scoring
+from icejax.ops.pages.digests import score
+from icejax.ops.pages.key_scatter import along
+from icejax.ops.pages.tree_walk import uneven_of
 from icejax.ops.topk import chosen
-from icejax.ops.tree import uneven_of
 from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size

@@ -13,7 +13,7 @@ from icejax.cache.balanced import balanced
 from icejax.cache.policy import Heads
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.balance import factors_of
+from icejax.ops.pages.channel_scaling import factors_of
 from icejax.plan import ladder
 from icejax.walk import Place, exact, walk
 

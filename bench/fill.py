@@ -16,8 +16,8 @@ from icejax.cache.policy import Lengths
 from icejax.decoding import DecodeState
 from icejax.inference import prefill
 from icejax.models import CausalLM
-from icejax.ops import tree
-from icejax.ops.digests import digest, put
+from icejax.ops.pages import tree_walk
+from icejax.ops.pages.digests import digest, put
 from icejax.plan import Plan, make_plan
 from icejax.runtime import devices
 
@@ -98,7 +98,7 @@ def _noisy(pages: jax.Array, noise: jax.Array, shift: jax.Array, scale: float) -
     return (pages + scale * pages.std() * jnp.roll(noise, shift * 7 + shift // 11, axis=(0,))).astype(pages.dtype)
 
 
-_build = jax.jit(tree.build, donate_argnums=0)  # a million tokens leave no room for a second copy
+_build = jax.jit(tree_walk.build, donate_argnums=0)  # a million tokens leave no room for a second copy
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)

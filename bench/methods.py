@@ -12,16 +12,16 @@ from bench.capture import Captured
 from icejax.cache.digest_tree import Digested
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import BoundsIndex, bound
-from icejax.ops import key_codes, tree
-from icejax.ops.attention import Attended, Scoring, merge_by_lse
-from icejax.ops.digests import NARROW, digest, score
-from icejax.ops.packing import pack
-from icejax.ops.paged_attention import attend_paged, attend_whole
-from icejax.ops.ranked_attention import ranked
-from icejax.ops.scatter import along
-from icejax.ops.second_look import Looked, second_look
+from icejax.ops.attention.dense import Attended, Scoring, merge_by_lse
+from icejax.ops.pages import key_codes, tree_walk
+from icejax.ops.pages.code_reranking import Looked, second_look
+from icejax.ops.pages.digests import NARROW, digest, score
+from icejax.ops.pages.key_scatter import along
+from icejax.ops.pages.packing import pack
+from icejax.ops.pages.paged_attention import attend_paged, attend_whole
+from icejax.ops.pages.ranked_attention import ranked
+from icejax.ops.pages.value_fit import FromKeys, fitted, sums_of, unfitted
 from icejax.ops.topk import best
-from icejax.ops.value_fit import FromKeys, fitted, sums_of, unfitted
 
 STRETCH = 8192  # tokens; long texts are padded to whole ones
 FORMATIONS = {
@@ -102,7 +102,7 @@ class Method:
     keys_first: bool = False
     codes: int | None = None
     singly: bool = True
-    group: tree.Group = "sum"
+    group: tree_walk.Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
 
@@ -150,7 +150,7 @@ def index_of(pages, *, dtype: str | None = None) -> Digested:
     """Returns the digest tree of the pages, with values from keys."""
     shape, sums = pages[0].shape, sums_of(*pages)
     none, scatter = unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums.keys.sum(2)
-    return Digested(tree.build(digest(*pages, dtype)), scatter, fitted(none, jnp.zeros_like(scatter), sums))
+    return Digested(tree_walk.build(digest(*pages, dtype)), scatter, fitted(none, jnp.zeros_like(scatter), sums))
 
 
 def from_keys_of(index: Digested) -> FromKeys | None:
@@ -159,14 +159,14 @@ def from_keys_of(index: Digested) -> FromKeys | None:
 
 
 @jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=None, path=None) -> tree.Selection:
+def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=None, path=None) -> tree_walk.Selection:
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
     if method.walk:
-        opened = tree.num_opened(fetched, least=method.opened or icejax.Clustered().opened)
+        opened = tree_walk.num_opened(fetched, least=method.opened or icejax.Clustered().opened)
         rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
         about = dict(guess=guess, path=path, from_keys=from_keys)
-        return tree.walk(q, index.levels, index.scatter, opened=opened, selected=fetched, **rules, **about)
+        return tree_walk.walk(q, index.levels, index.scatter, opened=opened, selected=fetched, **rules, **about)
     digests, shape = index.levels[0], index.levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, index, method.score)
@@ -176,8 +176,8 @@ def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=Non
         lies = along(q, index.scatter, scoring=scoring)
         weighed = score(q, digests, lies, scoring=scoring)
         weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
-        tail_out, tail_lse = tree.tail_of([(weighed, digests)], lies, from_keys)
-    return tree.Selection(
+        tail_out, tail_lse = tree_walk.tail_of([(weighed, digests)], lies, from_keys)
+    return tree_walk.Selection(
         chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, jnp.zeros_like(tail_lse), (chosen,)
     )
 
@@ -187,7 +187,7 @@ def look_again(
     q,
     codes: key_codes.KeyCodes,
     index: Digested,
-    found: tree.Selection,
+    found: tree_walk.Selection,
     *,
     page_size: int,
     bits: int,
@@ -205,7 +205,7 @@ def look_again(
     return second_look(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
 
 
-def of_pages(found: tree.Selection, looked: Looked) -> tree.Selection:
+def of_pages(found: tree_walk.Selection, looked: Looked) -> tree_walk.Selection:
     """Returns the pages that a second look has left of those found."""
     ids = jnp.take_along_axis(found.page_ids, looked.best[None], axis=2)
     return replace(
@@ -214,7 +214,7 @@ def of_pages(found: tree.Selection, looked: Looked) -> tree.Selection:
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_tokens(q, k_all, v_all, pages, found: tree.Selection, looked: Looked, *, budget: int):
+def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.Selection, looked: Looked, *, budget: int):
     """Returns `attention` of tokens."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
@@ -232,7 +232,7 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree.Selection, looked: L
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree.Selection, *, budget: int):
+def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.Selection, *, budget: int):
     """Returns `attention` where the keys of the pages found come first."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
@@ -255,7 +255,7 @@ def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree.Selec
 
 
 @jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree.Selection, from_keys: FromKeys | None, *, budget: int, tail: bool):
+def attention(q, k_all, v_all, pages, found: tree_walk.Selection, from_keys: FromKeys | None, *, budget: int, tail: bool):
     """Returns the output per query head, and the scores of the page tokens attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape

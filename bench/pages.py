@@ -50,7 +50,7 @@ from icejax.cache.reranked import TWICE, pages_for
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import number, whole
 from icejax.generation import ASSETS
-from icejax.ops import key_codes
+from icejax.ops.pages import key_codes
 from icejax.runtime import devices
 
 REPEATS = 5

@@ -28,7 +28,7 @@ from icejax.checkpoint.load import DTYPES
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import one_of, whole
 from icejax.inference import prefill
-from icejax.ops.attention import Attended, causal_with_lse
+from icejax.ops.attention.dense import Attended, causal_with_lse
 from icejax.plan import make_plan
 from icejax.runtime import devices
 

@@ -21,8 +21,8 @@ from icejax.checks.numbers import one_of, whole
 from icejax.generation import ASSETS
 from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
-from icejax.ops.quantize import quantize
-from icejax.ops.quantized import Grouped
+from icejax.ops.quantized.products import Grouped
+from icejax.ops.quantized.rounding import quantize
 from icejax.runtime import devices
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")

@@ -19,11 +19,11 @@ from bench.sizes import nbytes
 from icejax.cache import Full
 from icejax.cache.policies.full import TokenState
 from icejax.cache.policy import Heads, Outcome, View
-from icejax.cache.slots import apart, append
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models import CausalLM
-from icejax.ops.attention import Attended
+from icejax.ops.attention.dense import Attended
+from icejax.ops.slots import apart, append
 from icejax.plan import Plan, make_plan, reports
 
 WARM_UP = 17  # steps, at least: with a page of 16 that leaves the window, whose programs are compiled then

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from icejax.cache import host
 from icejax.cache.policy import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.hosted import serving
+from icejax.ops.experts.offloaded_experts import serving
 from icejax.plan import Plan
 from icejax.runtime import compiler_options
 from icejax.sampling import Samplings, choose, folded

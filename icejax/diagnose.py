@@ -13,7 +13,7 @@ from jax import lax
 
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.hosted import is_hosted, on_device
+from icejax.ops.experts.offloaded_experts import is_hosted, on_device
 from icejax.plan import ladder
 from icejax.walk import exact, walk
 

@@ -22,8 +22,8 @@ from icejax.decoding import DecodeState
 from icejax.inference import kept
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.attention import Attended
-from icejax.ops.hosted import on_device
+from icejax.ops.attention.dense import Attended
+from icejax.ops.experts.offloaded_experts import on_device
 from icejax.plan import Plan, make_plan
 from icejax.walk import Place, exact, walk
 

@@ -23,8 +23,8 @@ from icejax.cache.policy import CachePolicy, Heads, KVCache, Lengths, Outcome, S
 from icejax.cache.spec import CacheSpec
 from icejax.decoding import COUNTS, DecodeState, Step, chosen, view_of
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.attention import Attended
-from icejax.ops.hosted import on_device
+from icejax.ops.attention.dense import Attended
+from icejax.ops.experts.offloaded_experts import on_device
 from icejax.plan import Plan, ladder
 from icejax.runtime import devices
 from icejax.sampling import Sampling, folded, row_keys, row_options

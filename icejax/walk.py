@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
 from icejax.models.latent import Expanded
-from icejax.ops.attention import Attended, causal
+from icejax.ops.attention.dense import Attended, causal
 
 Kept = TypeVar("Kept")
 

@@ -15,7 +15,7 @@ from bench.program import hlo
 from bench.program.compile import abstract_model, compile_for, decode_step, without_devices
 from bench.program.targets import TARGETS
 from icejax.models import CausalLM
-from icejax.ops.quantized import Grouped
+from icejax.ops.quantized.products import Grouped
 from icejax.runtime import compiler_options
 
 # Codes, columns of a group (None: all), whether there are zero points.

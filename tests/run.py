@@ -17,7 +17,7 @@ from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.hosted import on_device
+from icejax.ops.experts.offloaded_experts import on_device
 from icejax.plan import Plan, make_plan
 from icejax.walk import Place, walk
 from tests import tolerances

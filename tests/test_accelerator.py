@@ -11,8 +11,10 @@ from jax.experimental import pallas
 
 import icejax
 from icejax import decoding
-from icejax.cache import host, slots
-from icejax.ops import attention, digests, topk, tree
+from icejax.cache import host
+from icejax.ops import slots, topk
+from icejax.ops.attention import dense
+from icejax.ops.pages import digests, tree_walk
 from icejax.plan import make_plan
 from icejax.runtime.host_reads import backends, choose
 from tests import tolerances
@@ -98,7 +100,7 @@ def test_a_token_lands_in_its_row_s_slot(form, request):
 def test_products_are_the_same_whichever_comes_first(on_gpu):
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal(shape, np.float32) for shape in ((3, 2, 4, 16), (3, 2, 9, 16)))
-    for found in (attention.products(jnp.asarray(q), jnp.asarray(k)), attention._keys_first(jnp.asarray(q), jnp.asarray(k))):
+    for found in (dense.products(jnp.asarray(q), jnp.asarray(k)), dense._keys_first(jnp.asarray(q), jnp.asarray(k))):
         np.testing.assert_allclose(np.asarray(found), q @ k.swapaxes(2, 3), atol=tolerances.EXACT)
 
 
@@ -160,7 +162,7 @@ def test_long_caches_have_sizes_that_a_gpu_divides(bundled):
 
 @pytest.mark.parametrize(("pages", "expected"), [(500, 500), (513, 576), (8192 + 64, 1088)])
 def test_the_highest_level_of_a_large_tree_has_whole_64s(pages, expected):
-    levels = jax.eval_shape(lambda: tree.build(digests.empty((1, 1, pages), 4, 4, "float32")))
+    levels = jax.eval_shape(lambda: tree_walk.build(digests.empty((1, 1, pages), 4, 4, "float32")))
     assert levels[-1].count.shape[-1] == expected
 
 

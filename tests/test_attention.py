@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention import Scoring, attend_all, attend_with_lse, causal, causal_with_lse, merge_by_lse
+from icejax.ops.attention.dense import Scoring, attend_all, attend_with_lse, causal, causal_with_lse, merge_by_lse
 from tests import dense, tolerances
 from tests.run import jitted
 

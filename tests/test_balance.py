@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import Clustered, Coded, Tolerant
-from icejax.ops.balance import FEWEST, MOST, factors_of
+from icejax.ops.pages.channel_scaling import FEWEST, MOST, factors_of
 from tests.layer import Layer, attention, draw, uneven
 
 CHANNELS = [2, 9]

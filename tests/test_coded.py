@@ -7,7 +7,7 @@ import pytest
 from icejax.cache import Coded
 from icejax.cache.spec import CacheSpec
 from icejax.checks.errors import InputError
-from icejax.ops import key_codes
+from icejax.ops.pages import key_codes
 from tests import layer as harness
 from tests import reference_coded, tolerances
 from tests.test_reference import STEPS, assert_reference

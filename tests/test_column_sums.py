@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icejax.ops import column_sums as module
-from icejax.ops.attention import EINSUM, Scoring, causal
-from icejax.ops.column_sums import column_sums
-from icejax.ops.observed import observed
+from icejax.ops.attention import key_attention_sums as module
+from icejax.ops.attention.dense import EINSUM, Scoring, causal
+from icejax.ops.attention.key_attention_sums import column_sums
+from icejax.ops.attention.recent_attention import observed
 from tests import dense, tolerances
 from tests.run import jitted
 

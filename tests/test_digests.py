@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from icejax.ops.attention import Scoring
-from icejax.ops.digests import OUTLIERS, TAIL_CLAMP, digest, score
-from icejax.ops.scatter import along
+from icejax.ops.attention.dense import Scoring
+from icejax.ops.pages.digests import OUTLIERS, TAIL_CLAMP, digest, score
+from icejax.ops.pages.key_scatter import along
 from tests.dense import capped
 from tests.paged import check, float64, nodes_of, pages_of, read, scatter_of
 from tests.reference import bands

@@ -7,7 +7,7 @@ import icejax
 from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, LaCache, ReSTKV
 from icejax.cache.policies.expected_attention import log_mean_exp
 from icejax.cache.policies.lacache import LaCacheLayer
-from icejax.ops.attention import Scoring
+from icejax.ops.attention.dense import Scoring
 from tests import reference_eviction as reference
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, SIZE, THETA, Layer, attention, draw, output_matrix

@@ -11,8 +11,8 @@ import pytest
 from icejax.checkpoint import load
 from icejax.config import ExpertForm, Experts
 from icejax.models.experts import Router
-from icejax.ops import experts
-from icejax.ops.quantized import Grouped
+from icejax.ops.experts import mixture
+from icejax.ops.quantized.products import Grouped
 from tests import families, tolerances
 
 COUNT, CHOSEN, HIDDEN, INNER = 8, 3, 24, 20
@@ -22,16 +22,16 @@ MIXTURES = [
     if {"num_local_experts", "num_experts", "n_routed_experts"} & dict(row.changes).keys()
     and "enable_moe_block" not in dict(row.changes)
 ]
-OF_CODES = experts.by_sum, experts.one_by_one, experts.in_blocks
+OF_CODES = mixture.by_sum, mixture.one_by_one, mixture.in_blocks
 LIMITED = ExpertForm(limit=0.8, alpha=1.3, biased=True)
 
 
-def stack(rng) -> experts.Stack:
+def stack(rng) -> mixture.Stack:
     shapes = (COUNT, INNER, HIDDEN), (COUNT, INNER, HIDDEN), (COUNT, HIDDEN, INNER)
-    return experts.Stack(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
+    return mixture.Stack(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
 
 
-def plain(x, weights: experts.Stack, ids, form: ExpertForm = experts.PLAIN) -> np.ndarray:
+def plain(x, weights: mixture.Stack, ids, form: ExpertForm = mixture.PLAIN) -> np.ndarray:
     """A float64 loop over tokens and their experts."""
     out = np.zeros((*ids.shape, HIDDEN))
     for t, k in np.ndindex(ids.shape):
@@ -50,7 +50,7 @@ def drawn(rng, tokens: int, skew: float) -> np.ndarray:
     return np.argsort(-worth, axis=1)[:, :CHOSEN].astype(np.int32)
 
 
-@pytest.mark.parametrize("form", [*OF_CODES, experts.by_all], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [*OF_CODES, mixture.by_all], ids=lambda form: form.__name__)
 @pytest.mark.parametrize("tokens", [1, 8, 300])
 @pytest.mark.parametrize("skew", [0.0, 20.0])
 def test_every_form_is_a_plain_loop(form, tokens, skew):
@@ -74,31 +74,31 @@ def test_every_form_takes_codes(form, tokens, kind):
         groups = (codes.astype(np.float64) - zero[..., None]) * scale[..., None]
         wide.append(groups.swapaxes(1, 2).reshape(COUNT, rows, columns))
     ids, x = drawn(rng, tokens, 0.0), rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
-    found, expected = jax.jit(form)(x, experts.Stack(*made), ids), plain(x, experts.Stack(*wide), ids)
+    found, expected = jax.jit(form)(x, mixture.Stack(*made), ids), plain(x, mixture.Stack(*wide), ids)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("form", [*OF_CODES, experts.by_all], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [*OF_CODES, mixture.by_all], ids=lambda form: form.__name__)
 def test_every_form_takes_biases_and_limits(form):
     rng = np.random.default_rng(2)
     biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (INNER, INNER, HIDDEN))
-    weights, ids = experts.Stack(*stack(rng)[:3], *biases), drawn(rng, 20, 1.0)
+    weights, ids = mixture.Stack(*stack(rng)[:3], *biases), drawn(rng, 20, 1.0)
     x = rng.standard_normal((20, HIDDEN)).astype(np.float32)
     found = jax.jit(functools.partial(form, form=LIMITED))(x, jax.tree.map(jnp.asarray, weights), ids)
     np.testing.assert_allclose(found, plain(x, weights, ids, LIMITED), rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("tokens", [experts.FEW, experts.FEW + 1])
+@pytest.mark.parametrize("tokens", [mixture.FEW, mixture.FEW + 1])
 def test_weights_are_those_of_the_experts(tokens):
     rng = np.random.default_rng(7)
     weights, ids = stack(rng), drawn(rng, tokens, 0.0)
     x, shares = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (HIDDEN, CHOSEN))
-    found = jax.jit(experts.mixed)(x, jax.tree.map(jnp.asarray, weights), ids, shares)
+    found = jax.jit(mixture.mixed)(x, jax.tree.map(jnp.asarray, weights), ids, shares)
     expected = (plain(x, weights, ids) * shares[..., None]).sum(1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("form", [experts.in_blocks, experts.by_all], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [mixture.in_blocks, mixture.by_all], ids=lambda form: form.__name__)
 def test_what_a_token_holds_stays_with_it(form):
     """One that is not finite, as padding may be, changes no other, whichever products they share."""
     rng = np.random.default_rng(9)
@@ -145,11 +145,11 @@ def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
 def test_every_number_of_the_experts_is_read(tmp_path):
     """Each field changes what a router says, or the parameters that a checkpoint must have."""
     model = families.load(families.build(families.row("glm4_moe-groups"), num_hidden_layers=1), tmp_path)
-    router, experts = model.model.layers[0].mlp.gate, model.config.experts
+    router, mixture = model.model.layers[0].mlp.gate, model.config.experts
     x = np.random.default_rng(3).standard_normal((200, families.SIZES["hidden_size"])).astype(np.float32)
 
     def said(experts: Experts) -> np.ndarray:
-        other = Router(x.shape[1], experts, dtype="float32")
+        other = Router(x.shape[1], mixture, dtype="float32")
         other.weight[...], other.e_score_correction_bias[...] = router.weight[...], router.e_score_correction_bias[...]
         return np.concatenate(jax.jit(lambda router, x: router(x))(other, x), axis=1)
 
@@ -157,16 +157,16 @@ def test_every_number_of_the_experts_is_read(tmp_path):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
     numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
-    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(experts.routing)}
+    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(mixture.routing)}
     for field, value in numbers.items():
-        other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
-        assert np.abs(said(other) - said(experts)).max() > 1e-3, field
+        other = dataclasses.replace(mixture, routing=dataclasses.replace(mixture.routing, **{field: value}))
+        assert np.abs(said(other) - said(mixture)).max() > 1e-3, field
     of_shape = dict(count=16, size=24, shared=8, shared_gated=True)
-    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False, biased=True)
+    of_shape["routing"] = dataclasses.replace(mixture.routing, corrected=False, biased=True)
     of_shape["form"] = LIMITED
-    assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(experts)}
-    assert said(dataclasses.replace(experts, chosen=2)).shape != said(experts).shape
+    assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(mixture)}
+    assert said(dataclasses.replace(mixture, chosen=2)).shape != said(mixture).shape
     for field, value in of_shape.items():
-        changed = dataclasses.replace(model.config, experts=dataclasses.replace(experts, **{field: value}))
+        changed = dataclasses.replace(model.config, experts=dataclasses.replace(mixture, **{field: value}))
         assert shapes(changed) != shapes(model.config), field
     assert shapes(dataclasses.replace(model.config, dense_layers=(0,))) != shapes(model.config)

@@ -22,8 +22,8 @@ from icejax.commands import generate as command
 from icejax.commands.show import table
 from icejax.decoding import Decoding
 from icejax.inference import prefill
-from icejax.ops import experts, hosted
-from icejax.ops.quantized import Grouped
+from icejax.ops.experts import mixture, offloaded_experts
+from icejax.ops.quantized.products import Grouped
 from icejax.runtime.host_reads.choose import fetch_backend
 from icejax.runtime.host_reads.reader import Reader
 from tests import families, tolerances
@@ -58,11 +58,14 @@ def test_codes_from_the_host_are_those_on_the_device(tokens):
     ids[-1] = ids[0]
     x, shares = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (HIDDEN, CHOSEN))
     reader = Reader(fetch_backend())
-    there = [hosted.serving(hosted.hosted(each, resident=RESIDENT, read=reader), jnp.asarray(live)) for each in matrices]
-    found, missing = jax.jit(lambda x, m, i, w: (experts.mixed(x, experts.Stack(*m), i, w), m[0].missing(i)))(
+    there = [
+        offloaded_experts.serving(offloaded_experts.hosted(each, resident=RESIDENT, read=reader), jnp.asarray(live))
+        for each in matrices
+    ]
+    found, missing = jax.jit(lambda x, m, i, w: (mixture.mixed(x, mixture.Stack(*m), i, w), m[0].missing(i)))(
         x, there, ids, shares
     )
-    expected = (plain(x, experts.Stack(*wide), ids) * shares[..., None]).sum(1)
+    expected = (plain(x, mixture.Stack(*wide), ids) * shares[..., None]).sum(1)
     np.testing.assert_allclose(found[live], expected[live], rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
     wanted, seen = np.zeros(ids.shape, bool), set(range(RESIDENT))
     for t, k in np.ndindex(ids.shape):
@@ -258,7 +261,9 @@ def test_an_expert_that_is_not_finite_is_found(folder):
     part = model.model.layers[-1].mlp.experts.up_proj.weight
     whole = part.get_value().whole().at[7, 3, 5].set(jnp.nan)
     part.set_value(
-        dataclasses.replace(part.get_value(), table=jax.device_put(hosted.packed(whole), part.get_value().table.sharding))
+        dataclasses.replace(
+            part.get_value(), table=jax.device_put(offloaded_experts.packed(whole), part.get_value().table.sharding)
+        )
     )
     with pytest.raises(icejax.InputError, match="layers.*2.*experts.up_proj.weight holds NaN"):
         icejax.generate(model, tokenizer, "import os\n" * 40, max_new_tokens=20)

@@ -9,9 +9,9 @@ import pytest
 
 from icejax.cache import Clustered, Coded, Tolerant
 from icejax.checks.errors import InputError
-from icejax.ops.attention import Attended, Scoring
-from icejax.ops.digests import digest
-from icejax.ops.ranked_attention import ranked
+from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.pages.digests import digest
+from icejax.ops.pages.ranked_attention import ranked
 from icejax.plan import make_plan
 from tests import tolerances
 from tests.layer import Layer, draw

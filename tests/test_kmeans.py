@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import clusters
-from icejax.ops.kmeans import kmeans, nearest, sums
+from icejax.ops.pages.kmeans import kmeans, nearest, sums
 from tests import reference_clusters as reference
 from tests import tolerances
 from tests.run import jitted

@@ -16,7 +16,7 @@ from icejax.cache.policy import Heads, Lengths, View
 from icejax.cache.signs import SignsIndex, estimated, patterns, turn
 from icejax.cache.spec import CacheSpec
 from icejax.ops import topk
-from icejax.ops.attention import Scoring
+from icejax.ops.attention.dense import Scoring
 from tests import reference_later as reference
 from tests import tolerances
 from tests.layer import KV_HEADS, NEW, PROMPT, Layer, draw

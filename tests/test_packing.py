@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icejax.ops import packing
+from icejax.ops.pages import packing
 
 packed = jax.jit(packing.pack, static_argnames=("page_size", "block"))
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention import Scoring
-from icejax.ops.paged_attention import attend_paged, attend_whole
+from icejax.ops.attention.dense import Scoring
+from icejax.ops.pages.paged_attention import attend_paged, attend_whole
 from tests import tolerances
 from tests.dense import capped
 from tests.run import jitted

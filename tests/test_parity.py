@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import icejax.checkpoint
 from icejax.cache import Clustered, Full
 from icejax.generation import ASSETS
-from icejax.ops import attention
+from icejax.ops.attention import dense
 from icejax.walk import exact
 from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted
@@ -113,7 +113,7 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
 
     x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
     whole = jitted(output, layer, x)
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(dense, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
     monkeypatch.setattr("icejax.models.latent.HEADS_AT_ONCE", 3)  # of four, so two
     chunked = jitted(output, layer, x)

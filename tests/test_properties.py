@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icejax.cache import Clustered, host
-from icejax.ops import tree
+from icejax.ops.pages import tree_walk
 from tests import tolerances
 from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw, stored
 
@@ -58,7 +58,7 @@ def test_every_token_is_in_exactly_one_place(lengths, steps, seed):
 @given(lengths=lengths, steps=st.integers(0, 120), seed=st.integers(0, 9))
 def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "TOP", 1)
+        patch.setattr(tree_walk, "TOP", 1)
         layer, _ = grown(DEEP, lengths, steps, seed)
     assert len(layer.state.index.levels) == 3
     for row in range(2):

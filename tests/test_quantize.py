@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.quantize import TINY, dequantize, quantize
+from icejax.ops.quantized.rounding import TINY, dequantize, quantize
 from tests.run import jitted
 
 

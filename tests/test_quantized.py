@@ -14,8 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from icejax.cache import Full
 from icejax.checkpoint import load, load_model
 from icejax.diagnose import not_finite
-from icejax.ops import quantized
-from icejax.ops.quantized import MOST_ROWS, Grouped, at_once, by_blocks, rows
+from icejax.ops.quantized import products
+from icejax.ops.quantized.products import MOST_ROWS, Grouped, at_once, by_blocks, rows
 from icejax.runtime import devices
 from tests import families, quantised, tolerances
 from tests.run import all_logits, greedy, jitted
@@ -29,7 +29,7 @@ KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.flo
 @pytest.mark.parametrize("tokens", [1, MOST_ROWS, MOST_ROWS + 1])
 def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, form, monkeypatch):
     """By blocks of 16 rows of which the last two share some."""
-    monkeypatch.setattr(quantized, "BLOCK", 16 * 96)
+    monkeypatch.setattr(products, "BLOCK", 16 * 96)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((tokens, 96)).astype(np.float32)
     shape = (96 // group, 40)

@@ -17,7 +17,7 @@ from icejax.checkpoint import load, load_model
 from icejax.checkpoint.rounding import METHODS
 from icejax.commands import convert, generate
 from icejax.models.experts import ExpertStack
-from icejax.ops.quantized import Grouped
+from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
 from tests import families, quantised, tolerances
 from tests.run import all_logits

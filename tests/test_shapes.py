@@ -13,13 +13,15 @@ from jaxtyping import TypeCheckError
 
 import icejax
 from icejax.cache import page_format
-from icejax.ops.attention import merge_by_lse
+from icejax.ops.attention.dense import merge_by_lse
 from icejax.ops.topk import chosen
 
 
 def test_a_wrong_shape_is_told():
     lse = jnp.zeros(2)
-    with pytest.raises(TypeCheckError, match="parameters of icejax.ops.attention.merge_by_lse.*\n.*parameter 'other_lse'"):
+    with pytest.raises(
+        TypeCheckError, match="parameters of icejax.ops.attention.dense.merge_by_lse.*\n.*parameter 'other_lse'"
+    ):
         merge_by_lse(lse[:, None], lse, lse[:, None], jnp.zeros(3))
 
 

@@ -13,9 +13,9 @@ from icejax.cache.policy import Heads, Lengths, View
 from icejax.cache.spec import CacheSpec
 from icejax.decoding import Decoding
 from icejax.models.decoder import DecoderLayer
-from icejax.ops import tree
-from icejax.ops.attention import Attended, Scoring
-from icejax.ops.digests import digest
+from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.pages import tree_walk
+from icejax.ops.pages.digests import digest
 from icejax.walk import Place, walk
 from tests import families, tolerances
 from tests.paged import scatter_of
@@ -90,14 +90,14 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
 
 
 def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkeypatch):
-    monkeypatch.setattr(tree, "TOP", 16)
+    monkeypatch.setattr(tree_walk, "TOP", 16)
     rng = np.random.default_rng(0)
     k, v, q, guess = (
         jnp.asarray(rng.standard_normal(s), jnp.float32)
         for s in ((1, 1, 128, 4, 8), (1, 1, 128, 4, 8), (1, 1, 2, 8), (1, 1, 2, 8))
     )
     mask = np.ones((1, 1, 128, 4), bool)
-    levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, mask)
+    levels = jitted(lambda *pages: tree_walk.build(digest(*pages)), k, v, mask)
     assert len(levels) == 2
     options = dict(
         scatter=jnp.asarray(scatter_of(np.asarray(k), mask), jnp.float32),
@@ -106,16 +106,16 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
         selected=6,
         tail=True,
     )
-    own, other = jitted(tree.walk, q, levels, **options), jitted(tree.walk, guess, levels, **options)
-    found = jitted(lambda q, levels, guess: tree.walk(q, levels, guess=guess, **options), q, levels, guess)
-    followed = jitted(lambda q, levels, path: tree.walk(q, levels, path=path, **options), q, levels, other.path)
+    own, other = jitted(tree_walk.walk, q, levels, **options), jitted(tree_walk.walk, guess, levels, **options)
+    found = jitted(lambda q, levels, guess: tree_walk.walk(q, levels, guess=guess, **options), q, levels, guess)
+    followed = jitted(lambda q, levels, path: tree_walk.walk(q, levels, path=path, **options), q, levels, other.path)
     for each in (found, followed):
         np.testing.assert_array_equal(each.page_ids, other.page_ids)
         assert set(np.asarray(each.page_ids).ravel()) != set(np.asarray(own.page_ids).ravel())
     for name in ("tail_out", "tail_lse"):
         np.testing.assert_array_equal(getattr(found, name), getattr(followed, name))
         assert not np.allclose(getattr(found, name), getattr(other, name))
-    exact = jitted(lambda q, levels: tree.walk(q, levels, guess=q, **options), q, levels)
+    exact = jitted(lambda q, levels: tree_walk.walk(q, levels, guess=q, **options), q, levels)
     for name in ("page_ids", "tail_out", "tail_lse"):
         np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
 

@@ -13,8 +13,8 @@ from icejax.cache.index import PageIndex
 from icejax.cache.retrieval import Retrieval
 from icejax.cache.window import Window
 from icejax.explain import Explanation
-from icejax.ops.attention import products
-from icejax.ops.packing import pack
+from icejax.ops.attention.dense import products
+from icejax.ops.pages.packing import pack
 from icejax.ops.topk import best
 from icejax.plan import make_plan
 from tests import tolerances

@@ -7,7 +7,7 @@ import pytest
 
 from icejax.cache import Clustered
 from icejax.cache.spec import CacheSpec
-from icejax.ops.value_fit import RIDGE, fitted, sums_of, unfitted
+from icejax.ops.pages.value_fit import RIDGE, fitted, sums_of, unfitted
 from tests import tolerances
 from tests.layer import KV_HEADS, SIZE, Layer, draw
 from tests.reference import Fit

@@ -14,12 +14,12 @@ import numpy as np
 
 from icejax.cache.policies.full import Full, TokenState
 from icejax.cache.policy import CachePolicy, Heads, Lengths, View
-from icejax.cache.slots import by_head, joined
 from icejax.cache.spec import CacheSpec
 from icejax.inference import kept
 from icejax.models import CausalLM
 from icejax.models.decoder import DecoderLayer
-from icejax.ops.attention import Attended
+from icejax.ops.attention.dense import Attended
+from icejax.ops.slots import by_head, joined
 from icejax.plan import Plan, ladder
 from icejax.walk import exact, walk
 

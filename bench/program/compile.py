@@ -31,8 +31,8 @@ from icejax.checks.errors import InputError, meant
 from icejax.decoding import DecodeState
 from icejax.models import CausalLM, family
 from icejax.models.latent import BY_HEAD
-from icejax.ops.hosted import Hosted, is_hosted, packed
-from icejax.ops.quantized import Grouped
+from icejax.ops.experts.offloaded_experts import Hosted, is_hosted, packed
+from icejax.ops.quantized.products import Grouped
 from icejax.plan import Plan, make_plan
 from icejax.rows import nobody
 from icejax.runtime import devices

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
 from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.cache.spec import CacheSpec
-from icejax.ops.attention import Attended
-from icejax.ops.balance import factors_of
+from icejax.ops.attention.dense import Attended
+from icejax.ops.pages.channel_scaling import factors_of
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from icejax.cache.policy import Heads, View
-from icejax.ops.attention import Attended, attend_all, merge_by_lse
+from icejax.ops.attention.dense import Attended, attend_all, merge_by_lse
 
 BLOCK = 128  # pages that new tokens attend to at once
 

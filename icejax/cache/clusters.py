@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.index import PageIndex
 from icejax.cache.spec import CacheSpec
-from icejax.ops.kmeans import kmeans, nearest, sums
+from icejax.ops.pages.kmeans import kmeans, nearest, sums
 
 STRETCH = 8192  # tokens that are clustered together
 

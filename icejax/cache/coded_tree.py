@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.digest_tree import Described, Digested, DigestTree
 from icejax.cache.index import PageIndex
 from icejax.cache.spec import CacheSpec
-from icejax.ops import key_codes
-from icejax.ops.digests import Digests
-from icejax.ops.key_codes import KeyCodes
+from icejax.ops.pages import key_codes
+from icejax.ops.pages.digests import Digests
+from icejax.ops.pages.key_codes import KeyCodes
 
 
 @jax.tree_util.register_dataclass

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.index import CodesPerToken
 from icejax.cache.spec import CacheSpec
-from icejax.ops.attention import EINSUM
-from icejax.ops.kmeans import kmeans, nearest
+from icejax.ops.attention.dense import EINSUM
+from icejax.ops.pages.kmeans import kmeans, nearest
 
 
 @jax.tree_util.register_dataclass

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from icejax.ops.attention import Attended
-from icejax.ops.value_fit import FromKeys
+from icejax.ops.attention.dense import Attended
+from icejax.ops.pages.value_fit import FromKeys
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from icejax.cache.index import CodesPerToken
 from icejax.cache.spec import CacheSpec
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 TOGETHER = 128  # pages that are hashed at once
 

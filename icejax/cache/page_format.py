@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
-from icejax.ops.quantize import TINY, dequantize, quantize
+from icejax.ops.quantized.rounding import TINY, dequantize, quantize
 
 SCALE_ROWS = 2  # bytes of a channel's bf16 scale, one below the other behind the tokens
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.index import CodesPerToken
 from icejax.cache.spec import CacheSpec
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 
 @jax.tree_util.register_dataclass

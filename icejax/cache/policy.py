@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.cache.host import PoolLayer
-from icejax.cache.slots import by_head
 from icejax.cache.spec import CacheSpec, PoolSpec
-from icejax.ops.attention import Attended, Scoring
+from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.slots import by_head
 
 
 @jax.tree_util.register_dataclass

@@ -13,11 +13,11 @@ from icejax.cache.balanced import Balanced
 from icejax.cache.found import Found
 from icejax.cache.policy import Heads, Lengths, Report, View
 from icejax.cache.retrieval import Near, PagedState, Pages
-from icejax.cache.slots import joined
 from icejax.checks.errors import InputError
-from icejax.ops.attention import Attended
-from icejax.ops.paged_attention import attend_paged
-from icejax.ops.ranked_attention import ranked
+from icejax.ops.attention.dense import Attended
+from icejax.ops.pages.paged_attention import attend_paged
+from icejax.ops.pages.ranked_attention import ranked
+from icejax.ops.slots import joined
 
 LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
 TWICE = 2  # pages whose keys are as many bytes as the keys and values of one

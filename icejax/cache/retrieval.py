@@ -18,12 +18,12 @@ from icejax.cache.host import Fetched
 from icejax.cache.index import PageIndex
 from icejax.cache.page_format import stacked
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
-from icejax.cache.slots import joined, per_head
 from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.cache.window import Planes, Window, WindowState
 from icejax.checks.errors import InputError
-from icejax.ops.attention import Attended, attend_all, causal_with_lse, merge_by_lse
-from icejax.ops.paged_attention import attend_whole
+from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
+from icejax.ops.pages.paged_attention import attend_whole
+from icejax.ops.slots import joined, per_head
 
 NOTHING = np.int32(-1)
 PAGE = 16  # page size of policies that find single slots: to them it is only how many tokens leave the window together

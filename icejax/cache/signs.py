@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.index import CodesPerToken
 from icejax.cache.spec import CacheSpec
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 TOGETHER = 128  # pages that are coded at once
 BLOCK = 8  # channels whose length is kept

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policy import Heads, Lengths
-from icejax.cache.slots import per_head, take
 from icejax.cache.spec import CacheSpec
+from icejax.ops.slots import per_head, take
 
 Planes = tuple[Float[Array, "B K T _"], ...]  # keys and values, or keys alone of a latent layer
 Tokens = tuple[Planes, Bool[Array, "B T"]]  # on their way to pages, and which of them there are

@@ -16,7 +16,7 @@ TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).asty
 
 
 def doubled(matrix: Codes) -> Codes:
-    """Returns a matrix of e2m1 as int8, its numbers doubled, as `ops.quantized.Grouped` needs it; another as it is."""
+    """Returns a matrix of e2m1 as int8, its numbers doubled, as `ops.quantized.products.Grouped` needs it; another as it is."""
     if matrix.codes.dtype != FLOAT4:
         return matrix
     return matrix._replace(codes=TWICE[matrix.codes.view(np.uint8)], scale=matrix.scale * np.float32(0.5))

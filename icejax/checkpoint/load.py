@@ -24,8 +24,8 @@ from icejax.config import ModelConfig
 from icejax.models import CausalLM, family
 from icejax.models.fields import Fields
 from icejax.models.latent import BY_HEAD
-from icejax.ops.hosted import hosted, table_bytes
-from icejax.ops.quantized import Grouped
+from icejax.ops.experts.offloaded_experts import hosted, table_bytes
+from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import fetch_backend
 from icejax.runtime.host_reads.reader import Reader

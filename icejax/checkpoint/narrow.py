@@ -13,7 +13,7 @@ BITS = np.arange(256, dtype=np.uint8).view(FP8).astype(HALF).view(np.uint16)  # 
 
 
 def for_cpu(tensor: np.ndarray | Codes) -> np.ndarray | Codes:
-    """Returns a parameter in a form whose numbers a CPU widens fast (`ops.quantized.Grouped`): none of them changes.
+    """Returns a parameter in a form whose numbers a CPU widens fast (`ops.quantized.products.Grouped`): none of them changes.
 
     Codes of four bits take a byte, those of fp8 the two of a bfloat16, and matrices in bfloat16 become their bits.
     """

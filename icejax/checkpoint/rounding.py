@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.checkpoint.layouts import Codes
-from icejax.ops.quantize import quantize
+from icejax.ops.quantized.rounding import quantize
 
 
 class Method(NamedTuple):

@@ -53,7 +53,7 @@ class Stack:
 
         Args:
             dtype: of what is no codes.
-            codes: whether codes, which then are of one form, stay such: contiguous, as `ops.quantized.Grouped` has them.
+            codes: whether codes, which then are of one form, stay such: contiguous, as `ops.quantized.products.Grouped` has them.
             on_cpu: whether with `codes` narrow numbers take the forms that a CPU needs.
             method: that its matrices are rounded by; None: they are not.
         """

@@ -16,10 +16,10 @@ from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.experts import ExpertsBeside, ExpertStack, Router
 from icejax.models.latent import Expanded, LatentAttention
 from icejax.models.linear import Linear, norm_of, normalised
-from icejax.ops.attention import Attended, Scoring
-from icejax.ops.gated import ACTIVATIONS
-from icejax.ops.hosted import Hosted
-from icejax.ops.quantized import product, rows
+from icejax.ops.activations import ACTIVATIONS
+from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.experts.offloaded_experts import Hosted
+from icejax.ops.quantized.products import product, rows
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import LayerConfig, ModelConfig
 from icejax.models.linear import Linear, RMSNorm
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
 EPS = 1e-6  # of the norms of latents, whatever the config says of the others

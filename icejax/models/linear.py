@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from icejax.config import ModelConfig
-from icejax.ops.quantized import product
+from icejax.ops.quantized.products import product
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.Grouped`) in its place."""
+    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.products.Grouped`) in its place."""
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 
 def low_rank(x: Float[Array, "B n d"], rank: int) -> Float[Array, "B n d"]:

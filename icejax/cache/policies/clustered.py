@@ -16,10 +16,10 @@ from icejax.cache.reranked import Reranked
 from icejax.cache.window import Window
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import one_of, power_of_two, whole
-from icejax.ops import tree
-from icejax.ops.attention import Attended
-from icejax.ops.digests import NARROW, Score
-from icejax.ops.packing import pack
+from icejax.ops.attention.dense import Attended
+from icejax.ops.pages import tree_walk
+from icejax.ops.pages.digests import NARROW, Score
+from icejax.ops.pages.packing import pack
 
 RANGES = dict(
     budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
@@ -76,7 +76,7 @@ class Clustered(Reranked):
     balance: bool = True
     keys_first: bool | None = None
     score: Score = "second-order"
-    group: tree.Group = "sum"
+    group: tree_walk.Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
     resident: bool = False
@@ -95,7 +95,7 @@ class Clustered(Reranked):
                 raise InputError(f"{name} must be true or false, got {quoted(value)}")
         one_of("keys_first", self.keys_first, (None, True, False))
         one_of("score", self.score, typing.get_args(Score))
-        one_of("group", self.group, typing.get_args(tree.Group))
+        one_of("group", self.group, typing.get_args(tree_walk.Group))
         one_of("digest_dtype", self.digest_dtype, (None, *NARROW))
         one_of("page_dtype", self.page_dtype, (None, "int8"))
         if self.keys_first:
@@ -156,12 +156,12 @@ class Clustered(Reranked):
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
         most = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)
-        walked = tree.walk(
+        walked = tree_walk.walk(
             heads.by_group(),
             index.levels,
             index.scatter,
             scoring=heads.scoring,
-            opened=tree.num_opened(most, least=self.opened),
+            opened=tree_walk.num_opened(most, least=self.opened),
             selected=fetched,
             tail=self.tail,
             rule=self.score,

@@ -13,11 +13,11 @@ from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policy import Heads, View
 from icejax.cache.reranked import at
 from icejax.cache.retrieval import Retrieval
-from icejax.cache.slots import joined
 from icejax.checks.numbers import one_of
-from icejax.ops import key_codes
-from icejax.ops.attention import Attended
-from icejax.ops.second_look import second_look
+from icejax.ops.attention.dense import Attended
+from icejax.ops.pages import key_codes
+from icejax.ops.pages.code_reranking import second_look
+from icejax.ops.slots import joined
 
 LOOKED = 4  # times the pages that the clustered cache fetches are looked at; with twice as many error was left (pages.md)
 

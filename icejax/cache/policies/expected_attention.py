@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart
 from icejax.checks.numbers import number, whole
-from icejax.ops.attention import BLOCK, EINSUM, Attended, Scoring
+from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring
+from icejax.ops.slots import apart
 
 
 @dataclass(frozen=True)

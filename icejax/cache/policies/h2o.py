@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Group, Slots, grouped
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart
 from icejax.checks.numbers import one_of, whole
-from icejax.ops.attention import BLOCK, Attended
-from icejax.ops.column_sums import column_sums
-from icejax.ops.observed import observed
+from icejax.ops.attention.dense import BLOCK, Attended
+from icejax.ops.attention.key_attention_sums import column_sums
+from icejax.ops.attention.recent_attention import observed
+from icejax.ops.slots import apart
 
 
 @dataclass(frozen=True)

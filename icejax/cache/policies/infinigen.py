@@ -15,7 +15,7 @@ from icejax.cache.retrieval import PAGE, PagedState, Retrieval
 from icejax.cache.window import Window
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import number, whole
-from icejax.ops.attention import EINSUM, Attended
+from icejax.ops.attention.dense import EINSUM, Attended
 from icejax.ops.topk import best
 
 

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart
 from icejax.checks.numbers import whole
-from icejax.ops.attention import Attended
+from icejax.ops.attention.dense import Attended
+from icejax.ops.slots import apart
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import NO_TOKEN, Eviction, Slots
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart, by_head, joined, order
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import LARGEST, whole
-from icejax.ops.attention import Attended
+from icejax.ops.attention.dense import Attended
+from icejax.ops.slots import apart, by_head, joined, order
 
 
 @dataclass(frozen=True)

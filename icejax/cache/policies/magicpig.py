@@ -16,7 +16,7 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Near, Pages, Retrieval
 from icejax.cache.window import Window
 from icejax.checks.numbers import whole
-from icejax.ops.attention import EINSUM, Attended
+from icejax.ops.attention.dense import EINSUM, Attended
 from icejax.ops.topk import best
 
 LEAST = 1e-4  # what its code adds to the probability of a token, so that none weighs without bound

@@ -13,10 +13,10 @@ from icejax.cache.policies.follower import Follower
 from icejax.cache.policies.full import Full, TokenState
 from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
 from icejax.cache.retrieval import PAGE
-from icejax.cache.slots import joined
 from icejax.cache.spec import CacheSpec
 from icejax.checks.numbers import whole
-from icejax.ops.attention import Attended, masked_scores
+from icejax.ops.attention.dense import Attended, masked_scores
+from icejax.ops.slots import joined
 from icejax.ops.topk import best
 
 NOWHERE = -1  # in the place of a position

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import Full, TokenState, appended
 from icejax.cache.policy import Heads, Outcome, View
-from icejax.cache.slots import apart, joined
-from icejax.ops.attention import EINSUM, Attended, masked_scores
+from icejax.ops.attention.dense import EINSUM, Attended, masked_scores
+from icejax.ops.slots import apart, joined
 
 
 class Oracle(Full):

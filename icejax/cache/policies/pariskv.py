@@ -17,7 +17,7 @@ from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.signs import BLOCK, Signs, SignsIndex, estimated, patterns
 from icejax.cache.window import Window
 from icejax.checks.numbers import whole
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 from icejax.ops.topk import best, largest, ranks
 
 # Below how many tokens, and then which share of them votes are given to and which become candidates, in twentieths.

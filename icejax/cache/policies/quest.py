@@ -16,7 +16,7 @@ from icejax.cache.retrieval import Retrieval
 from icejax.cache.spec import CacheSpec
 from icejax.cache.window import Window
 from icejax.checks.numbers import power_of_two, whole
-from icejax.ops.attention import products
+from icejax.ops.attention.dense import products
 from icejax.ops.topk import best
 
 

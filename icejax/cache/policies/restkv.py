@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots, last_queries
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart, joined
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import number, whole
-from icejax.ops.attention import BLOCK, EINSUM, Attended, Scoring, masked_scores
-from icejax.ops.observed import observed
+from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring, masked_scores
+from icejax.ops.attention.recent_attention import observed
 from icejax.ops.pooling import shifted_mean
+from icejax.ops.slots import apart, joined
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from icejax.cache.policy import Heads, View
 from icejax.cache.retrieval import PAGE, Retrieval
 from icejax.cache.window import Window
 from icejax.checks.numbers import number, whole
-from icejax.ops.attention import EINSUM, Attended, products
+from icejax.ops.attention.dense import EINSUM, Attended, products
 from icejax.ops.topk import best, largest
 
 

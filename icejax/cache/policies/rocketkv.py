@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from icejax.cache.eviction import Group, Slots
 from icejax.cache.policies.snapkv import Pooling, SnapKV
 from icejax.cache.policy import Heads, Outcome, View
-from icejax.cache.slots import apart, joined
 from icejax.checks.numbers import whole
-from icejax.ops.attention import EINSUM, Attended, Scoring, attend_with_lse
+from icejax.ops.attention.dense import EINSUM, Attended, Scoring, attend_with_lse
+from icejax.ops.slots import apart, joined
 from icejax.ops.topk import best
 
 

@@ -16,7 +16,7 @@ from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.cache.window import Window
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import power_of_two, whole
-from icejax.ops.attention import Attended, products
+from icejax.ops.attention.dense import Attended, products
 from icejax.ops.low_rank import low_rank
 from icejax.ops.topk import best
 

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart, by_head, joined
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import whole
-from icejax.ops.attention import Attended
+from icejax.ops.attention.dense import Attended
+from icejax.ops.slots import apart, by_head, joined
 
 
 @dataclass(frozen=True)

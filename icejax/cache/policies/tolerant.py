@@ -13,10 +13,10 @@ from icejax.cache.found import Found
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
 from icejax.cache.retrieval import NOTHING, Near, PagedState
-from icejax.cache.slots import per_head
 from icejax.cache.spec import CacheSpec
 from icejax.checks.numbers import number, whole
-from icejax.ops.attention import Attended, attend_all
+from icejax.ops.attention.dense import Attended, attend_all
+from icejax.ops.slots import per_head
 
 COVERED = 1.48  # times the estimate are above the true error of 99% of the steps it was chosen on (bench/results/calibrate.md)
 TOLD_BY = 4  # last tokens of a prompt, whose true errors are known

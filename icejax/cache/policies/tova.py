@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 
 from icejax.cache.eviction import Eviction, Slots, grouped, last_queries
 from icejax.cache.policy import Heads, View
-from icejax.cache.slots import apart
 from icejax.checks.numbers import one_of, whole
-from icejax.ops.attention import Attended
-from icejax.ops.observed import observed
+from icejax.ops.attention.dense import Attended
+from icejax.ops.attention.recent_attention import observed
+from icejax.ops.slots import apart
 
 Agreed = Literal["layer", "mean", "max", "sum"]
 

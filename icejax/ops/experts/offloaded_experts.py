@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from icejax.ops.quantized import Grouped
+from icejax.ops.quantized.products import Grouped
 from icejax.ops.topk import best
 from icejax.runtime import devices
 

@@ -15,10 +15,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import ExpertForm
-from icejax.ops.attention import EINSUM
-from icejax.ops.gated import gated
-from icejax.ops.hosted import Hosted, is_hosted
-from icejax.ops.quantized import Grouped, product
+from icejax.ops.activations import gated
+from icejax.ops.attention.dense import EINSUM
+from icejax.ops.experts.offloaded_experts import Hosted, is_hosted
+from icejax.ops.quantized.products import Grouped, product
 from icejax.ops.topk import inverse, ranks
 
 FEW = 16  # tokens up to which most experts taken are taken by one token alone

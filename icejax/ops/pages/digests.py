@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from icejax.ops.attention import EINSUM, Scoring, products
-from icejax.ops.quantize import dequantize, quantize
-from icejax.ops.scatter import Along, bands, widths
+from icejax.ops.attention.dense import EINSUM, Scoring, products
+from icejax.ops.pages.key_scatter import Along, bands, widths
+from icejax.ops.quantized.rounding import dequantize, quantize
 
 TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
 TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
@@ -57,7 +57,7 @@ class Digests:
         count: tokens, 0 for an empty one.
         outliers: of a page the two keys farthest from the mean of all; of a node the two outliers of pages that are.
         mean: mean of the other keys; of two or fewer of all.
-        width: mean squared distance of these from their mean, band by band (`icejax.ops.scatter`).
+        width: mean squared distance of these from their mean, band by band (`icejax.ops.pages.key_scatter`).
         value: mean value of all; None where values are channels of the keys, so that their means are too.
     """
 

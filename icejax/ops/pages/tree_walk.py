@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import Scoring
-from icejax.ops.digests import Digests, Score, Scores, merge, put, score, weighted
-from icejax.ops.scatter import Along, along
+from icejax.ops.attention.dense import Scoring
+from icejax.ops.pages.digests import Digests, Score, Scores, merge, put, score, weighted
+from icejax.ops.pages.key_scatter import Along, along
+from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best, chosen
-from icejax.ops.value_fit import FromKeys
 
 FAN_OUT = 8  # pages of a node, nodes of a node above
 Group = Literal["sum", "max", "interleave"]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 RIDGE = 0.1  # of the mean variance of a channel; of 0.01 to 1 the best on two models (bench/results/pages.md)
 AT_ONCE = 64  # pages that are centred at once: all of a long text would be a copy of it in fp32
@@ -23,7 +23,7 @@ class Sums(NamedTuple):
     """Sums over tokens, keys and values as they differ from the means of their pages; `n` is one or more sums.
 
     Attributes:
-        keys: f32[B, K, *n, H, H] of products of keys with keys: their scatter (`icejax.ops.scatter`).
+        keys: f32[B, K, *n, H, H] of products of keys with keys: their scatter (`icejax.ops.pages.key_scatter`).
         values: f32[B, K, *n, H, Hv] of products of keys with values; None: of no values.
     """
 

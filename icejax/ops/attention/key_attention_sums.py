@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import BLOCK, EINSUM, Scoring
+from icejax.ops.attention.dense import BLOCK, EINSUM, Scoring
 
 
 def column_sums(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 MOST_ROWS = 16  # of a product that takes codes; what it leaves of each group would outgrow the matrix with more
 BLOCK = 2**21  # numbers of a matrix that a CPU widens at once: each block costs some 50 us beside its products

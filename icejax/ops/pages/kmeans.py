@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM
+from icejax.ops.attention.dense import EINSUM
 
 TOGETHER = 256  # vectors whose products with all centroids stay in a processor's cache
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM, Attended, Scoring, masked_scores, merge_by_lse
+from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores, merge_by_lse
+from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import largest
-from icejax.ops.value_fit import FromKeys
 
 
 def attend_whole(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM
-from icejax.ops.tree import FAN_OUT
+from icejax.ops.attention.dense import EINSUM
+from icejax.ops.pages.tree_walk import FAN_OUT
 
 BLOCK = 2048  # tokens among which nearest neighbours are sought; chosen in bench/results/pages.md
 NODE_BLOCK = 4096  # pages, and nodes

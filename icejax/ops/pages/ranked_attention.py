@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.ops.attention import EINSUM, Attended, Scoring, masked_scores
-from icejax.ops.digests import Digests, weighted
-from icejax.ops.paged_attention import none_waits
+from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
+from icejax.ops.pages.digests import Digests, weighted
+from icejax.ops.pages.paged_attention import none_waits
+from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best
-from icejax.ops.value_fit import FromKeys
 
 
 class Ranked(NamedTuple):

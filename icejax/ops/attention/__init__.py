@@ -1,0 +1,1 @@
+"""Dense attention, and sums of attention weights."""

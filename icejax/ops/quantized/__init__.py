@@ -1,0 +1,1 @@
+"""Vectors and matrices in narrow dtypes, and products with them."""
