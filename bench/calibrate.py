@@ -43,7 +43,7 @@ from bench.needle.evaluate import SHORTEST
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Scoring
 from icejax.ops.pages.digests import score
 from icejax.ops.pages.key_scatter import along

@@ -11,8 +11,7 @@ import numpy as np
 from bench.needle import task
 from icejax.cache.balanced import balanced
 from icejax.cache.policy import Heads
-from icejax.models import CausalLM
-from icejax.models.decoder import DecoderLayer
+from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.pages.channel_scaling import factors_of
 from icejax.plan import ladder
 from icejax.walk import Place, exact, walk

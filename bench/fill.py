@@ -15,7 +15,7 @@ from icejax.cache.policies.full import TokenState
 from icejax.cache.policy import Lengths
 from icejax.decoding import DecodeState
 from icejax.inference import prefill
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import digest, put
 from icejax.plan import Plan, make_plan

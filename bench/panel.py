@@ -9,7 +9,7 @@ from typing import Any
 import icejax
 from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 
 FOLDER = Path(__file__).parent / "needle" / "panel"
 

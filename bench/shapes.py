@@ -19,8 +19,9 @@ from icejax.checkpoint.narrow import for_cpu
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import one_of, whole
 from icejax.generation import ASSETS
-from icejax.models import CausalLM, family
-from icejax.models.latent import BY_HEAD
+from icejax.models.decoder import CausalLM
+from icejax.models.parts.latent_attention import BY_HEAD
+from icejax.models.registry import family
 from icejax.ops.quantized.products import Grouped
 from icejax.ops.quantized.rounding import quantize
 from icejax.runtime import devices

@@ -21,7 +21,7 @@ from icejax.cache.policies.full import TokenState
 from icejax.cache.policy import Heads, Outcome, View
 from icejax.decoding import Decoding
 from icejax.inference import prefill
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import apart, append
 from icejax.plan import Plan, make_plan, reports

@@ -40,7 +40,7 @@ from bench.subjects import Icejax
 from icejax.checkpoint.rounding import METHODS
 from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 PLAIN = "plain"  # as --dtype says

@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from icejax.models import CausalLM
-from icejax.models.decoder import DecoderLayer
+from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import is_hosted, on_device
 from icejax.plan import ladder
 from icejax.walk import exact, walk

@@ -20,8 +20,7 @@ from icejax.cache.spec import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.decoding import DecodeState
 from icejax.inference import kept
-from icejax.models import CausalLM
-from icejax.models.decoder import DecoderLayer
+from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import on_device
 from icejax.plan import Plan, make_plan

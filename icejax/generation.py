@@ -14,7 +14,7 @@ from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.decoding import DecodeState, Decoding
 from icejax.inference import prefill
 from icejax.logprobs import check as check_logprobs
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.plan import make_plan
 from icejax.prompts import check_context, encode
 from icejax.request import Prompt, Request, requests

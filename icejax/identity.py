@@ -18,7 +18,7 @@ from flax import nnx
 from icejax.cache import name_of, named
 from icejax.cache.policy import CachePolicy
 from icejax.checks.errors import InputError, quoted
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 PIECE = 1024  # numbers of every weight

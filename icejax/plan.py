@@ -20,7 +20,7 @@ from icejax.cache.policy import CachePolicy, KVCache, Report
 from icejax.cache.spec import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.ops.rope import check_turn
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend

@@ -11,7 +11,7 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted, told
 from icejax.checks.numbers import POSITIONS, is_unicode, whole
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.request import Request
 from icejax.templates import render
 

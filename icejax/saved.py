@@ -33,7 +33,7 @@ from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
 from icejax.files.atomic_folder import present
 from icejax.identity import check_same, damaged, identity, policy_of
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.plan import Plan
 from icejax.runtime import devices
 

@@ -22,7 +22,7 @@ from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
 from icejax.inference import extend, prefill
 from icejax.logprobs import check as check_logprobs
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.plan import Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
 from icejax.request import Request

@@ -20,7 +20,7 @@ from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
 from icejax.detokenize import Detokenizer, stop_strings
 from icejax.diagnose import not_finite
 from icejax.logprobs import token_logprobs
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.plan import Plan, reports
 from icejax.response import GenerationResponse
 from icejax.runtime import devices

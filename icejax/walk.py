@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from icejax.models import CausalLM
-from icejax.models.decoder import DecoderLayer
-from icejax.models.latent import Expanded
+from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.models.parts.latent_attention import Expanded
 from icejax.ops.attention.dense import Attended, causal
 
 Kept = TypeVar("Kept")

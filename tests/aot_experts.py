@@ -17,7 +17,8 @@ from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
 from icejax.cache import Full
 from icejax.checkpoint.load import of_experts
-from icejax.models import CausalLM, family
+from icejax.models.decoder import CausalLM
+from icejax.models.registry import family
 from icejax.runtime import compiler_options
 from tests.aot_quantized import coded
 

@@ -14,7 +14,7 @@ import icejax
 from bench.program import hlo
 from bench.program.compile import abstract_model, compile_for, decode_step, without_devices
 from bench.program.targets import TARGETS
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import compiler_options
 

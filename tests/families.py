@@ -11,7 +11,7 @@ import pytest
 import transformers as hf
 
 import icejax.checkpoint
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from tests.family_rows import FAMILIES, SCALES, SIZES, Row
 
 

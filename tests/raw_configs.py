@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from icejax.config import ModelConfig
-from icejax.models import family
+from icejax.models.registry import family
 
 BASE = dict(
     model_type="llama", vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,

@@ -15,8 +15,7 @@ from icejax import inference
 from icejax.cache import CachePolicy
 from icejax.decoding import Decoding
 from icejax.inference import prefill
-from icejax.models import CausalLM
-from icejax.models.decoder import DecoderLayer
+from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import on_device
 from icejax.plan import Plan, make_plan
 from icejax.walk import Place, walk

@@ -16,7 +16,7 @@ from icejax.checkpoint import load_model
 from icejax.checkpoint.load import abstract
 from icejax.checkpoint.rounding import METHODS
 from icejax.generation import ASSETS
-from icejax.models import family
+from icejax.models.registry import family
 
 LINE = "--prompt-tokens 512 --steps 2 --repeats 2 --questions 1 --pieces 1"
 

@@ -13,7 +13,7 @@ from icejax import inference
 from icejax.cache import Clustered, Full
 from icejax.checkpoint import load
 from icejax.decoding import Decoding
-from icejax.models import family
+from icejax.models.registry import family
 from tests import families, tolerances
 from tests.policies import OF_BASES
 from tests.run import plan_for

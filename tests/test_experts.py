@@ -10,7 +10,7 @@ import pytest
 
 from icejax.checkpoint import load
 from icejax.config import ExpertForm, Experts
-from icejax.models.experts import Router
+from icejax.models.parts.experts import Router
 from icejax.ops.experts import mixture
 from icejax.ops.quantized.products import Grouped
 from tests import families, tolerances

@@ -13,9 +13,9 @@ import icejax
 import icejax.checkpoint
 from icejax.cache import Clustered, Full
 from icejax.cache.policies.full import Ring
-from icejax.models import family
 from icejax.models.decoder import Embedding
-from icejax.models.linear import RMSNorm
+from icejax.models.parts.linear import RMSNorm
+from icejax.models.registry import family
 from icejax.plan import make_plan
 from icejax.rows import nobody
 from icejax.session import Session

@@ -115,7 +115,7 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     whole = jitted(output, layer, x)
     monkeypatch.setattr(dense, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
-    monkeypatch.setattr("icejax.models.latent.HEADS_AT_ONCE", 3)  # of four, so two
+    monkeypatch.setattr("icejax.models.parts.latent_attention.HEADS_AT_ONCE", 3)  # of four, so two
     chunked = jitted(output, layer, x)
     np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)
 

@@ -7,8 +7,8 @@ import pytest
 
 from icejax.cache import Clustered, layer_policies
 from icejax.config import ExpertForm, Experts, Latent, Rope, RopeScaling
-from icejax.models import family
-from icejax.models.hf_config import SIGMOID, SOFTMAX
+from icejax.models.hf.hf_config import SIGMOID, SOFTMAX
+from icejax.models.registry import family
 
 COMMON = dict(
     attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True, torch_dtype="bfloat16",

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from icejax import InputError
-from icejax.models import family
-from icejax.models.scaling import ROPE_FIELDS
+from icejax.models.hf.rope_scaling import ROPE_FIELDS
+from icejax.models.registry import family
 from icejax.ops.rope import cos_sin, inverse_frequencies, rotate, turn
 from tests import families, tolerances
 from tests.run import jitted

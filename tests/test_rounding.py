@@ -16,7 +16,7 @@ from icejax.cache import Full
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.rounding import METHODS
 from icejax.commands import convert, generate
-from icejax.models.experts import ExpertStack
+from icejax.models.parts.experts import ExpertStack
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
 from tests import families, quantised, tolerances

@@ -12,7 +12,7 @@ import pytest
 
 import icejax
 from icejax.generation import ASSETS
-from icejax.models import FAMILIES
+from icejax.models.registry import FAMILIES
 from icejax.tokenizer import load_tokenizer
 
 CODE = """

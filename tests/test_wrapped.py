@@ -21,7 +21,7 @@ from icejax.cache import Full
 from icejax.checkpoint import formats, load_model
 from icejax.checks.errors import InputError
 from icejax.commands import convert, generate
-from icejax.models import family
+from icejax.models.registry import family
 from tests import families, quantised, tolerances
 from tests.raw_configs import BASE, GEMMA4, read
 from tests.run import all_logits

@@ -20,7 +20,7 @@ from bench.needle import task
 from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
 from icejax.checks.errors import InputError
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 
 Protocol = Literal["dense", "sparse"]
 PROTOCOLS: tuple[Protocol, ...] = ("dense", "sparse")

@@ -16,7 +16,7 @@ from bench.compare.subject import Subject
 from bench.compare.text import Text
 from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 

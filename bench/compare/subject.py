@@ -16,7 +16,7 @@ from bench.needle.reader import Reader
 from icejax.cache.extents import NOBODYS
 from icejax.cache.policy import CachePolicy, Heads, KVCache
 from icejax.decoding import view_of
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.plan import Plan, reports
 
 STEPS = 6  # of an answer, in which attention is compared: five digits and a full stop; no page leaves the window meanwhile

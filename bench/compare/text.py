@@ -16,8 +16,7 @@ from icejax.cache.policies.full import Full, TokenState
 from icejax.cache.policy import CachePolicy, Heads, Lengths, View
 from icejax.cache.spec import CacheSpec
 from icejax.inference import kept
-from icejax.models import CausalLM
-from icejax.models.decoder import DecoderLayer
+from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import by_head, joined
 from icejax.plan import Plan, ladder

@@ -20,7 +20,7 @@ from bench.needle import task
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.walk import exact, walk
 

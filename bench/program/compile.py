@@ -29,8 +29,9 @@ from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.rounding import Method
 from icejax.checks.errors import InputError, meant
 from icejax.decoding import DecodeState
-from icejax.models import CausalLM, family
-from icejax.models.latent import BY_HEAD
+from icejax.models.decoder import CausalLM
+from icejax.models.parts.latent_attention import BY_HEAD
+from icejax.models.registry import family
 from icejax.ops.experts.offloaded_experts import Hosted, is_hosted, packed
 from icejax.ops.quantized.products import Grouped
 from icejax.plan import Plan, make_plan

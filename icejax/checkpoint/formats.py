@@ -15,8 +15,8 @@ from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, 
 from icejax.checkpoint.rounding import Method
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
-from icejax.models.fields import Fields
-from icejax.models.hf_config import finish
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import finish
 from icejax.sandbox.client import APART
 
 SOURCE = "config.json: quantization_config"

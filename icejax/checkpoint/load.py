@@ -21,9 +21,10 @@ from icejax.checkpoint.tensors import Tensors, opened, stored_in
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import one_of, whole
 from icejax.config import ModelConfig
-from icejax.models import CausalLM, family
-from icejax.models.fields import Fields
-from icejax.models.latent import BY_HEAD
+from icejax.models.decoder import CausalLM
+from icejax.models.hf.fields import Fields
+from icejax.models.parts.latent_attention import BY_HEAD
+from icejax.models.registry import family
 from icejax.ops.experts.offloaded_experts import hosted, table_bytes
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices

@@ -12,7 +12,7 @@ from icejax.checkpoint.float4 import doubled
 from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.narrow import for_cpu
 from icejax.checkpoint.rounding import Method
-from icejax.models import Family
+from icejax.models.registry import Family
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Stack:
 
         Args:
             dtype: of what is no codes.
-            codes: whether codes, which then are of one form, stay such: contiguous, as `ops.quantized.products.Grouped` has them.
+            codes: whether codes, which then are of one form, stay such: contiguous, as `Grouped` has them.
             on_cpu: whether with `codes` narrow numbers take the forms that a CPU needs.
             method: that its matrices are rounded by; None: they are not.
         """

@@ -20,7 +20,7 @@ from icejax.checkpoint.stacked import Stack, stacks
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed
 from icejax.config import ModelConfig
-from icejax.models import family
+from icejax.models.registry import family
 
 LOG = logging.getLogger(__name__)
 NAMES = {name: short for short, name in huggingface.DTYPES.items()}

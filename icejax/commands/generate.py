@@ -21,7 +21,7 @@ from icejax.files.atomic_folder import Claim, claim
 from icejax.generation import stream_generate
 from icejax.launch import ending
 from icejax.logprobs import check as check_logprobs
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.prompts import encode
 from icejax.request import Request
 from icejax.response import GenerationResponse

@@ -13,7 +13,7 @@ from icejax import generation
 from icejax.checks.errors import InputError
 from icejax.commands import options
 from icejax.commands.show import progress
-from icejax.models import CausalLM
+from icejax.models.decoder import CausalLM
 from icejax.prompts import opening
 from icejax.runtime.compile_cache import keep_programs
 from icejax.session import Session

@@ -13,9 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
-from icejax.models.experts import ExpertsBeside, ExpertStack, Router
-from icejax.models.latent import Expanded, LatentAttention
-from icejax.models.linear import Linear, norm_of, normalised
+from icejax.models.parts.experts import ExpertsBeside, ExpertStack, Router
+from icejax.models.parts.latent_attention import Expanded, LatentAttention
+from icejax.models.parts.linear import Linear, norm_of, normalised
 from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.experts.offloaded_experts import Hosted

@@ -6,8 +6,8 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.models.deepseek import FIXED, UNUSED, latent, mixture
-from icejax.models.hf_config import SIGMOID, common, finish, layer_types
+from icejax.models.families.deepseek import FIXED, UNUSED, latent, mixture
+from icejax.models.hf.hf_config import SIGMOID, common, finish, layer_types
 
 MLPS = ("dense", "sparse")
 

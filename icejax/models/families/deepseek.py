@@ -9,8 +9,8 @@ from typing import Any
 from icejax.checks import numbers
 from icejax.checks.errors import InputError
 from icejax.config import Latent, ModelConfig, Routing
-from icejax.models.fields import Fields
-from icejax.models.hf_config import (
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import (
     IRRELEVANT,
     MOST_EXPERTS,
     NEUTRAL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.hf_config import common, finish, layer_types
+from icejax.models.hf.hf_config import common, finish, layer_types
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:

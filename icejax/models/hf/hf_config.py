@@ -8,8 +8,8 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted
 from icejax.config import Experts, Rope, Routing
-from icejax.models.fields import Fields
-from icejax.models.scaling import by_type, rope
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.rope_scaling import by_type, rope
 
 LOG = logging.getLogger(__name__)
 MOST_EXPERTS = 1024

@@ -6,8 +6,8 @@ import re
 from collections.abc import Set
 from typing import Any
 
-from icejax.models.fields import Fields
-from icejax.models.hf_config import IRRELEVANT, finish
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import IRRELEVANT, finish
 
 TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+")
 # Parts of parameters' names, ours and theirs: on the hub, in transformers 5, and where the text model alone was written.

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import LayerConfig, ModelConfig
-from icejax.models.linear import Linear, RMSNorm
+from icejax.models.parts.linear import Linear, RMSNorm
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 

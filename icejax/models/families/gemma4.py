@@ -8,9 +8,9 @@ from typing import Any
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ExpertForm, Experts, ModelConfig
-from icejax.models import gemma
-from icejax.models.fields import Fields
-from icejax.models.hf_config import SOFTMAX, check_rotated, common_by_type, experts, finish, layer_types
+from icejax.models.families import gemma
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import SOFTMAX, check_rotated, common_by_type, experts, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (

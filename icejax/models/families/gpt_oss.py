@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from icejax.config import ExpertForm, ModelConfig
-from icejax.models.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
+from icejax.models.hf.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (("mlp.gate.", "mlp.router."),)

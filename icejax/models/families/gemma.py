@@ -7,8 +7,8 @@ from typing import Any
 
 from icejax.checks import numbers
 from icejax.config import ModelConfig
-from icejax.models.fields import Fields
-from icejax.models.hf_config import NEUTRAL, common, common_by_type, finish, layer_types
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import NEUTRAL, common, common_by_type, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (

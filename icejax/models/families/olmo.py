@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.fields import Fields
-from icejax.models.hf_config import common, common_by_type, finish, layer_types
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import common, common_by_type, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.hf_config import NEUTRAL, common, finish, layer_types
+from icejax.models.hf.hf_config import NEUTRAL, common, finish, layer_types
 
 # What its own code once left open, with the only values that transformers knows.
 ONLY = NEUTRAL | {

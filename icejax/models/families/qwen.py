@@ -8,8 +8,8 @@ from typing import Any
 
 from icejax.checks import numbers
 from icejax.config import ModelConfig
-from icejax.models.fields import Fields
-from icejax.models.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
 
 # What Qwen3-Coder's say of what all of their kind have.
 CODER = NEUTRAL | {"qkv_bias": (False,), "shared_expert_intermediate_size": (0,), "use_qk_norm": (True,)}

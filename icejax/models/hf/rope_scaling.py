@@ -9,7 +9,7 @@ from typing import Any
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, quoted
 from icejax.config import RopeScaling
-from icejax.models.fields import Fields
+from icejax.models.hf.fields import Fields
 
 ROPE_FIELDS = {
     "default": {"original_max_position_embeddings"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.deepseek import FIXED, UNUSED, latent, mixture
-from icejax.models.fields import Fields
-from icejax.models.hf_config import SOFTMAX, common, finish, layer_types
+from icejax.models.families.deepseek import FIXED, UNUSED, latent, mixture
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import SOFTMAX, common, finish, layer_types
 
 # The scaling of queries, and a number that stands beside the rope fields and is not used.
 YARN_FIELDS = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})

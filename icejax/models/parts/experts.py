@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, ModelConfig, Routing
-from icejax.models.linear import norm_of, normalised
+from icejax.models.parts.linear import norm_of, normalised
 from icejax.ops.experts.mixture import Stack, mixed
 from icejax.ops.experts.offloaded_experts import Hosted
 from icejax.ops.quantized.products import product
@@ -58,7 +58,7 @@ def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
 class Matrices(nnx.Module):
     """The same matrix of every expert, and its bias.
 
-    Codes (`ops.quantized.products.Grouped`) may stand in its place, or what is in host memory of either (`offloaded_experts.Hosted`).
+    Codes (`Grouped`) may stand in its place, or what is in host memory of either (`Hosted`).
     """
 
     def __init__(self, *shape: int, bias: bool, dtype: str) -> None:

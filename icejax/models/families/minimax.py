@@ -6,9 +6,9 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.models import mixtral
-from icejax.models.fields import Fields
-from icejax.models.hf_config import SIGMOID, common, experts, finish, layer_types
+from icejax.models.families import mixtral
+from icejax.models.hf.fields import Fields
+from icejax.models.hf.hf_config import SIGMOID, common, experts, finish, layer_types
 
 # Parts of parameters' names, ours and those of its checkpoints.
 RENAMED = (("mlp.gate.e_score", "block_sparse_moe.e_score"), *mixtral.RENAMED)

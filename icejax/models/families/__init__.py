@@ -1,0 +1,1 @@
+"""One file per model family: its config.json and its checkpoint's names."""

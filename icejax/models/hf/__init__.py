@@ -1,0 +1,1 @@
+"""Reading a Hugging Face config.json."""

@@ -1,0 +1,130 @@
+"""Model families by the `model_type` of their config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from icejax.checks.errors import InputError, quoted
+from icejax.config import ModelConfig
+from icejax.models.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm,
+    glm4,
+    gpt_oss,
+    llama,
+    minimax,
+    mistral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+)
+from icejax.models.hf import wrapped
+from icejax.models.hf.hf_config import ROTARY_TABLES
+
+GATE_UP = ("gate_proj", "up_proj")
+EXPERTS, DENSE = {"experts.gate_up_proj": GATE_UP}, {"mlp.gate_up_proj": GATE_UP}
+QKV = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's checkpoints are read.
+
+    Attributes:
+        read_config: raw config.json -> ModelConfig.
+        ignored_keys: raw config.json -> checkpoint keys that hold no parameter.
+        renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
+        fused: projections that a checkpoint holds in one tensor, row behind row, by module and name of that. Where there are
+            some of experts, it holds each matrix of all experts in one tensor.
+        turned: whether there the axes of those of experts are swapped, and rows of fused ones stand by turns.
+        forms: ways to rename parameters further, one of which a checkpoint is written in.
+    """
+
+    read_config: Callable[[dict[str, Any]], ModelConfig]
+    ignored_keys: Callable[[dict[str, Any]], re.Pattern[str]] = lambda raw: re.compile(ROTARY_TABLES)
+    renamed: tuple[tuple[str, str], ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    turned: bool = False
+    forms: tuple[tuple[tuple[str, str], ...], ...] = ((),)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """How checkpoints of models with images or sound are read, of which the text model is one of the families.
+
+    Attributes:
+        text: model_type of the text model where its config does not say.
+        towers: fields of config.json that are not about it.
+    """
+
+    text: str
+    towers: Set[str]
+
+    def family(self, raw: dict[str, Any]) -> Family:
+        """Returns how the text model is read from the same folder."""
+        of = family(wrapped.text_of(raw, self.text, self.towers), alone=True)
+        return replace(
+            of,
+            read_config=lambda raw: of.read_config(wrapped.text_of(raw, self.text, self.towers)),
+            ignored_keys=lambda raw: wrapped.TOWERS,
+            forms=wrapped.FORMS,
+        )
+
+
+FAMILIES = {
+    "llama": Family(llama.read_config),
+    "mistral": Family(mistral.read_config),
+    "ministral": Family(mistral.read_config),
+    "ministral3": Family(mistral.read_ministral3_config),
+    "mistral3": Wrapped("mistral", wrapped.MISTRAL3),
+    "mistral4": Family(mistral.read_mistral4_config, renamed=deepseek.RENAMED, fused=EXPERTS),
+    "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
+    "qwen2": Family(qwen.read_qwen2_config),
+    "qwen2_moe": Family(qwen.read_qwen2_moe_config),
+    "qwen3": Family(qwen.read_qwen3_config),
+    "qwen3_moe": Family(qwen.read_qwen3_moe_config),
+    "gemma2": Family(gemma.read_gemma2_config, renamed=gemma.RENAMED),
+    "gemma3": Wrapped("gemma3_text", wrapped.GEMMA3),
+    "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
+    "gemma4": Wrapped("gemma4_text", wrapped.GEMMA4),
+    "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED, fused=EXPERTS),
+    "glm4": Family(glm4.read_config, fused=DENSE),
+    "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED, fused=EXPERTS, turned=True),
+    "olmo2": Family(olmo.read_olmo2_config, renamed=olmo.RENAMED),
+    "olmo3": Family(olmo.read_olmo3_config, renamed=olmo.RENAMED),
+    "phi3": Family(phi.read_config, fused=QKV | DENSE),
+    "deepseek_v2": Family(deepseek.read_v2_config, renamed=deepseek.RENAMED),
+    "deepseek_v3": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "kimi_k2": Family(deepseek.read_v3_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe": Family(glm.read_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "glm4_moe_lite": Family(glm.read_lite_config, deepseek.ignored_keys, deepseek.RENAMED),
+    "minimax_m2": Family(minimax.read_config, renamed=minimax.RENAMED),
+}
+
+
+def family(raw: dict[str, Any], *, alone: bool = False) -> Family:
+    """Returns the family of a raw config.json, or of the text model in it.
+
+    Args:
+        alone: whether it is that of a text model, which holds no other.
+
+    Raises:
+        InputError: it has no model_type, or one that is not supported; or no text model, or fields about it that are not known.
+    """
+    known = ", ".join(FAMILIES)
+    if "model_type" not in raw:
+        raise InputError(f"config.json has no 'model_type': expected one of {known}")
+    if not isinstance(raw["model_type"], str) or raw["model_type"] not in FAMILIES:
+        raise InputError(f"config.json: model_type {quoted(raw['model_type'])} is not supported: expected one of {known}")
+    found = FAMILIES[raw["model_type"]]
+    if alone and isinstance(found, Wrapped):
+        raise InputError(
+            f"config.json: text_config is of {raw['model_type']}, which holds a text model itself: expected the config of that"
+        )
+    return found.family(raw) if isinstance(found, Wrapped) else found
