@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.needle import task
-from icejax.cache.balanced import balanced
-from icejax.cache.policy import Heads
+from icejax.cache.bases.channel_scaling import balanced
+from icejax.cache.protocol import Heads
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.pages.channel_scaling import factors_of
 from icejax.plan import ladder

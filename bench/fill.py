@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import host
-from icejax.cache.extents import table_for
 from icejax.cache.policies.full import TokenState
-from icejax.cache.policy import Lengths
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import table_for
+from icejax.cache.protocol import Lengths
 from icejax.decoding import DecodeState
 from icejax.inference import prefill
 from icejax.models.decoder import CausalLM
@@ -51,7 +51,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         per_copy, pages = (base - beside) // policy.page_size, (context - beside) // policy.page_size
         real = _read(pool, state.cache.table, count=per_copy, plan=short)
         count, table = table_for(np.stack([plan.extents(context)] * rows))
-        big, table = host.allocate(plan.pool_shape(count), plan.pool_dtype), jnp.asarray(table)
+        big, table = host_pool.allocate(plan.pool_shape(count), plan.pool_dtype), jnp.asarray(table)
         noise = jax.random.normal(jax.random.key(seed), real.shape, real.dtype)
         # An empty state holds one buffer many times over, which could not be given away.
         for i in plan.pooled:
@@ -60,7 +60,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
             copy = _noisy(real, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
-            big = host.write_pages(big, copy, table, jnp.int32(first))
+            big = host_pool.write_pages(big, copy, table, jnp.int32(first))
             for at, i in enumerate(plan.pooled):
                 leaves[i] = _put(leaves[i], copy[:, at], jnp.int32(first), dtype=policy.digest_dtype)
         for i in plan.pooled:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import icejax
 from bench.capture import Captured
-from icejax.cache.digest_tree import Digested
+from icejax.cache.index.digest_tree import Digested
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import BoundsIndex, bound
 from icejax.ops.attention.dense import Attended, Scoring, merge_by_lse

@@ -44,9 +44,9 @@ from bench.methods import (
     select,
 )
 from bench.needle.evaluate import SHORTEST
-from icejax.cache.page_format import decode, encode
+from icejax.cache.bases.reranking import TWICE, pages_for
 from icejax.cache.policies.coded import LOOKED
-from icejax.cache.reranked import TWICE, pages_for
+from icejax.cache.pool.page_format import decode, encode
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import number, whole
 from icejax.generation import ASSETS

@@ -18,7 +18,7 @@ from bench.scopes import scope_of
 from bench.sizes import nbytes
 from icejax.cache import Full
 from icejax.cache.policies.full import TokenState
-from icejax.cache.policy import Heads, Outcome, View
+from icejax.cache.protocol import Heads, Outcome, View
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models.decoder import CausalLM

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from icejax.cache import host
-from icejax.cache.policy import Heads, KVCache, Lengths, Report, Shared, View
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.host_pool import PoolLayer
+from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import serving
 from icejax.plan import Plan
@@ -81,7 +82,9 @@ def chosen(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, seen=seen)
 
 
-def view_of(layer: DecoderLayer, lengths: Lengths, pages: host.PoolLayer | None, shared: Shared | None, guess=None) -> View:
+def view_of(
+    layer: DecoderLayer, lengths: Lengths, pages: host_pool.PoolLayer | None, shared: Shared | None, guess=None
+) -> View:
     """Returns what a layer's policy may look at."""
     return View(lengths, pages, shared, guess, layer.turn, layer.project)
 
@@ -111,11 +114,11 @@ class Decoding:
         self.clock += 1
         if self._plan.page_size and self.clock % self._plan.page_size == 0:
             pages, news, at = flush(state.cache)
-            pool = host.write_pages(pool, pages, state.cache.table, at)
+            pool = host_pool.write_pages(pool, pages, state.cache.table, at)
             state = dataclasses.replace(state, cache=flushed(state.cache, news))
         if self._plan.compact_every and self.clock % self._plan.compact_every == 0:
             cache, pages, at = compact(state.cache, pool)
-            state, pool = dataclasses.replace(state, cache=cache), host.write_pages(pool, pages, cache.table, at)
+            state, pool = dataclasses.replace(state, cache=cache), host_pool.write_pages(pool, pages, cache.table, at)
         return state, brought, pool
 
 

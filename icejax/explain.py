@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.policy import CachePolicy, Heads, Outcome
-from icejax.cache.retrieval import PagedState
-from icejax.cache.spec import CacheSpec
+from icejax.cache.bases.retrieval import PagedState
+from icejax.cache.protocol import CachePolicy, Heads, Outcome
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.decoding import DecodeState
 from icejax.inference import kept

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from icejax.cache import name_of, named
-from icejax.cache.policy import CachePolicy
+from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError, quoted
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices

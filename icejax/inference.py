@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from icejax.cache import host
-from icejax.cache.extents import table_for
-from icejax.cache.policy import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
-from icejax.cache.spec import CacheSpec
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import table_for
+from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
+from icejax.cache.sizes import CacheSpec
 from icejax.decoding import COUNTS, DecodeState, Step, chosen, view_of
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
@@ -68,7 +68,7 @@ def prefill(
     if plan.pooled:
         if into is None:
             count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
-            pool = host.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit)
+            pool = host_pool.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit)
         else:
             pool, table = into
         table = jnp.asarray(table)
@@ -88,8 +88,8 @@ def prefill(
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
-            together = math.gcd(len(pages), host.EXTENT)
-            pool = host.write_pages(pool, pages[:, None], table, 0, plan.pooled.index(i), together=together)
+            together = math.gcd(len(pages), host_pool.EXTENT)
+            pool = host_pool.write_pages(pool, pages[:, None], table, 0, plan.pooled.index(i), together=together)
         x.block_until_ready()  # or the pages of many layers would wait for the host on the device
         if progress is not None:
             progress(i + 1)
@@ -136,7 +136,7 @@ def extend(
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
-            pool, used = host.write_pages(pool, pages[:, None], table, lengths.pages, plan.pooled.index(i)), filled
+            pool, used = host_pool.write_pages(pool, pages[:, None], table, lengths.pages, plan.pooled.index(i)), filled
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from icejax.cache import layer_policies, shown_name
-from icejax.cache.extents import extents_for, row_extents
-from icejax.cache.host import EXTENT, PoolLayer
-from icejax.cache.page_format import bits_dtype, page_rows
-from icejax.cache.policy import CachePolicy, KVCache, Report
-from icejax.cache.spec import CacheSpec, PoolSpec
+from icejax.cache.pool.extents import extents_for, row_extents
+from icejax.cache.pool.host_pool import EXTENT, PoolLayer
+from icejax.cache.pool.page_format import bits_dtype, page_rows
+from icejax.cache.protocol import CachePolicy, KVCache, Report
+from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
 from icejax.models.decoder import CausalLM

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from icejax.cache import host
-from icejax.cache.extents import NOBODYS, Extents, extents_for
-from icejax.cache.policy import KVCache, Lengths
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import NOBODYS, Extents, extents_for
+from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.decoding import DecodeState
 from icejax.plan import Plan
@@ -118,11 +118,11 @@ def settle(
     if end > behind:
         raise InputError(f"a row of {end} pages does not fit prompts of at most {behind}: plan for longer prompts")
     # Own ones to write to: where it has none yet, and where a fork reads them too.
-    touched = (np.arange(table.shape[1]) >= used // host.EXTENT) & (np.arange(table.shape[1]) < extents_for(end))
+    touched = (np.arange(table.shape[1]) >= used // host_pool.EXTENT) & (np.arange(table.shape[1]) < extents_for(end))
     pool, table = _owned(pool, table, touched & ((table == NOBODYS) | extents.shared(table)), extents)
     row, there = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
     pages, layers = _moving(row.cache, pool, jnp.asarray(ids, jnp.int32), there, jnp.int32(used), plan=plan)
-    pool = host.write_pages(pool, pages, table, jnp.int32(used))
+    pool = host_pool.write_pages(pool, pages, table, jnp.int32(used))
     lengths = replace(row.cache.lengths, pages=jnp.int32(used + count))
     return replace(row, cache=KVCache(layers, lengths, table)), pool
 
@@ -169,7 +169,7 @@ def fork(
     if not plan.pooled:
         return twin, pool
     table = np.array(state.cache.table)
-    mine = (np.arange(table.shape[1]) >= plan.prompt_pages // host.EXTENT) & (table != NOBODYS)
+    mine = (np.arange(table.shape[1]) >= plan.prompt_pages // host_pool.EXTENT) & (table != NOBODYS)
     extents.share(table)
     pool, table = _owned(pool, table, mine, extents)
     return replace(twin, cache=replace(twin.cache, table=table)), pool
@@ -180,7 +180,7 @@ def _owned(pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Exte
     own = np.where(wanted, extents.take(wanted), table)
     for old, new in zip(table[wanted], own[wanted], strict=True):
         if old != NOBODYS:
-            pool = host.write_extent(pool, host.read_extent(pool, jnp.int32(old)), jnp.int32(new))
+            pool = host_pool.write_extent(pool, host_pool.read_extent(pool, jnp.int32(old)), jnp.int32(new))
     extents.give_back(table[wanted])
     return pool, jnp.asarray(own, jnp.int32)
 

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import host
-from icejax.cache.extents import extents_for, table_for
-from icejax.cache.page_format import bits_dtype
-from icejax.cache.policy import CachePolicy, KVCache, Lengths
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import extents_for, table_for
+from icejax.cache.pool.page_format import bits_dtype
+from icejax.cache.protocol import CachePolicy, KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
@@ -84,7 +84,7 @@ def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pa
         yield name, np.asarray(leaf)
     if pool is not None:
         for (name, count), extent in zip(_extents(pages), np.asarray(cache.table)[0], strict=False):
-            yield name, np.asarray(host.read_extent(pool, jnp.int32(extent)))[:, :count]
+            yield name, np.asarray(host_pool.read_extent(pool, jnp.int32(extent)))[:, :count]
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class Saved:
             if plan.pooled:
                 count, table = table_for(plan.extents(about.first)[None])
                 shape = plan.pool_shape(count)
-                pool = host.allocate(shape, plan.pool_dtype, limit=host_memory_limit)
+                pool = host_pool.allocate(shape, plan.pool_dtype, limit=host_memory_limit)
                 for (name, count), extent in zip(extents, table[0], strict=False):
                     bits = np.zeros(shape[1:], pool.dtype)
                     bits[:, :count] = take(name, (shape[1], count, *shape[3:]), pool.dtype)
-                    pool = host.write_extent(pool, bits, jnp.int32(extent))
+                    pool = host_pool.write_extent(pool, bits, jnp.int32(extent))
         every = [leaves.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in _leaves(empty, of_size=False)]
         # On CPU an array over numpy's memory could not be written in place.
         every = [jax.device_put(x, devices.device(), may_alias=False) for x in every]
@@ -221,8 +221,8 @@ def look(path: Path) -> Saved:
 
 def size(plan: Plan, *, tokens: int, pages: int) -> int:
     """Returns the bytes of the arrays of a session of `plan`."""
-    shape = plan.pool_shape(1) if plan.pooled else (0, 0, host.EXTENT)
-    page = math.prod(shape[1:]) // host.EXTENT * bits_dtype(plan.pool_dtype).itemsize
+    shape = plan.pool_shape(1) if plan.pooled else (0, 0, host_pool.EXTENT)
+    page = math.prod(shape[1:]) // host_pool.EXTENT * bits_dtype(plan.pool_dtype).itemsize
     return 4 * tokens + sum(leaf.size * leaf.dtype.itemsize for _, leaf in _leaves(_empty(plan))) + pages * page
 
 
@@ -296,4 +296,4 @@ def _leaves(tree: Any, *, of_size: bool = True) -> list[tuple[str, Any]]:
 def _extents(pages: int) -> Iterator[tuple[str, int]]:
     """Yields name and pages of the extents that a row's first `pages` are saved in."""
     for i in range(extents_for(pages)):
-        yield f"pool.{i}", min(host.EXTENT, pages - i * host.EXTENT)
+        yield f"pool.{i}", min(host_pool.EXTENT, pages - i * host_pool.EXTENT)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache import shown_name
-from icejax.cache.policy import CachePolicy, KVCache
+from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step

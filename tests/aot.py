@@ -24,7 +24,7 @@ from bench.program.compile import abstract_model, abstract_pool, abstract_state,
 from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
 from icejax import decoding, inference, rows
-from icejax.cache import host
+from icejax.cache.pool import host_pool
 from icejax.plan import make_plan
 from icejax.runtime import compiler_options
 
@@ -45,11 +45,11 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
     layer, some = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
     number, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
-    write = jax.jit(functools.partial(host.write_pages, together=host.EXTENT), donate_argnums=0)
+    write = jax.jit(functools.partial(host_pool.write_pages, together=host_pool.EXTENT), donate_argnums=0)
     extent = jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype)
     alone = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
     insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
-    policy, view = plan.policies[0], host.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
+    policy, view = plan.policies[0], host_pool.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
     prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec))
     extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
     x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
@@ -63,9 +63,9 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
         "compact": (compact, (state.cache, pool)),
         "insert": (insert, (state, abstract_state(alone), number)),
-        "write-pages": (host.write_pages, (pool, some, table, number)),
-        "write-extent": (host.write_extent, (pool, extent, number)),
-        "read-extent": (host.read_extent, (pool, number)),
+        "write-pages": (host_pool.write_pages, (pool, some, table, number)),
+        "write-extent": (host_pool.write_extent, (pool, extent, number)),
+        "read-extent": (host_pool.read_extent, (pool, number)),
     }
 
 

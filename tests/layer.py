@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import CachePolicy, host
-from icejax.cache.extents import extents_for
-from icejax.cache.policy import Heads, Lengths, View
-from icejax.cache.spec import CacheSpec
+from icejax.cache import CachePolicy
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import extents_for
+from icejax.cache.protocol import Heads, Lengths, View
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Scoring, causal
 from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import Digests
@@ -45,7 +46,7 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
 
     def view(lengths, pool) -> View:
         """`pool` is the pool and the table of extents, or None."""
-        pages = host.PoolLayer(*pool, None, 0, backend, "float32") if pool is not None else None
+        pages = host_pool.PoolLayer(*pool, None, 0, backend, "float32") if pool is not None else None
         return View(lengths, pages, turn=turned, project=projected)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -141,9 +142,9 @@ class Layer:
             extents = extents_for(policy.pool(self.spec).pages)
             # In another order than the rows have them.
             table = np.arange(extents * len(lengths), dtype=np.int32).reshape(extents, -1).T[::-1].copy()
-            shape = (table.size, 1, host.EXTENT, *pages.shape[2:])
+            shape = (table.size, 1, host_pool.EXTENT, *pages.shape[2:])
             self.table = jnp.asarray(table)
-            self.pool = host.write_pages(host.allocate(shape, "float32"), pages[:, None], self.table, 0)
+            self.pool = host_pool.write_pages(host_pool.allocate(shape, "float32"), pages[:, None], self.table, 0)
             self.lengths = replace(self.lengths, pages=jnp.int32(pages.shape[0]))
         self.programs = programs(policy, softcap)
 
@@ -155,12 +156,12 @@ class Layer:
         if self.pool is not None and clock % self.policy.page_size == 0:
             page, news = self.programs.flush(self.state, self.lengths)
             self.state = self.programs.flushed(self.state, news, self.lengths)
-            self.pool = host.write_pages(self.pool, page[None, None], self.table, self.lengths.pages)
+            self.pool = host_pool.write_pages(self.pool, page[None, None], self.table, self.lengths.pages)
             self.lengths = replace(self.lengths, pages=self.lengths.pages + 1)
         if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             self.state, pages = self.programs.compact(self.state, self._pool, self.lengths)
-            self.pool = host.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages - count)
+            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages - count)
         return np.asarray(out)
 
     def join(self, clock: int) -> None:
@@ -178,7 +179,7 @@ class Layer:
         count = jnp.asarray(new, jnp.int32)
         (out, self.lse), self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
         if pages is not None:
-            self.pool = host.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages)
+            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages)
         self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.pages + (used or 0))
         return np.asarray(out)
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas
 
 import icejax
 from icejax import decoding
-from icejax.cache import host
+from icejax.cache.pool import host_pool
 from icejax.ops import slots, topk
 from icejax.ops.attention import dense
 from icejax.ops.pages import digests, tree_walk
@@ -127,10 +127,10 @@ def test_the_kernel_copies_whole_pages_and_none_that_is_not_wanted(on_gpu, dtype
 
 @pytest.mark.parametrize("planes", [1, 2])
 def test_the_kernel_copies_single_slots_of_rows_that_go_on(on_gpu, planes):
-    pool = np.random.default_rng(0).random((3, 2, host.EXTENT, 1, planes, 4, 24), np.float32)
+    pool = np.random.default_rng(0).random((3, 2, host_pool.EXTENT, 1, planes, 4, 24), np.float32)
     ids, ended = np.asarray([[[19, 0, 7]], [[3, 3, 12]]], np.int32), jnp.asarray([False, True])
     table = jnp.asarray([[2], [0]], jnp.int32)
-    layer = host.PoolLayer(jnp.asarray(pool.view(np.uint32)), table, ended, 1, "triton", "float32", singly=True)
+    layer = host_pool.PoolLayer(jnp.asarray(pool.view(np.uint32)), table, ended, 1, "triton", "float32", singly=True)
     found, count = layer.fetch_live(jnp.asarray(ids), jnp.asarray(ids != 0))
     expected = pool[2, 1, ids[0, 0] // 4, 0, :, ids[0, 0] % 4] * (ids[0, 0] != 0)[:, None, None]
     np.testing.assert_array_equal(np.stack(found, axis=3)[0, 0, :, :, 0], expected)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import Coded
-from icejax.cache.spec import CacheSpec
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.ops.pages import key_codes
 from tests import layer as harness

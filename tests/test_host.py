@@ -8,13 +8,13 @@ import numpy as np
 import psutil
 import pytest
 
-from icejax.cache import host, page_format
+from icejax.cache.pool import host_pool, page_format
 from icejax.checks.errors import InputError
 from icejax.runtime import devices
 from icejax.runtime.host_reads import choose
 from icejax.runtime.host_reads.backends import BACKENDS
 
-SHAPE = (6, 3, host.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
+SHAPE = (6, 3, host_pool.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
 TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # of two rows of 128 pages
 ROWS, PAGES = 2, 128
 
@@ -34,12 +34,12 @@ def test_fetch_brings_exact_bits(backend, planes, dtype):
 
     @jax.jit
     def read(pool, ids):
-        pages = host.PoolLayer(pool, TABLE, None, 1, backend, dtype).fetch(ids)
+        pages = host_pool.PoolLayer(pool, TABLE, None, 1, backend, dtype).fetch(ids)
         return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in pages]
 
     found = np.stack(read(pool, jnp.asarray(ids)), axis=3)
     for at in np.ndindex(ids.shape):
-        page = TABLE[at[0], ids[at] // host.EXTENT], 1, ids[at] % host.EXTENT, at[1]
+        page = TABLE[at[0], ids[at] // host_pool.EXTENT], 1, ids[at] % host_pool.EXTENT, at[1]
         np.testing.assert_array_equal(found[at], stored[page])
 
 
@@ -59,14 +59,14 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
 
     @jax.jit
     def slots(pool, ids):
-        found = host.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly=True).fetch(ids)
+        found = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly=True).fetch(ids)
         return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in found]
 
     found = np.stack(slots(pool, jnp.asarray(ids)), axis=3)
     for at in np.ndindex(ids.shape):
         page, slot = divmod(ids[at], SHAPE[5])
         np.testing.assert_array_equal(
-            found[at][:, 0], stored[TABLE[at[0], page // host.EXTENT], 1, page % host.EXTENT, at[1], :, slot]
+            found[at][:, 0], stored[TABLE[at[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, at[1], :, slot]
         )
     assert [x.size for arrays in brought for x in arrays] == [planes * ids.size * SHAPE[6]]
 
@@ -87,13 +87,13 @@ def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, m
 
     @jax.jit
     def fetched(pool, ids):
-        (found,) = host.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
+        (found,) = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
         return jax.lax.bitcast_convert_type(found, stored.dtype)
 
     found = np.asarray(fetched(jax.device_put(stored, devices.on_host()), jnp.asarray(ids)))
     for at in np.ndindex(ids.shape):
         page, slot = divmod(ids[at], SHAPE[5]) if singly else (ids[at], slice(None))
-        place = TABLE[at[0], page // host.EXTENT], 1, page % host.EXTENT, at[1], plane, slot
+        place = TABLE[at[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, at[1], plane, slot
         np.testing.assert_array_equal(found[at][0] if singly else found[at], stored[place])
     assert [x.size for arrays in brought for x in arrays] == [found.size]
 
@@ -107,7 +107,7 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 
     @jax.jit
     def read(pool, before, after, ended):
-        layer = host.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32")
+        layer = host_pool.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32")
         found, missing = layer.fetch_missing(after, after >= 0, layer.fetch(before), before)
         return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
 
@@ -126,7 +126,7 @@ def test_rows_that_have_ended_fetch_nothing(ended, singly):
 
     @jax.jit
     def read(pool, ids, ended):
-        layer = host.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32", singly)
+        layer = host_pool.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32", singly)
         found, count = layer.fetch_live(ids, ids >= 0)
         return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
 
@@ -139,26 +139,26 @@ def test_rows_that_have_ended_fetch_nothing(ended, singly):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_land_in_place_and_nowhere_else(dtype):
-    pool = host.allocate(SHAPE, dtype)
+    pool = host_pool.allocate(SHAPE, dtype)
     assert pool.sharding.memory_kind == "pinned_host"
     where = pool.unsafe_buffer_pointer()
     layer, some = bits((96, 1, ROWS, *SHAPE[3:]), dtype), bits((3, SHAPE[1], ROWS, *SHAPE[3:]), dtype)
     extent, expected = bits(SHAPE[1:], dtype), np.zeros(SHAPE, layer.dtype)
     for row, page in np.ndindex(ROWS, 96):
-        expected[TABLE[row, page // host.EXTENT], 2, page % host.EXTENT] = layer[page, 0, row]
+        expected[TABLE[row, page // host_pool.EXTENT], 2, page % host_pool.EXTENT] = layer[page, 0, row]
     for row, page in np.ndindex(ROWS, 3):  # over the end of an extent
-        expected[TABLE[row, (62 + page) // host.EXTENT], :, (62 + page) % host.EXTENT] = some[page, :, row]
+        expected[TABLE[row, (62 + page) // host_pool.EXTENT], :, (62 + page) % host_pool.EXTENT] = some[page, :, row]
     expected[3] = extent
     as_values = lambda x: jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(dtype))  # noqa: E731
-    pool = host.write_pages(pool, as_values(layer), TABLE, 0, 2, together=32)
-    pool = host.write_pages(pool, as_values(some), TABLE, jnp.int32(62))
-    pool = host.write_extent(pool, extent, jnp.int32(3))
+    pool = host_pool.write_pages(pool, as_values(layer), TABLE, 0, 2, together=32)
+    pool = host_pool.write_pages(pool, as_values(some), TABLE, jnp.int32(62))
+    pool = host_pool.write_extent(pool, extent, jnp.int32(3))
     assert pool.unsafe_buffer_pointer() == where
     np.testing.assert_array_equal(np.asarray(pool), expected)
-    np.testing.assert_array_equal(np.asarray(host.read_extent(pool, jnp.int32(3))), extent)
-    found = jax.jit(lambda pool: host.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3))(
-        pool
-    )
+    np.testing.assert_array_equal(np.asarray(host_pool.read_extent(pool, jnp.int32(3))), extent)
+    found = jax.jit(
+        lambda pool: host_pool.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3)
+    )(pool)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(as_values(some[:, 1]), np.float32))
 
 
@@ -190,9 +190,9 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
 def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 3 * 2**30})())
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and 3\.0 GiB is free: use a shorter prompt"):
-        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+        host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and the limit is 2\.5 GiB: use a shorter prompt"):
-        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
+        host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
 
 
 def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set(monkeypatch):
@@ -212,10 +212,10 @@ def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set
         monkeypatch.setattr(jax, "live_arrays", lambda taken=taken: taken)
         wanted = rf"needs 4\.0 GiB of pinned memory{said} and XLA takes at most 3: set {devices.PINNED_LIMIT}=12 before"
         with pytest.raises(InputError, match=wanted):
-            host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+            host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     monkeypatch.setenv(devices.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
-        host.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+        host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,4 @@ def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set
 def test_a_pool_of_bytes_has_no_size_that_a_kernel_cannot_address(dtype, pages, expected):
     """Between 2 and 4 GiB offsets in bytes would not fit the 32 bits that Pallas takes for them."""
     shape = (pages, 1, 1, 1, 2, 18, 128)
-    assert host._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])
+    assert host_pool._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from icejax.cache import clusters
+from icejax.cache.index import clusters
 from icejax.ops.pages.kmeans import kmeans, nearest, sums
 from tests import reference_clusters as reference
 from tests import tolerances

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered, host, page_format
+from icejax.cache import Clustered
+from icejax.cache.pool import host_pool, page_format
 from icejax.runtime.host_reads import choose
 from tests.test_session import document
 
@@ -21,12 +22,12 @@ def test_int8_pages_are_within_half_a_step(dtype):
     values = rng.standard_normal(SHAPE) * 10.0 ** rng.integers(-3, 3, (1, 1, 1, 1, 1, 1, 24))
     values[2] = 0
     pages = jnp.asarray(values, dtype)
-    pool = host.allocate((1, 2, host.EXTENT, 3, 2, page_format.page_rows(16, "int8"), 24), "int8")
+    pool = host_pool.allocate((1, 2, host_pool.EXTENT, 3, 2, page_format.page_rows(16, "int8"), 24), "int8")
     assert pool.dtype == np.uint8
-    pool = host.write_pages(pool, pages, TABLE, 0)
+    pool = host_pool.write_pages(pool, pages, TABLE, 0)
     assert pool.shape[-2:] == (18, 24)
     ids = jnp.asarray(rng.integers(0, 5, (1, 3, 4)), jnp.int32)
-    layer = host.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype)
+    layer = host_pool.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype)
     found = jax.jit(lambda layer: jnp.stack(layer.fetch(ids)))(layer)
     expected = np.asarray(pages, np.float64)
     for at in np.ndindex(ids.shape):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icejax.cache import Clustered, host
+from icejax.cache import Clustered
+from icejax.cache.pool import host_pool
 from icejax.ops.pages import tree_walk
 from tests import tolerances
 from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw, stored
@@ -73,7 +74,7 @@ def test_the_order_of_pages_changes_nothing(seed):
     layer, shuffled = (Layer(POLICY, (200, 250), *prompt) for _ in range(2))
     order = np.random.default_rng(seed).permutation(shuffled.state.index.levels[0].count.shape[2])
     pages = np.moveaxis(stored(layer.pool, layer.table)[:, order], 0, 2)
-    shuffled.pool = host.write_pages(shuffled.pool, jnp.asarray(pages), layer.table, 0)
+    shuffled.pool = host_pool.write_pages(shuffled.pool, jnp.asarray(pages), layer.table, 0)
     levels = (jax.tree.map(lambda x: x[:, :, order], shuffled.state.index.levels[0]), *shuffled.state.index.levels[1:])
     shuffled.state = replace(shuffled.state, index=replace(shuffled.state.index, levels=levels))
     expected, found = (each.step(*(x[0] for x in new)) for each in (layer, shuffled))

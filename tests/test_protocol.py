@@ -13,8 +13,8 @@ import pytest
 import icejax
 from icejax import inference
 from icejax.cache import Clustered, Full, Quest, Streaming, layer_policies, name_of
-from icejax.cache.found import Found
-from icejax.cache.policy import CachePolicy, Heads, Outcome, Shared, View
+from icejax.cache.bases.selection import Found
+from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared, View
 from icejax.config import RopeScaling
 from icejax.decoding import Decoding
 from icejax.plan import make_plan, reports

@@ -7,8 +7,8 @@ import pytest
 import icejax
 from icejax import explain
 from icejax.cache import ArkVale, ClusterKV, MagicPIG, PQCache, RetroInfer, ShadowKV
-from icejax.cache.codes import approximate
-from icejax.cache.hashes import planes
+from icejax.cache.index.hashes import planes
+from icejax.cache.index.product_codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
 from icejax.plan import make_plan

@@ -9,8 +9,9 @@ import pytest
 
 import icejax
 from icejax import rows
-from icejax.cache import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming, host
-from icejax.cache.extents import Extents
+from icejax.cache import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import Extents
 from icejax.checks.errors import InputError
 from icejax.decoding import Decoding
 from icejax.inference import extend, prefill
@@ -56,7 +57,7 @@ class Batch:
         self.model, self.plan = model, make_plan(model, policy, batch_size=rows, prompt_tokens=longest, new_tokens=new)
         self.alone = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
         self.state, self.decoding, self.extents = nobody(self.plan), Decoding(model, self.plan), Extents(extents)
-        self.pool = host.allocate(self.plan.pool_shape(extents), self.plan.pool_dtype) if self.plan.pooled else None
+        self.pool = host_pool.allocate(self.plan.pool_shape(extents), self.plan.pool_dtype) if self.plan.pooled else None
         self.logits: dict[int, list[np.ndarray]] = {}
 
     def prefill(self, prompt, **options):

@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import icejax
-from icejax.cache import page_format
+from icejax.cache.pool import page_format
 from icejax.ops.attention.dense import merge_by_lse
 from icejax.ops.topk import chosen
 
@@ -31,7 +31,7 @@ def test_a_wrong_dtype_is_told():
 
 
 def test_a_wrong_result_is_told():
-    with pytest.raises(TypeCheckError, match="return value of icejax.cache.page_format.decode"):
+    with pytest.raises(TypeCheckError, match="return value of icejax.cache.pool.page_format.decode"):
         page_format.decode(jnp.zeros((3, 4, 8), jnp.uint32), "int32")
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from icejax import inference
 from icejax.cache import Clustered, Full
-from icejax.cache.policy import Heads, Lengths, View
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import Heads, Lengths, View
+from icejax.cache.sizes import CacheSpec
 from icejax.decoding import Decoding
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention.dense import Attended, Scoring

@@ -8,10 +8,10 @@ import pytest
 
 import icejax
 from icejax.cache import Full
-from icejax.cache.found import Found
-from icejax.cache.index import PageIndex
-from icejax.cache.retrieval import Retrieval
-from icejax.cache.window import Window
+from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import PageIndex
 from icejax.explain import Explanation
 from icejax.ops.attention.dense import products
 from icejax.ops.pages.packing import pack

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from icejax.cache import Clustered
-from icejax.cache.spec import CacheSpec
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages.value_fit import RIDGE, fitted, sums_of, unfitted
 from tests import tolerances
 from tests.layer import KV_HEADS, SIZE, Layer, draw

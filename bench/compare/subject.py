@@ -13,8 +13,8 @@ import numpy as np
 
 from bench.compare.text import Text
 from bench.needle.reader import Reader
-from icejax.cache.extents import NOBODYS
-from icejax.cache.policy import CachePolicy, Heads, KVCache
+from icejax.cache.pool.extents import NOBODYS
+from icejax.cache.protocol import CachePolicy, Heads, KVCache
 from icejax.decoding import view_of
 from icejax.models.decoder import CausalLM
 from icejax.plan import Plan, reports

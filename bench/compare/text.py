@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.policies.full import Full, TokenState
-from icejax.cache.policy import CachePolicy, Heads, Lengths, View
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
+from icejax.cache.sizes import CacheSpec
 from icejax.inference import kept
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 import icejax
-from icejax.cache import host
-from icejax.cache.extents import Extents, extents_for
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import Extents, extents_for
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.plan import make_plan
@@ -43,7 +43,7 @@ class Reader:
         if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
             count = 2 * extents_for(self._plan.pool.pages) + 1
             if self._pool is None:
-                self._pool = host.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
+                self._pool = host_pool.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
             self._extents = Extents(count)
             into = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
         self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into, layers=layers)

@@ -21,9 +21,9 @@ from jax._src.lib import xla_client
 from bench import shapes
 from bench.program.targets import Target
 from icejax import decoding
-from icejax.cache.extents import extents_for
-from icejax.cache.page_format import bits_dtype
-from icejax.cache.policy import CachePolicy
+from icejax.cache.pool.extents import extents_for
+from icejax.cache.pool.page_format import bits_dtype
+from icejax.cache.protocol import CachePolicy
 from icejax.checkpoint import formats
 from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.rounding import Method

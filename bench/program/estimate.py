@@ -15,8 +15,8 @@ from bench.program.compile import Step, on_host
 from bench.program.targets import Target
 from bench.program.work import Work
 from bench.sizes import nbytes
+from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.policies.clustered import Clustered
-from icejax.cache.retrieval import PagedState, Retrieval
 from icejax.ops.pages import tree_walk
 
 LEVELS = ("low", "mid", "high")

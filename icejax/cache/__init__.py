@@ -34,7 +34,7 @@ from icejax.cache.policies.topk_pages import TopKPages
 from icejax.cache.policies.topp import TopP
 from icejax.cache.policies.tova import TOVA
 from icejax.cache.policies.vattention import VAttention
-from icejax.cache.policy import CachePolicy
+from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
 

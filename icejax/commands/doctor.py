@@ -17,7 +17,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from icejax.cache import host
+from icejax.cache.pool import host_pool
 from icejax.commands.options import Parser
 from icejax.launch import ending, write
 from icejax.runtime import devices
@@ -34,7 +34,7 @@ def measure(name: str) -> dict[str, Any]:
     fault = choose.backend_error(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
-    pool = host.allocate((PAGES // host.EXTENT, 1, host.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
+    pool = host_pool.allocate((PAGES // host_pool.EXTENT, 1, host_pool.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
     pool = jax.device_put(pool, devices.on_host())
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(BACKENDS[name]), []

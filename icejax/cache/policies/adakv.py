@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from icejax.cache.eviction import Slots
+from icejax.cache.bases.eviction import Slots
 from icejax.cache.policies.snapkv import SnapKV
 from icejax.checks.numbers import number
 

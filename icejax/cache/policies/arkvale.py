@@ -9,12 +9,12 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from icejax.cache.found import Found
+from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
 from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.quest import Bounds, BoundsIndex, bound
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import Retrieval
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of, power_of_two, whole
 from icejax.ops.topk import best
 

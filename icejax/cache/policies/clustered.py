@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.digest_tree import Digested, DigestTree
-from icejax.cache.found import Found
-from icejax.cache.policy import CachePolicy, Heads, View
-from icejax.cache.reranked import Reranked
-from icejax.cache.window import Window
+from icejax.cache.bases.reranking import Reranked
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.digest_tree import Digested, DigestTree
+from icejax.cache.protocol import CachePolicy, Heads, View
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import one_of, power_of_two, whole
 from icejax.ops.attention.dense import Attended

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from icejax.cache.codes import Codes, CodesIndex, approximate
-from icejax.cache.found import Found, of_query_heads
-from icejax.cache.index import slots_there
+from icejax.cache.bases.retrieval import PAGE, Retrieval
+from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import slots_there
+from icejax.cache.index.product_codes import Codes, CodesIndex, approximate
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import PAGE, Retrieval
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import whole
 from icejax.ops.topk import best
 

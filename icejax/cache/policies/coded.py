@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.coded_tree import CodedIndex, CodedTree
-from icejax.cache.found import Found
+from icejax.cache.bases.reranking import at
+from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.index.coded_digest_tree import CodedIndex, CodedTree
 from icejax.cache.policies.clustered import Clustered
-from icejax.cache.policy import Heads, View
-from icejax.cache.reranked import at
-from icejax.cache.retrieval import Retrieval
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages import key_codes

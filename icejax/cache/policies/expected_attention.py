@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Slots
-from icejax.cache.policy import Heads, View
+from icejax.cache.bases.eviction import Eviction, Slots
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import number, whole
 from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring
 from icejax.ops.slots import apart

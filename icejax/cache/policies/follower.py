@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.found import Found
-from icejax.cache.index import PageIndex
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import PAGE, Retrieval
-from icejax.cache.spec import CacheSpec
-from icejax.cache.window import Window
+from icejax.cache.bases.retrieval import PAGE, Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import PageIndex
+from icejax.cache.protocol import Heads, View
+from icejax.cache.sizes import CacheSpec
 
 
 @jax.tree_util.register_dataclass

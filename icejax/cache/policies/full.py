@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
 from icejax.ops.slots import apart, append, by_head, joined, per_head

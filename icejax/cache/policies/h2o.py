@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Group, Slots, grouped
-from icejax.cache.policy import Heads, View
+from icejax.cache.bases.eviction import Eviction, Group, Slots, grouped
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of, whole
 from icejax.ops.attention.dense import BLOCK, Attended
 from icejax.ops.attention.key_attention_sums import column_sums

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from icejax.cache.found import Found, of_query_heads
-from icejax.cache.index import slots_there
-from icejax.cache.partial import Partial, PartialIndex, directions_of
+from icejax.cache.bases.retrieval import PAGE, PagedState, Retrieval
+from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import slots_there
+from icejax.cache.index.partial_keys import Partial, PartialIndex, directions_of
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, Outcome, View
-from icejax.cache.retrieval import PAGE, PagedState, Retrieval
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, Outcome, View
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import number, whole
 from icejax.ops.attention.dense import EINSUM, Attended

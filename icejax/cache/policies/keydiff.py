@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Slots
-from icejax.cache.policy import Heads, View
+from icejax.cache.bases.eviction import Eviction, Slots
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import apart

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import NO_TOKEN, Eviction, Slots
-from icejax.cache.policy import Heads, View
+from icejax.cache.bases.eviction import NO_TOKEN, Eviction, Slots
+from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import LARGEST, whole
 from icejax.ops.attention.dense import Attended

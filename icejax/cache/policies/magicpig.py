@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.found import Found, of_query_heads
-from icejax.cache.hashes import Hashes, HashIndex
-from icejax.cache.index import slots_there
+from icejax.cache.bases.retrieval import PAGE, Near, Pages, Retrieval
+from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import slots_there
+from icejax.cache.index.hashes import Hashes, HashIndex
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import PAGE, Near, Pages, Retrieval
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import EINSUM, Attended
 from icejax.ops.topk import best

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from icejax.cache.bases.retrieval import PAGE
 from icejax.cache.policies.follower import Follower
 from icejax.cache.policies.full import Full, TokenState
-from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
-from icejax.cache.retrieval import PAGE
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import Attended, masked_scores
 from icejax.ops.slots import joined

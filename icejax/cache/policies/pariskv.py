@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.found import Found
-from icejax.cache.index import slots_there
+from icejax.cache.bases.retrieval import PAGE, Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import slots_there
+from icejax.cache.index.signs import BLOCK, Signs, SignsIndex, estimated, patterns
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import PAGE, Retrieval
-from icejax.cache.signs import BLOCK, Signs, SignsIndex, estimated, patterns
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.topk import best, largest, ranks

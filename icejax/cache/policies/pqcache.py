@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.codes import Codes, CodesIndex, approximate
-from icejax.cache.found import Found
-from icejax.cache.index import slots_there
+from icejax.cache.bases.retrieval import PAGE, Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import slots_there
+from icejax.cache.index.product_codes import Codes, CodesIndex, approximate
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import PAGE, Retrieval
-from icejax.cache.spec import CacheSpec, PoolSpec
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
+from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.ops.topk import best

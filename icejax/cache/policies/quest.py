@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.found import Found, of_query_heads
-from icejax.cache.index import PageIndex
+from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import PageIndex
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import Retrieval
-from icejax.cache.spec import CacheSpec
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.attention.dense import products
 from icejax.ops.topk import best

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from icejax.cache.clusters import Clusters, ClustersIndex
-from icejax.cache.found import Found
-from icejax.cache.index import slots_there
+from icejax.cache.bases.retrieval import PAGE, Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.base import slots_there
+from icejax.cache.index.clusters import Clusters, ClustersIndex
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, View
-from icejax.cache.retrieval import PAGE, Retrieval
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import number, whole
 from icejax.ops.attention.dense import EINSUM, Attended, products
 from icejax.ops.topk import best, largest

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Group, Slots
+from icejax.cache.bases.eviction import Group, Slots
 from icejax.cache.policies.snapkv import Pooling, SnapKV
-from icejax.cache.policy import Heads, Outcome, View
+from icejax.cache.protocol import Heads, Outcome, View
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, attend_with_lse
 from icejax.ops.slots import apart, joined

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.found import Found
-from icejax.cache.landmarks import LandmarkIndex, Landmarks, least_cosine
+from icejax.cache.bases.retrieval import PagedState, Retrieval
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Window
+from icejax.cache.index.mean_keys import LandmarkIndex, Landmarks, least_cosine
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policy import Heads, Outcome, View
-from icejax.cache.retrieval import PagedState, Retrieval
-from icejax.cache.window import Window
+from icejax.cache.protocol import Heads, Outcome, View
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.attention.dense import Attended, products

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Group, Slots, grouped, last_queries
-from icejax.cache.policy import Heads, View
+from icejax.cache.bases.eviction import Eviction, Group, Slots, grouped, last_queries
+from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import one_of, whole
 from icejax.ops.attention.dense import Attended

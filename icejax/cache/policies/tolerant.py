@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.balanced import BalancedState, balanced
-from icejax.cache.found import Found
+from icejax.cache.bases.channel_scaling import BalancedState, balanced
+from icejax.cache.bases.retrieval import NOTHING, Near, PagedState
+from icejax.cache.bases.selection import Found
 from icejax.cache.policies.clustered import Clustered
-from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
-from icejax.cache.retrieval import NOTHING, Near, PagedState
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import number, whole
 from icejax.ops.attention.dense import Attended, attend_all
 from icejax.ops.slots import per_head

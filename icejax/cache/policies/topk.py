@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.bases.oracle import Ranked
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Ranked
 from icejax.checks.numbers import one_of, whole
 from icejax.ops.topk import largest
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from icejax.cache.bases.oracle import Ranked
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Ranked
 from icejax.checks.numbers import number
 from icejax.ops.threshold import ordered, threshold
 

@@ -9,8 +9,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.eviction import Eviction, Slots, grouped, last_queries
-from icejax.cache.policy import Heads, View
+from icejax.cache.bases.eviction import Eviction, Slots, grouped, last_queries
+from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of, whole
 from icejax.ops.attention.dense import Attended
 from icejax.ops.attention.recent_attention import observed

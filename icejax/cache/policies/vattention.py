@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from icejax.cache.bases.oracle import Oracle
 from icejax.cache.policies.full import check_dense
-from icejax.cache.policies.oracle import Oracle
 from icejax.checks.numbers import number, whole
 from icejax.ops.topk import largest
 

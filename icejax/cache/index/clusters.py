@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.index import PageIndex
-from icejax.cache.spec import CacheSpec
+from icejax.cache.index.base import PageIndex
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages.kmeans import kmeans, nearest, sums
 
 STRETCH = 8192  # tokens that are clustered together

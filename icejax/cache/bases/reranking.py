@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.balanced import Balanced
-from icejax.cache.found import Found
-from icejax.cache.policy import Heads, Lengths, Report, View
-from icejax.cache.retrieval import Near, PagedState, Pages
+from icejax.cache.bases.channel_scaling import Balanced
+from icejax.cache.bases.retrieval import Near, PagedState, Pages
+from icejax.cache.bases.selection import Found
+from icejax.cache.protocol import Heads, Lengths, Report, View
 from icejax.checks.errors import InputError
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.paged_attention import attend_paged

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policy import Heads, Lengths
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import Heads, Lengths
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.slots import per_head, take
 
 Planes = tuple[Float[Array, "B K T _"], ...]  # keys and values, or keys alone of a latent layer

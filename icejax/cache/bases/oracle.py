@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.policies.full import Full, TokenState, appended
-from icejax.cache.policy import Heads, Outcome, View
+from icejax.cache.protocol import Heads, Outcome, View
 from icejax.ops.attention.dense import EINSUM, Attended, masked_scores
 from icejax.ops.slots import apart, joined
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.policy import Heads, Lengths, Outcome, Report, View
-from icejax.cache.retrieval import PagedState, Retrieval
-from icejax.cache.spec import CacheSpec
+from icejax.cache.bases.retrieval import PagedState, Retrieval
+from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.channel_scaling import factors_of
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from icejax.cache.page_format import bits_dtype, decode, encode
+from icejax.cache.pool.page_format import bits_dtype, decode, encode
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, Int
 
-from icejax.cache.host import EXTENT
+from icejax.cache.pool.host_pool import EXTENT
 from icejax.checks.errors import InputError
 
 NOBODYS = 0  # where there are rows that do not need all: what is written where they have no extent goes here

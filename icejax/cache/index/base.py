@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.spec import CacheSpec
+from icejax.cache.sizes import CacheSpec
 
 
 class PageIndex(abc.ABC):

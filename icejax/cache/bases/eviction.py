@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, View
-from icejax.cache.spec import CacheSpec
+from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
+from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import LARGEST
 from icejax.ops.attention.dense import EINSUM, Attended, attend_all, causal_with_lse, masked_scores, merge_by_lse
 from icejax.ops.slots import apart, append_apart, by_head, joined, per_head

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.blocks import attend_pages
-from icejax.cache.found import Found
-from icejax.cache.host import Fetched
-from icejax.cache.index import PageIndex
-from icejax.cache.page_format import stacked
-from icejax.cache.policy import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
-from icejax.cache.spec import CacheSpec, PoolSpec
-from icejax.cache.window import Planes, Window, WindowState
+from icejax.cache.bases.pool_attention import attend_pages
+from icejax.cache.bases.selection import Found
+from icejax.cache.bases.window import Planes, Window, WindowState
+from icejax.cache.index.base import PageIndex
+from icejax.cache.pool.host_pool import Fetched
+from icejax.cache.pool.page_format import stacked
+from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
+from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.pages.paged_attention import attend_whole

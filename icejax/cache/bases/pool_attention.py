@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from icejax.cache.policy import Heads, View
+from icejax.cache.protocol import Heads, View
 from icejax.ops.attention.dense import Attended, attend_all, merge_by_lse
 
 BLOCK = 128  # pages that new tokens attend to at once

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
-from icejax.cache.index import CodesPerToken
-from icejax.cache.spec import CacheSpec
+from icejax.cache.index.base import CodesPerToken
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import EINSUM
 
 TOGETHER = 128  # pages that are hashed at once

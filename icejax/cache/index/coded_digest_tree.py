@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.digest_tree import Described, Digested, DigestTree
-from icejax.cache.index import PageIndex
-from icejax.cache.spec import CacheSpec
+from icejax.cache.index.base import PageIndex
+from icejax.cache.index.digest_tree import Described, Digested, DigestTree
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages import key_codes
 from icejax.ops.pages.digests import Digests
 from icejax.ops.pages.key_codes import KeyCodes

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.host import PoolLayer
-from icejax.cache.spec import CacheSpec, PoolSpec
+from icejax.cache.pool.host_pool import PoolLayer
+from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.slots import by_head
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.index import CodesPerToken
-from icejax.cache.spec import CacheSpec
+from icejax.cache.index.base import CodesPerToken
+from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import EINSUM
 
 

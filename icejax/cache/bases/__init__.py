@@ -1,0 +1,1 @@
+"""What policies of a kind share: eviction, retrieval, oracles, the window."""
