@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.policies.full import TokenState
+from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import Lengths

@@ -16,9 +16,9 @@ from bench import shapes
 from bench.fill import fill
 from bench.scopes import scope_of
 from bench.sizes import nbytes
-from icejax.cache import Full
-from icejax.cache.policies.full import TokenState
+from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
+from icejax.cache.registry import Full
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models.decoder import CausalLM

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from icejax.cache import POLICIES, CachePolicy, Clustered, Full
     from icejax.cache.options import make_policy
+    from icejax.cache.registry import POLICIES, CachePolicy, Clustered, Full
     from icejax.checks.errors import InputError
     from icejax.generation import generate, load, stream_generate
     from icejax.prompts import chat
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # Imported when first asked for: JAX takes seconds, in which a command line is to listen to Ctrl-C already.
 _MODULES = {
-    "cache": ("POLICIES", "CachePolicy", "Clustered", "Full"),
+    "cache.registry": ("POLICIES", "CachePolicy", "Clustered", "Full"),
     "cache.options": ("make_policy",),
     "checks.errors": ("InputError",),
     "generation": ("generate", "load", "stream_generate"),

@@ -13,7 +13,6 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
-from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import serving

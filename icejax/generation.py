@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from icejax.cache import checked as checked_policy
 from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import checked as checked_policy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
 from icejax.decoding import DecodeState, Decoding

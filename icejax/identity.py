@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from icejax.cache import name_of, named
 from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import name_of, named
 from icejax.checks.errors import InputError, quoted
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices

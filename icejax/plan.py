@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from icejax.cache import layer_policies, shown_name
 from icejax.cache.pool.extents import extents_for, row_extents
 from icejax.cache.pool.host_pool import EXTENT, PoolLayer
 from icejax.cache.pool.page_format import bits_dtype, page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
+from icejax.cache.registry import layer_policies, shown_name
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST

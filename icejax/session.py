@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from icejax import saved
-from icejax.cache import checked as checked_policy
-from icejax.cache import name_of
 from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import checked as checked_policy
+from icejax.cache.registry import name_of
 from icejax.checks.errors import InputError
 from icejax.conversation import next_turn, with_one_end
 from icejax.decoding import Decoding

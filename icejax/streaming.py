@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import shown_name
 from icejax.cache.protocol import CachePolicy, KVCache
+from icejax.cache.registry import shown_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step

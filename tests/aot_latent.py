@@ -12,7 +12,7 @@ import sys
 from bench.program import hlo
 from bench.program.compile import abstract_model, compile_for, decode_step, without_devices
 from bench.program.targets import TARGETS
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.runtime import compiler_options
 from tests.aot_quantized import GIVEN
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache import CachePolicy
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import extents_for
-from icejax.cache.protocol import Heads, Lengths, View
+from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Scoring, causal
 from icejax.ops.pages import tree_walk

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from icejax.cache import (
+from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import (
     H2O,
     PRESETS,
     TOVA,
     AdaKV,
     ArkVale,
-    CachePolicy,
     Clustered,
     ClusterKV,
     Coded,

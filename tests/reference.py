@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from icejax.cache import Clustered
+from icejax.cache.registry import Clustered
 from icejax.ops.pages import packing, tree_walk
 from icejax.ops.pages.channel_scaling import FEWEST, LEAST, MOST
 from icejax.ops.pages.digests import OUTLIERS, TAIL_CLAMP, TIED

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax import inference
-from icejax.cache import CachePolicy
+from icejax.cache.protocol import CachePolicy
 from icejax.decoding import Decoding
 from icejax.inference import prefill
 from icejax.models.decoder import CausalLM, DecoderLayer

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import Clustered, Coded, Tolerant
+from icejax.cache.registry import Clustered, Coded, Tolerant
 from icejax.ops.pages.channel_scaling import FEWEST, MOST, factors_of
 from tests.layer import Layer, attention, draw, uneven
 

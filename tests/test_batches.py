@@ -6,7 +6,7 @@ import json
 import pytest
 
 import icejax
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.commands import generate as command
 
 PROMPTS = ["import os", "x = [", "def f(a):", "class A:", "import os"]

@@ -13,7 +13,7 @@ from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers, _warm_up
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.checks.errors import InputError
 from icejax.plan import make_plan
 from icejax.runtime import compiler_options, devices

@@ -10,8 +10,8 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, Tolerant, VAttention
 from icejax.cache.bases.eviction import Slots
+from icejax.cache.registry import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, Tolerant, VAttention
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, attention, dense, draw
 from tests.run import plan_for

@@ -14,7 +14,7 @@ import pytest
 
 import icejax
 from icejax import saved
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.commands import chat, lines
 from icejax.files.atomic_folder import claim
 from icejax.generation import ASSETS

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import icejax.checkpoint.convert as converters
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import huggingface, load_model
 from icejax.checkpoint.folder import ORBAX
 from icejax.checks.errors import InputError

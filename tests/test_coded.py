@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import Coded
+from icejax.cache.registry import Coded
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.ops.pages import key_codes

@@ -14,8 +14,8 @@ import pytest
 
 from bench.needle import task
 from icejax import session
-from icejax.cache import Clustered, name_of, names
 from icejax.cache.options import make_policy
+from icejax.cache.registry import Clustered, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
 from icejax.commands.requests import BUNDLED_PROMPT

@@ -12,8 +12,8 @@ from bench.compare import cells, page, picture, rows, tuned
 from bench.compare.runner import Runner
 from bench.compare.subject import STEPS, Subject
 from bench.compare.text import Text
-from icejax.cache import Clustered, Full, Quest, SnapKV, Streaming
 from icejax.cache.options import make_policy
+from icejax.cache.registry import Clustered, Full, Quest, SnapKV, Streaming
 from icejax.inference import prefill
 from tests import families, tolerances
 from tests.layer import attention

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import read_config
 from icejax.checks.errors import InputError
 from icejax.ops.rope import inverse_frequencies

@@ -13,7 +13,7 @@ import pytest
 
 import icejax
 from icejax import session as module
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.commands import generate as command
 from icejax.conversation import addition, with_one_end
 from icejax.decoding import COUNTS

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered
+from icejax.cache.registry import Clustered
 
 
 @pytest.mark.parametrize("resident", [pytest.param(False, marks=pytest.mark.slow), True])

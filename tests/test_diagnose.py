@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.commands import generate as command
 from icejax.generation import ASSETS
 from icejax.session import Session

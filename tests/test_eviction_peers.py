@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, LaCache, ReSTKV
 from icejax.cache.policies.expected_attention import log_mean_exp
 from icejax.cache.policies.lacache import LaCacheLayer
+from icejax.cache.registry import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, LaCache, ReSTKV
 from icejax.ops.attention.dense import Scoring
 from tests import reference_eviction as reference
 from tests import tolerances

@@ -10,7 +10,7 @@ import torch
 from flax import nnx
 
 from icejax import inference
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
 from icejax.decoding import Decoding
 from icejax.models.registry import family

@@ -9,7 +9,7 @@ import pytest
 import icejax
 from bench.needle import task
 from icejax import explain
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.explain import Explanation
 from icejax.inference import prefill
 from icejax.plan import make_plan

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from icejax import inference
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.decoding import Decoding
 from tests import families, tolerances
 from tests.run import all_logits, greedy, plan_for

@@ -11,8 +11,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import icejax
 import icejax.checkpoint
-from icejax.cache import Clustered, Full
 from icejax.cache.policies.full import Ring
+from icejax.cache.registry import Clustered, Full
 from icejax.models.decoder import Embedding
 from icejax.models.parts.linear import RMSNorm
 from icejax.models.registry import family

@@ -13,8 +13,8 @@ from rich.console import Console
 
 import icejax
 from icejax import plan
-from icejax.cache import Clustered, Full
 from icejax.cache.policies.full import Ring
+from icejax.cache.registry import Clustered, Full
 from icejax.commands.show import Speed, table
 from icejax.runtime.compile_clock import BEGUN, ENDED, clock
 from tests.test_command import run

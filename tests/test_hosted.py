@@ -16,7 +16,7 @@ from rich.console import Console
 
 import icejax
 from icejax import generation
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
 from icejax.commands.show import table

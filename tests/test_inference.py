@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax import decoding, inference
-from icejax.cache import Clustered, Full
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
+from icejax.cache.registry import Clustered, Full
 from icejax.decoding import Decoding
 from icejax.ops.pages import tree_walk
 from icejax.plan import ladder, make_plan

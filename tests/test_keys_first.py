@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import Clustered, Coded, Tolerant
+from icejax.cache.registry import Clustered, Coded, Tolerant
 from icejax.checks.errors import InputError
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages.digests import digest

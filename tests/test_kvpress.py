@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from icejax.cache import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
+from icejax.cache.registry import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
 from icejax.inference import prefill
 from tests import families
 from tests.run import plan_for

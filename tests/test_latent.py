@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from icejax import explain
-from icejax.cache import Clustered, ExpectedAttention, Full, Quest, ReSTKV, RetroInfer, SnapKV, Streaming, TopK
 from icejax.cache.policies.full import Ring
+from icejax.cache.registry import Clustered, ExpectedAttention, Full, Quest, ReSTKV, RetroInfer, SnapKV, Streaming, TopK
 from icejax.plan import make_plan
 from tests import tolerances
 from tests.layer import Layer, attention, draw

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import InfiniGen, ParisKV, RocketKV, VAttention
 from icejax.cache.index.partial_keys import directions_of
 from icejax.cache.index.signs import SignsIndex, estimated, patterns, turn
 from icejax.cache.policies.pariskv import _shares
 from icejax.cache.protocol import Heads, Lengths, View
+from icejax.cache.registry import InfiniGen, ParisKV, RocketKV, VAttention
 from icejax.cache.sizes import CacheSpec
 from icejax.ops import topk
 from icejax.ops.attention.dense import Scoring

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import formats, load, load_model
 from icejax.checkpoint.layouts import unpack
 from tests import families, quantised, tolerances

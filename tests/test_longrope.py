@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import icejax
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.session import Session
 from tests import families
 from tests.family_rows import LONG, SHORT

@@ -7,8 +7,8 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import Full, OmniKV
 from icejax.cache.policies.follower import Follower
+from icejax.cache.registry import Full, OmniKV
 from icejax.decoding import Decoding
 from tests import families, test_rows, tolerances
 from tests import reference_retrieval as reference

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax import prompts
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.detokenize import Detokenizer
 
 WRONG = {

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import TopK, TopKPages, TopP, layer_policies
 from icejax.cache.policies.full import Full, Ring
+from icejax.cache.registry import TopK, TopKPages, TopP, layer_policies
 from tests import reference_oracles as reference
 from tests.layer import Layer, draw
 from tests.reference_peers import softmax

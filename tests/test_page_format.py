@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered
 from icejax.cache.pool import host_pool, page_format
+from icejax.cache.registry import Clustered
 from icejax.runtime.host_reads import choose
 from tests.test_session import document
 

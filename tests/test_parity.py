@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import icejax.checkpoint
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.generation import ASSETS
 from icejax.ops.attention import dense
 from icejax.walk import exact

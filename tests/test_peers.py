@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Quest, SnapKV, Streaming
+from icejax.cache.registry import Quest, SnapKV, Streaming
 from tests import reference_peers as reference
 from tests import tolerances
 from tests.layer import KV_HEADS, THETA, Layer, draw

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered, Full
+from icejax.cache.registry import Clustered, Full
 from icejax.session import Session
 from tests import families, tolerances
 from tests.layer import Layer, attended, dense, draw, programs

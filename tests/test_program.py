@@ -12,7 +12,7 @@ from bench.program.hlo import Traffic
 from bench.program.targets import TARGETS
 from bench.program.work import Work
 from bench.sizes import nbytes
-from icejax.cache import Clustered
+from icejax.cache.registry import Clustered
 from icejax.runtime import devices
 
 # A pool of 64 pages of 16 x 32 in host memory; K and V of a layer, 1 MB each, one of them updated in place.

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icejax.cache import Clustered
 from icejax.cache.pool import host_pool
+from icejax.cache.registry import Clustered
 from icejax.ops.pages import tree_walk
 from tests import tolerances
 from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw, stored

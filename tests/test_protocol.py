@@ -12,9 +12,9 @@ import pytest
 
 import icejax
 from icejax import inference
-from icejax.cache import Clustered, Full, Quest, Streaming, layer_policies, name_of
 from icejax.cache.bases.selection import Found
 from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared, View
+from icejax.cache.registry import Clustered, Full, Quest, Streaming, layer_policies, name_of
 from icejax.config import RopeScaling
 from icejax.decoding import Decoding
 from icejax.plan import make_plan, reports

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from icejax.cache import Clustered, layer_policies
+from icejax.cache.registry import Clustered, layer_policies
 from icejax.config import ExpertForm, Experts, Latent, Rope, RopeScaling
 from icejax.models.hf.hf_config import SIGMOID, SOFTMAX
 from icejax.models.registry import family

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import load, load_model
 from icejax.diagnose import not_finite
 from icejax.ops.quantized import products

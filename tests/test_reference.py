@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from icejax.cache import Clustered
+from icejax.cache.registry import Clustered
 from icejax.ops.pages import tree_walk
 from tests import layer as harness
 from tests import tolerances

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import icejax
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.commands.generate import batches
 from tests import families
 from tests.run import all_logits

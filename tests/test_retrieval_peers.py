@@ -6,11 +6,11 @@ import pytest
 
 import icejax
 from icejax import explain
-from icejax.cache import ArkVale, ClusterKV, MagicPIG, PQCache, RetroInfer, ShadowKV
 from icejax.cache.index.hashes import planes
 from icejax.cache.index.product_codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
+from icejax.cache.registry import ArkVale, ClusterKV, MagicPIG, PQCache, RetroInfer, ShadowKV
 from icejax.plan import make_plan
 from tests import reference_clusters, tolerances
 from tests import reference_retrieval as reference

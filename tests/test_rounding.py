@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.torch import load_file
 
 from icejax import generation
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.rounding import METHODS
 from icejax.commands import convert, generate

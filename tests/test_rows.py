@@ -9,9 +9,9 @@ import pytest
 
 import icejax
 from icejax import rows
-from icejax.cache import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
+from icejax.cache.registry import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.checks.errors import InputError
 from icejax.decoding import Decoding
 from icejax.inference import extend, prefill

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax import saved
-from icejax.cache import Clustered
+from icejax.cache.registry import Clustered
 from icejax.files.atomic_folder import claim
 from icejax.session import Session
 from tests.crash import Killed, file_limit, killed_at

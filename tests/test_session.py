@@ -10,7 +10,7 @@ import icejax
 from bench.needle import task
 from icejax import decoding
 from icejax import session as module
-from icejax.cache import Clustered, Full, SnapKV
+from icejax.cache.registry import Clustered, Full, SnapKV
 from icejax.files.atomic_folder import Claim, claim
 from icejax.generation import still
 from icejax.runtime import compiler_options

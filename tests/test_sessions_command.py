@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from icejax import saved
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.commands import sessions
 from icejax.files.atomic_folder import claim
 from icejax.identity import damaged, identity

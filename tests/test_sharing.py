@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from icejax import inference
-from icejax.cache import Clustered, Full
 from icejax.cache.protocol import Heads, Lengths, View
+from icejax.cache.registry import Clustered, Full
 from icejax.cache.sizes import CacheSpec
 from icejax.decoding import Decoding
 from icejax.models.decoder import DecoderLayer

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Full
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
+from icejax.cache.registry import Full
 from icejax.explain import Explanation
 from icejax.ops.attention.dense import products
 from icejax.ops.pages.packing import pack

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache import Clustered
 from icejax.cache.policies.tolerant import COVERED, Tolerant
+from icejax.cache.registry import Clustered
 from icejax.checks.errors import InputError
 from tests import layer, tolerances
 from tests.layer import Layer, attention, draw, uneven

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import icejax
 from bench.needle import export, members, stages, train
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from tests import tolerances
 from tests.run import all_logits
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache import Clustered
+from icejax.cache.registry import Clustered
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages.value_fit import RIDGE, fitted, sums_of, unfitted
 from tests import tolerances

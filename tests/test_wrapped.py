@@ -17,7 +17,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from icejax.cache import Full
+from icejax.cache.registry import Full
 from icejax.checkpoint import formats, load_model
 from icejax.checks.errors import InputError
 from icejax.commands import convert, generate

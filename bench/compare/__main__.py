@@ -32,7 +32,7 @@ from bench.compare.runner import run
 from bench.compare.subject import Subject
 from bench.flags import listed, make_folder, numbers
 from bench.needle.evaluate import SHORTEST
-from icejax.cache import Clustered, names
+from icejax.cache.registry import Clustered, names
 from icejax.checks.errors import InputError
 from icejax.runtime import devices
 from icejax.runtime.compile_cache import keep_programs

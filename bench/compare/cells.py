@@ -17,8 +17,8 @@ from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
 from bench.compare.tuned import BY_LENGTH, KNOBS
 from bench.needle import task
-from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
+from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.models.decoder import CausalLM
 

@@ -14,8 +14,8 @@ from bench.compare import cells, tuned
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol, Question
 from bench.compare.subject import Subject
 from bench.compare.text import Text
-from icejax.cache import CachePolicy
 from icejax.cache.options import make_policy
+from icejax.cache.protocol import CachePolicy
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 

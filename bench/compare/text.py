@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.policies.full import Full, TokenState
+from icejax.cache.bases.all_tokens import TokenState
+from icejax.cache.policies.full import Full
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
 from icejax.inference import kept

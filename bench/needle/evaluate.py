@@ -24,8 +24,8 @@ from bench import panel
 from bench.flags import listed, numbers
 from bench.needle import task
 from bench.needle.reader import Reader
-from icejax.cache import shown_name
 from icejax.cache.options import cache_options, make_policy
+from icejax.cache.registry import shown_name
 from icejax.checks.numbers import whole
 from icejax.generation import ASSETS
 from icejax.runtime import devices

@@ -10,7 +10,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from icejax.cache import POLICIES, CachePolicy, named, names
+from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import POLICIES, named, names
 from icejax.checks.errors import InputError, meant, quoted
 
 

@@ -8,7 +8,7 @@ import logging
 
 from rich.console import Console
 
-from icejax.cache import CachePolicy
+from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.commands import options

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from icejax.cache import POLICIES, PRESETS, CachePolicy, name_of, names
 from icejax.cache.options import cache_options, described, make_policy
+from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, meant, printable
 from icejax.checks.numbers import number
 from icejax.generation import MAX_NEW_TOKENS

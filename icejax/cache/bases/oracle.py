@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.policies.full import Full, TokenState, appended
+from icejax.cache.bases.all_tokens import AllTokens, TokenState, appended
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.ops.attention.dense import EINSUM, Attended, masked_scores
 from icejax.ops.slots import apart, joined
 
 
-class Oracle(Full):
+class Oracle(AllTokens):
     """What the oracles share: all but which tokens are attended to."""
 
     @abc.abstractmethod

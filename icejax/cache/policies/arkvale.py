@@ -12,9 +12,8 @@ from jaxtyping import Array, Bool, Float
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
-from icejax.cache.policies.full import check_dense
 from icejax.cache.policies.quest import Bounds, BoundsIndex, bound
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.checks.numbers import one_of, power_of_two, whole
 from icejax.ops.topk import best
 
@@ -69,7 +68,7 @@ class ArkVale(Retrieval):
         whole("window", self.window, least=2, most=1024)
         whole("budget", self.budget, least=(self.sinks + self.window + 1) * self.page_size)
         one_of("heads", self.heads, typing.get_args(Together))
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     @property
     def window_of(self) -> Window:

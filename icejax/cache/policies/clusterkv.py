@@ -11,8 +11,7 @@ from icejax.cache.bases.selection import Found, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.product_codes import Codes, CodesIndex, approximate
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.checks.numbers import whole
 from icejax.ops.topk import best
 
@@ -49,7 +48,7 @@ class ClusterKV(Retrieval):
         whole("budget", self.budget, least=self.sinks + PAGE + 1)
         whole("clusters", self.clusters, most=2**16)
         whole("iterations", self.iterations, least=0, most=1000)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     page_size = PAGE
     by_slot = True

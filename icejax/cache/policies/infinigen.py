@@ -11,8 +11,7 @@ from icejax.cache.bases.selection import Found, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.partial_keys import Partial, PartialIndex, directions_of
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, Outcome, View
+from icejax.cache.protocol import Heads, Outcome, View, check_dense_layers
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import number, whole
 from icejax.ops.attention.dense import EINSUM, Attended
@@ -60,7 +59,7 @@ class InfiniGen(Retrieval):
         number("alpha", self.alpha, least=0, most=1e9)
         if not isinstance(self.prefetch, bool):
             raise InputError(f"prefetch must be true or false, got {quoted(self.prefetch)}")
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     page_size = PAGE
     by_slot = True

@@ -13,8 +13,7 @@ from icejax.cache.bases.selection import Found, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.hashes import Hashes, HashIndex
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import EINSUM, Attended
 from icejax.ops.topk import best
@@ -68,7 +67,7 @@ class MagicPIG(Retrieval):
         whole("bits", self.bits, most=16)
         whole("tables", self.tables, least=2, most=4096)
         whole("seed", self.seed, least=0)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     page_size = PAGE
     by_slot = True

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.bases.retrieval import PAGE
 from icejax.cache.policies.follower import Follower
-from icejax.cache.policies.full import Full, TokenState
+from icejax.cache.policies.full import Full
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import whole

@@ -14,8 +14,7 @@ from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.signs import BLOCK, Signs, SignsIndex, estimated, patterns
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.checks.numbers import whole
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.topk import best, largest, ranks
@@ -59,7 +58,7 @@ class ParisKV(Retrieval):
         whole("window", self.window, least=PAGE, most=2**20)
         whole("budget", self.budget, least=self.sinks + self.window + 1)
         whole("seed", self.seed, least=0)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     page_size = PAGE
     by_slot = True

@@ -12,8 +12,7 @@ from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.product_codes import Codes, CodesIndex, approximate
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
@@ -60,7 +59,7 @@ class PQCache(Retrieval):
         whole("parts", self.parts, most=1024)
         whole("bits", self.bits, most=12)
         whole("iterations", self.iterations, least=0, most=1000)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     page_size = PAGE
     by_slot = True

@@ -12,8 +12,7 @@ from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.bases.selection import Found, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.attention.dense import products
@@ -82,7 +81,7 @@ class Quest(Retrieval):
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, least=4, most=128)
         whole("budget", self.budget, least=2 * self.page_size)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     per_query_head = True
 

@@ -14,8 +14,7 @@ from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.clusters import Clusters, ClustersIndex
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.checks.numbers import number, whole
 from icejax.ops.attention.dense import EINSUM, Attended, products
 from icejax.ops.topk import best, largest
@@ -58,7 +57,7 @@ class RetroInfer(Retrieval):
         whole("budget", self.budget, least=self.sinks + self.window + 1)
         number("estimated", self.estimated, least=0, most=1)
         whole("iterations", self.iterations, most=1000)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     page_size = PAGE
     by_slot = True

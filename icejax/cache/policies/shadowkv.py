@@ -12,8 +12,7 @@ from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
 from icejax.cache.index.mean_keys import LandmarkIndex, Landmarks, least_cosine
-from icejax.cache.policies.full import check_dense
-from icejax.cache.protocol import Heads, Outcome, View
+from icejax.cache.protocol import Heads, Outcome, View, check_dense_layers
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.attention.dense import Attended, products
@@ -59,7 +58,7 @@ class ShadowKV(Retrieval):
         if self.outliers is not None:
             whole("outliers", self.outliers, least=0, most=2**20)
         whole("rank", self.rank)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
         if self._selected < 1:
             least = (self.window + self._outliers + 2) * self.page_size
             held = f"a window of {self.window} pages and one, {self._outliers} outliers and a page"

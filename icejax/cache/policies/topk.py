@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.oracle import Ranked
-from icejax.cache.policies.full import check_dense
+from icejax.cache.protocol import check_dense_layers
 from icejax.checks.numbers import one_of, whole
 from icejax.ops.topk import largest
 
@@ -39,7 +39,7 @@ class TopK(Ranked):
     def __post_init__(self) -> None:
         whole("budget", self.budget)
         one_of("group", self.group, typing.get_args(Group))
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
         worth = scores if self.group == "none" else jax.nn.softmax(scores, axis=-1).sum(1, keepdims=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.oracle import Ranked
-from icejax.cache.policies.full import check_dense
+from icejax.cache.protocol import check_dense_layers
 from icejax.checks.numbers import power_of_two, whole
 from icejax.ops.topk import largest
 
@@ -34,7 +34,7 @@ class TopKPages(Ranked):
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, most=128)
         whole("budget", self.budget, least=self.page_size)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R 1 S"]:
         # A page's share of the softmax ranks it as its log-sum-exp does, and can be summed over query heads.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from icejax.cache.bases.oracle import Ranked
-from icejax.cache.policies.full import check_dense
+from icejax.cache.protocol import check_dense_layers
 from icejax.checks.numbers import number
 from icejax.ops.threshold import ordered, threshold
 
@@ -31,7 +31,7 @@ class TopP(Ranked):
 
     def __post_init__(self) -> None:
         number("mass", self.mass, least=0, most=1, above=True)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R G S"]:
         weights = jax.nn.softmax(scores, axis=-1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.oracle import Oracle
-from icejax.cache.policies.full import check_dense
+from icejax.cache.protocol import check_dense_layers
 from icejax.checks.numbers import number, whole
 from icejax.ops.topk import largest
 
@@ -62,7 +62,7 @@ class VAttention(Oracle):
         number("epsilon", self.epsilon, least=0, most=1, above=True)
         number("delta", self.delta, least=0, most=0.49, above=True)
         whole("seed", self.seed, least=0)
-        check_dense(self.dense_layers)
+        check_dense_layers(self.dense_layers)
 
     @property
     def _left(self) -> int:

@@ -1,0 +1,128 @@
+"""Cache policies and presets by the name the command line knows them by."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from icejax.cache.policies.adakv import AdaKV
+from icejax.cache.policies.arkvale import ArkVale
+from icejax.cache.policies.clustered import Clustered
+from icejax.cache.policies.clusterkv import ClusterKV
+from icejax.cache.policies.coded import Coded
+from icejax.cache.policies.expected_attention import ExpectedAttention
+from icejax.cache.policies.full import Full, Ring
+from icejax.cache.policies.h2o import H2O
+from icejax.cache.policies.infinigen import InfiniGen
+from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.lacache import LaCache
+from icejax.cache.policies.magicpig import MagicPIG
+from icejax.cache.policies.omnikv import OmniKV
+from icejax.cache.policies.pariskv import ParisKV
+from icejax.cache.policies.pqcache import PQCache
+from icejax.cache.policies.pyramidkv import PyramidKV
+from icejax.cache.policies.quest import Quest
+from icejax.cache.policies.restkv import ReSTKV
+from icejax.cache.policies.retroinfer import RetroInfer
+from icejax.cache.policies.rocketkv import RocketKV
+from icejax.cache.policies.shadowkv import ShadowKV
+from icejax.cache.policies.snapkv import SnapKV
+from icejax.cache.policies.streaming import Streaming
+from icejax.cache.policies.tolerant import Tolerant
+from icejax.cache.policies.topk import TopK
+from icejax.cache.policies.topk_pages import TopKPages
+from icejax.cache.policies.topp import TopP
+from icejax.cache.policies.tova import TOVA
+from icejax.cache.policies.vattention import VAttention
+from icejax.cache.protocol import CachePolicy
+from icejax.checks.errors import InputError, quoted
+from icejax.config import ModelConfig
+
+LOG = logging.getLogger(__name__)
+
+POLICIES: dict[str, type[CachePolicy]] = {
+    "adakv": AdaKV,
+    "arkvale": ArkVale,
+    "clustered": Clustered,
+    "clusterkv": ClusterKV,
+    "coded": Coded,
+    "expected-attention": ExpectedAttention,
+    "full": Full,
+    "h2o": H2O,
+    "infinigen": InfiniGen,
+    "keydiff": KeyDiff,
+    "lacache": LaCache,
+    "magicpig": MagicPIG,
+    "omnikv": OmniKV,
+    "pariskv": ParisKV,
+    "pqcache": PQCache,
+    "pyramidkv": PyramidKV,
+    "quest": Quest,
+    "restkv": ReSTKV,
+    "retroinfer": RetroInfer,
+    "rocketkv": RocketKV,
+    "shadowkv": ShadowKV,
+    "snapkv": SnapKV,
+    "streaming": Streaming,
+    "tolerant": Tolerant,
+    "topk": TopK,
+    "topk-pages": TopKPages,
+    "topp": TopP,
+    "tova": TOVA,
+    "vattention": VAttention,
+}
+# A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
+ICECACHE = dict(rerank=False, tail=False, balance=False, score="mean", group="interleave")
+PRESETS: dict[str, tuple[type[CachePolicy], dict[str, Any]]] = {
+    "icecache": (Clustered, ICECACHE),
+    "icecache-reuse": (Clustered, ICECACHE | dict(reuse=3)),
+}
+
+
+def names() -> list[str]:
+    """Returns the names of all policies and presets."""
+    return [*POLICIES, *PRESETS]
+
+
+def named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
+    """Returns the policy of a name and the options that come with it; None if there is no such name."""
+    return PRESETS.get(name) or ((POLICIES[name], {}) if name in POLICIES else None)
+
+
+def name_of(policy: CachePolicy) -> str | None:
+    """Returns the name of `policy`: of the preset with most options that it has, or of its class; None if it has none."""
+    matching = [name for name, kind in POLICIES.items() if type(policy) is kind]
+    for name, (kind, options) in PRESETS.items():  # one with more options comes later
+        if type(policy) is kind and all(getattr(policy, key) == value for key, value in options.items()):
+            matching.append(name)
+    return matching[-1] if matching else None
+
+
+def shown_name(policy: CachePolicy) -> str:
+    """Returns the name of `policy`, or what its class is called."""
+    return name_of(policy) or type(policy).__name__.lower()
+
+
+def checked(cache: CachePolicy | None) -> CachePolicy:
+    """Returns the cache policy that a caller gave, or the default; InputError for what is none."""
+    if cache is not None and not isinstance(cache, CachePolicy):
+        raise InputError(f"cache must be a policy such as icejax.Clustered(budget=256), got {quoted(cache)}")
+    return Clustered() if cache is None else cache
+
+
+def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
+    """Returns the policy of every layer: a ring for sliding layers, else what `policy` has for the layer.
+
+    A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention, unless their heads
+    are others.
+    """
+    layers = len(config.windows)
+    dense = (2 if layers >= 16 else 0) if policy.dense_layers is None else policy.dense_layers
+    alike = config.sliding_head_dim is None and config.sliding_key_value_heads is None
+    full = [i for i, window in enumerate(config.windows) if window is None or (alike and window >= capacity)]
+    behind = [i for i in full if i >= dense]
+    own = dict.fromkeys(full, Full()) | dict(zip(behind, policy.for_layers(behind, of=layers), strict=True))
+    policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
+    if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
+        LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))
+    return policies
