@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 
 import icejax
-from icejax.checkpoint.layouts import Codes
 from icejax.checkpoint.load import DTYPES
-from icejax.checkpoint.narrow import for_cpu
+from icejax.checkpoint.quantized.cpu_codes import for_cpu
+from icejax.checkpoint.quantized.layouts import Codes
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import one_of, whole
 from icejax.generation import ASSETS

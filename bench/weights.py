@@ -37,7 +37,7 @@ from bench.panel import reads_bytes
 from bench.program.compile import abstract_model
 from bench.sizes import nbytes
 from bench.subjects import Icejax
-from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks.errors import InputError
 from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM

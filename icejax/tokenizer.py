@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from icejax.checkpoint.folder import companions
-from icejax.checkpoint.huggingface import read_json
+from icejax.checkpoint.readers.huggingface import read_json
 from icejax.checks.errors import InputError, told
 
 MOST_GROWTH = 100  # times the text, of all that a tokenizer replaces; those of published models at most some tens

@@ -14,7 +14,7 @@ from bench.program.compile import abstract_model
 from bench.sizes import nbytes
 from icejax.checkpoint import load_model
 from icejax.checkpoint.load import abstract
-from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.generation import ASSETS
 from icejax.models.registry import family
 

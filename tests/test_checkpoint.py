@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import icejax.checkpoint.convert as converters
 from icejax.cache.registry import Full
-from icejax.checkpoint import huggingface, load_model
+from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import ORBAX
+from icejax.checkpoint.readers import huggingface
 from icejax.checks.errors import InputError
 from icejax.commands import convert as converting
 from icejax.files.atomic_folder import claim

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from icejax import generation
-from icejax.checkpoint import formats, load_model
+from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.quantized import formats
 from icejax.commands import convert, generate
 from icejax.sandbox import client
 from tests import families, quantised

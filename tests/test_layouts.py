@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from icejax.cache.registry import Full
-from icejax.checkpoint import formats, load, load_model
-from icejax.checkpoint.layouts import unpack
+from icejax.checkpoint import load, load_model
+from icejax.checkpoint.quantized import formats
+from icejax.checkpoint.quantized.layouts import unpack
 from tests import families, quantised, tolerances
 from tests.peak import resident_peak
 from tests.quantised import FORMATS

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.checkpoint import convert, huggingface, load, load_model
-from icejax.checkpoint.layouts import Codes
-from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint import convert, load, load_model
+from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.rounding import METHODS
+from icejax.checkpoint.readers import huggingface
 from tests import families
 from tests.peak import resident_peak
 from tests.test_checkpoint import edit

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from icejax import saved
-from icejax.checkpoint import formats, huggingface, load
-from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint import load
+from icejax.checkpoint.quantized import formats
+from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.readers import huggingface
 from icejax.checkpoint.tensors import opened
 from icejax.checks.errors import InputError
 from icejax.commands.options import parser

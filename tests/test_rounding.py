@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from icejax import generation
 from icejax.cache.registry import Full
 from icejax.checkpoint import load, load_model
-from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.commands import convert, generate
 from icejax.models.parts.experts import ExpertStack
 from icejax.ops.quantized.products import Grouped

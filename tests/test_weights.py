@@ -11,7 +11,8 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from icejax.checkpoint import huggingface, load_model, orbax
+from icejax.checkpoint import load_model
+from icejax.checkpoint.readers import huggingface, orbax
 from icejax.checks.errors import InputError
 from tests import families
 

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from icejax.cache.registry import Full
-from icejax.checkpoint import formats, load_model
+from icejax.checkpoint import load_model
+from icejax.checkpoint.quantized import formats
 from icejax.checks.errors import InputError
 from icejax.commands import convert, generate
 from icejax.models.registry import family

@@ -22,7 +22,7 @@ from bench import shapes
 from bench.flags import flag, numbers
 from bench.program import compile, estimate, report, targets
 from icejax.cache.options import cache_options, make_policy
-from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks import numbers as ranges
 from icejax.checks.errors import InputError
 

@@ -24,9 +24,9 @@ from icejax import decoding
 from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.page_format import bits_dtype
 from icejax.cache.protocol import CachePolicy
-from icejax.checkpoint import formats
 from icejax.checkpoint.load import abstract, of_experts
-from icejax.checkpoint.rounding import Method
+from icejax.checkpoint.quantized import formats
+from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks.errors import InputError, meant
 from icejax.decoding import DecodeState
 from icejax.models.decoder import CausalLM

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from icejax.checkpoint import huggingface, orbax
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config
-from icejax.checkpoint.rounding import METHODS
+from icejax.checkpoint.quantized.rounding import METHODS
+from icejax.checkpoint.readers import huggingface, orbax
 from icejax.checkpoint.tensors import Tensors, opened
 from icejax.checks.errors import InputError, listed
 from icejax.files.atomic_folder import claim

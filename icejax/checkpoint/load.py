@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from icejax.checkpoint import huggingface
 from icejax.checkpoint.folder import resolve
-from icejax.checkpoint.formats import HEAD
-from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.quantized.formats import HEAD
+from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.readers import huggingface
 from icejax.checkpoint.tensors import Tensors, opened, stored_in
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import one_of, whole

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from icejax.checkpoint import formats, huggingface, orbax
 from icejax.checkpoint.folder import ORBAX
-from icejax.checkpoint.formats import EMBEDDING, HEAD, Source
-from icejax.checkpoint.layouts import FLOATS, Codes, Part
-from icejax.checkpoint.rounding import METHODS
-from icejax.checkpoint.stacked import Stack, stacks
+from icejax.checkpoint.quantized import formats
+from icejax.checkpoint.quantized.formats import EMBEDDING, HEAD, Source
+from icejax.checkpoint.quantized.layouts import FLOATS, Codes, Part
+from icejax.checkpoint.quantized.rounding import METHODS
+from icejax.checkpoint.readers import huggingface, orbax
+from icejax.checkpoint.tensor_mapping import Stack, stacks
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed
 from icejax.config import ModelConfig

@@ -9,7 +9,7 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from icejax.checkpoint.layouts import Codes, Layout, Part, Shape, nibbles
+from icejax.checkpoint.quantized.layouts import Codes, Layout, Part, Shape, nibbles
 
 FLOAT4, EXPONENTS = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # a number of e2m1, by its bits

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from icejax.checkpoint import huggingface
+from icejax.checkpoint.readers import huggingface
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from icejax.checkpoint.float4 import Float4, Mxfp4
-from icejax.checkpoint.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
-from icejax.checkpoint.rounding import Method
+from icejax.checkpoint.quantized.float4 import Float4, Mxfp4
+from icejax.checkpoint.quantized.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
+from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.hf.fields import Fields

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from icejax.checkpoint.float4 import doubled
-from icejax.checkpoint.layouts import Codes
-from icejax.checkpoint.narrow import for_cpu
-from icejax.checkpoint.rounding import Method
+from icejax.checkpoint.quantized.cpu_codes import for_cpu
+from icejax.checkpoint.quantized.float4 import doubled
+from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.rounding import Method
 from icejax.models.registry import Family
 
 

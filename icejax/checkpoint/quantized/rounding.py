@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.quantized.layouts import Codes
 from icejax.ops.quantized.rounding import quantize
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from icejax.checkpoint.float4 import doubled
-from icejax.checkpoint.layouts import Codes
+from icejax.checkpoint.quantized.float4 import doubled
+from icejax.checkpoint.quantized.layouts import Codes
 
 HALF, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 BITS = np.arange(256, dtype=np.uint8).view(FP8).astype(HALF).view(np.uint16)  # of every number of fp8 in bfloat16

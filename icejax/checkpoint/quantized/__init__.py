@@ -1,0 +1,1 @@
+"""Quantised weights: published formats, their layouts in a checkpoint, and rounding."""

@@ -1,0 +1,1 @@
+"""Checkpoint folders, read tensor by tensor and written."""
