@@ -11,10 +11,10 @@ import numpy as np
 from bench.needle import task
 from icejax.cache.bases.channel_scaling import balanced
 from icejax.cache.protocol import Heads
+from icejax.engine.layers import Place, exact, walk
+from icejax.engine.plan import ladder
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.pages.channel_scaling import factors_of
-from icejax.plan import ladder
-from icejax.walk import Place, exact, walk
 
 
 @dataclass(frozen=True)

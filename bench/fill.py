@@ -13,12 +13,12 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import Lengths
-from icejax.decoding import DecodeState
-from icejax.inference import prefill
+from icejax.engine.decode_step import DecodeState
+from icejax.engine.plan import Plan, make_plan
+from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
 from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import digest, put
-from icejax.plan import Plan, make_plan
 from icejax.runtime import devices
 
 BASE = 4096  # tokens of the short prefill, about

@@ -22,14 +22,14 @@ import numpy as np
 
 from bench import shapes
 from bench.flags import listed, numbers
-from icejax import walk
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import DTYPES
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import one_of, whole
-from icejax.inference import prefill
+from icejax.engine import layers as walk
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import prefill
 from icejax.ops.attention.dense import Attended, causal_with_lse
-from icejax.plan import make_plan
 from icejax.runtime import devices
 
 POLICIES = ("full", "clustered", "transformers")

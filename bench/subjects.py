@@ -19,12 +19,12 @@ from bench.sizes import nbytes
 from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
-from icejax.decoding import Decoding
-from icejax.inference import prefill
+from icejax.engine.decode_step import Decoding
+from icejax.engine.plan import Plan, make_plan, reports
+from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import apart, append
-from icejax.plan import Plan, make_plan, reports
 
 WARM_UP = 17  # steps, at least: with a page of 16 that leaves the window, whose programs are compiled then
 
@@ -68,7 +68,7 @@ class Icejax:
         self._brought, self._fetched = None, []
 
     def step(self) -> None:
-        """Starts a step and reads what the one before brought, as `icejax.streaming` does."""
+        """Starts a step and reads what the one before brought, as `icejax.engine.decode_loop` does."""
         before = self._brought
         self._state, self._brought, self._pool = self._decoding.step(self._state, self._pool)
         if before is not None:

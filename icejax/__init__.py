@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from icejax.cache.options import make_policy
     from icejax.cache.registry import POLICIES, CachePolicy, Clustered, Full
     from icejax.checks.errors import InputError
+    from icejax.engine.request import Request
+    from icejax.engine.response import GenerationResponse
+    from icejax.engine.sampling import Sampling
     from icejax.generation import generate, load, stream_generate
     from icejax.prompts import chat
-    from icejax.request import Request
-    from icejax.response import GenerationResponse
-    from icejax.sampling import Sampling
     from icejax.session import Session
 
 __version__ = "0.1.0"

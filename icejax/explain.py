@@ -18,13 +18,13 @@ from icejax.cache.bases.retrieval import PagedState
 from icejax.cache.protocol import CachePolicy, Heads, Outcome
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
-from icejax.decoding import DecodeState
-from icejax.inference import kept
+from icejax.engine.decode_step import DecodeState
+from icejax.engine.layers import Place, exact, walk
+from icejax.engine.plan import Plan, make_plan
+from icejax.engine.prefill import kept
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import on_device
-from icejax.plan import Plan, make_plan
-from icejax.walk import Place, exact, walk
 
 BINS = 480  # columns of the picture
 

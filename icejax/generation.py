@@ -11,20 +11,20 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
-from icejax.decoding import DecodeState, Decoding
-from icejax.inference import prefill
-from icejax.logprobs import check as check_logprobs
+from icejax.engine.decode_loop import Row, Run, check, still, stream
+from icejax.engine.decode_step import DecodeState, Decoding
+from icejax.engine.logprobs import check as check_logprobs
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import prefill
+from icejax.engine.request import Prompt, Request, requests
+from icejax.engine.response import GenerationResponse, join
+from icejax.engine.sampling import Sampling, checked
 from icejax.models.decoder import CausalLM
-from icejax.plan import make_plan
 from icejax.prompts import check_context, encode
-from icejax.request import Prompt, Request, requests
-from icejax.response import GenerationResponse, join
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.host_reads.choose import try_ahead
-from icejax.sampling import Sampling, checked
-from icejax.streaming import Row, Run, check, still, stream
-from icejax.tokenizer import load_tokenizer
+from icejax.text.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_NEW_TOKENS = 256

@@ -11,9 +11,9 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted, told
 from icejax.checks.numbers import POSITIONS, is_unicode, whole
+from icejax.engine.request import Request
 from icejax.models.decoder import CausalLM
-from icejax.request import Request
-from icejax.templates import render
+from icejax.text.chat_template import render
 
 LOG = logging.getLogger(__name__)
 PROBED = (16, 512, 16384)  # characters

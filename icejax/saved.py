@@ -31,10 +31,10 @@ from icejax.cache.protocol import CachePolicy, KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
+from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import present
 from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models.decoder import CausalLM
-from icejax.plan import Plan
 from icejax.runtime import devices
 
 VERSION = 15

@@ -15,22 +15,22 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.cache.registry import name_of
 from icejax.checks.errors import InputError
-from icejax.conversation import next_turn, with_one_end
-from icejax.decoding import Decoding
+from icejax.engine.decode_loop import Row, Run, check, still, stream, taken_up
+from icejax.engine.decode_step import Decoding
+from icejax.engine.logprobs import check as check_logprobs
+from icejax.engine.plan import Plan, make_plan
+from icejax.engine.prefill import extend, prefill
+from icejax.engine.request import Request
+from icejax.engine.response import GenerationResponse, join
+from icejax.engine.sampling import Sampling, checked, row_keys, row_options
 from icejax.files.atomic_folder import Claim, claim, place
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.identity import identity
-from icejax.inference import extend, prefill
-from icejax.logprobs import check as check_logprobs
 from icejax.models.decoder import CausalLM
-from icejax.plan import Plan, make_plan
 from icejax.prompts import check_context, encode, message, opening
-from icejax.request import Request
-from icejax.response import GenerationResponse, join
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
-from icejax.sampling import Sampling, checked, row_keys, row_options
-from icejax.streaming import Row, Run, check, still, stream, taken_up
+from icejax.text.chat_turns import next_turn, with_one_end
 
 LOG = logging.getLogger(__name__)
 

@@ -23,9 +23,11 @@ from bench.program import hlo
 from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, without_devices
 from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
-from icejax import decoding, inference, rows
 from icejax.cache.pool import host_pool
-from icejax.plan import make_plan
+from icejax.engine import batch as rows
+from icejax.engine import decode_step
+from icejax.engine import prefill as inference
+from icejax.engine.plan import make_plan
 from icejax.runtime import compiler_options
 
 CONTEXT = 32768
@@ -41,7 +43,7 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     plan = make_plan(model, policy, platform=target.platform, **sizes)
     plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
     state, pool = abstract_state(plan), abstract_pool(plan)
-    step, flush, flushed, compact = decoding._programs(graph, tree, plan)
+    step, flush, flushed, compact = decode_step._programs(graph, tree, plan)
     page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
     layer, some = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
     number, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table

@@ -42,7 +42,7 @@ from tests import shapes
 shapes.install()  # before anything of icejax is imported
 
 import icejax
-from icejax import decoding
+from icejax.engine import decode_step
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -92,7 +92,7 @@ def programs_are_few():
 
 
 def drop_programs() -> None:
-    decoding._programs.cache_clear()
+    decode_step._programs.cache_clear()
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux":

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax import inference
 from icejax.cache.protocol import CachePolicy
-from icejax.decoding import Decoding
-from icejax.inference import prefill
+from icejax.engine import prefill as inference
+from icejax.engine.decode_step import Decoding
+from icejax.engine.layers import Place, walk
+from icejax.engine.plan import Plan, make_plan
+from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import on_device
-from icejax.plan import Plan, make_plan
-from icejax.walk import Place, walk
 from tests import tolerances
 
 

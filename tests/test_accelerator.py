@@ -10,12 +10,12 @@ from jax import lax
 from jax.experimental import pallas
 
 import icejax
-from icejax import decoding
 from icejax.cache.pool import host_pool
+from icejax.engine import decode_step
+from icejax.engine.plan import make_plan
 from icejax.ops import slots, topk
 from icejax.ops.attention import dense
 from icejax.ops.pages import digests, tree_walk
-from icejax.plan import make_plan
 from icejax.runtime.host_reads import backends, choose
 from tests import tolerances
 
@@ -31,7 +31,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     monkeypatch.setattr(choose, "ORDER", {"cpu": ("triton",)})
     monkeypatch.setattr(choose, "APART", ())
-    caches = (decoding._programs, choose.fetch_backend)
+    caches = (decode_step._programs, choose.fetch_backend)
     for cache in caches:
         cache.cache_clear()
     jax.clear_caches()

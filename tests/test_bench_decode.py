@@ -15,7 +15,7 @@ from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers, _warm_up
 from icejax.cache.registry import Clustered, Full
 from icejax.checks.errors import InputError
-from icejax.plan import make_plan
+from icejax.engine.plan import make_plan
 from icejax.runtime import compiler_options, devices
 from tests import families
 from tests.layer import assert_digests, stored

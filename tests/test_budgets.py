@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import inference
 from icejax.cache.bases.eviction import Slots
 from icejax.cache.registry import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, Tolerant, VAttention
+from icejax.engine import prefill
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, attention, dense, draw
 from tests.run import plan_for
@@ -72,7 +72,7 @@ def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
     sizes = [102, 77, 51, 26]
 
     def kept_by(policy) -> list[np.ndarray]:
-        state, *_ = inference.prefill(model, [prompt], plan_for(model, policy, [prompt], 8))
+        state, *_ = prefill.prefill(model, [prompt], plan_for(model, policy, [prompt], 8))
         return [np.asarray(layer.positions[0]) for layer in state.cache.layers]
 
     found, first, last = (

@@ -19,8 +19,8 @@ from icejax.cache.registry import Clustered, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
 from icejax.commands.requests import BUNDLED_PROMPT
+from icejax.engine.response import GenerationResponse
 from icejax.generation import ASSETS
-from icejax.response import GenerationResponse
 
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(
@@ -314,7 +314,7 @@ def test_bad_prompt_files(capsys, tmp_path, case):
 
 def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000, "total": 2**34})())
-    monkeypatch.setattr("icejax.inference._prefill_layer", lambda *_, **__: pytest.fail("prefill began"))
+    monkeypatch.setattr("icejax.engine.prefill._prefill_layer", lambda *_, **__: pytest.fail("prefill began"))
     status, out, err = run(capsys, "--prompt", "x", *SHORT)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err

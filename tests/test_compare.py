@@ -14,7 +14,7 @@ from bench.compare.subject import STEPS, Subject
 from bench.compare.text import Text
 from icejax.cache.options import make_policy
 from icejax.cache.registry import Clustered, Full, Quest, SnapKV, Streaming
-from icejax.inference import prefill
+from icejax.engine.prefill import prefill
 from tests import families, tolerances
 from tests.layer import attention
 

@@ -15,11 +15,11 @@ import icejax
 from icejax import session as module
 from icejax.cache.registry import Full
 from icejax.commands import generate as command
-from icejax.conversation import addition, with_one_end
-from icejax.decoding import COUNTS
+from icejax.engine.decode_loop import Row
+from icejax.engine.decode_step import COUNTS
 from icejax.generation import ASSETS
 from icejax.session import Session
-from icejax.streaming import Row
+from icejax.text.chat_turns import addition, with_one_end
 from tests import chat_templates
 
 ADDITIONS = {

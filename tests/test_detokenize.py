@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from icejax.checks.errors import InputError
-from icejax.detokenize import Detokenizer, decoded
 from icejax.generation import ASSETS
+from icejax.text.detokenize import Detokenizer, decoded
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from flax import nnx
 
-from icejax import inference
 from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
-from icejax.decoding import Decoding
+from icejax.engine import prefill
+from icejax.engine.decode_step import Decoding
 from icejax.models.registry import family
 from tests import families, tolerances
 from tests.policies import OF_BASES
@@ -38,7 +38,7 @@ def logits(model, policy):
     tokens, at = families.tokens(TOTAL), PROMPT
     plan = plan_for(model, policy, [tokens[:PROMPT]], 1000)
     decoding = Decoding(model, plan)
-    state, step, pool = inference.prefill(model, [tokens[:PROMPT]], plan)
+    state, step, pool = prefill.prefill(model, [tokens[:PROMPT]], plan)
     for more in (EXTENDED, 0):
         for token in tokens[at : at + DECODED]:
             yield at - 1, step.logits[0]
@@ -46,7 +46,7 @@ def logits(model, policy):
             state, step, pool = decoding.step(state, pool)
             at += 1
         if more:
-            state, step, pool = inference.extend(model, tokens[at : at + more], plan, state, pool)
+            state, step, pool = prefill.extend(model, tokens[at : at + more], plan, state, pool)
             decoding.clock, at = 0, at + more
     yield at - 1, step.logits[0]
 
@@ -73,7 +73,7 @@ def test_pages_hold_the_key_alone(both):
     """What is kept has the bytes of one latent head, in the pool, of sinks and window, and where all tokens stay on the device."""
     model = both[0]
     plan = plan_for(model, Clustered(dense_layers=0), [families.tokens(PROMPT)], 1000)
-    state, _, pool = inference.prefill(model, [families.tokens(PROMPT)], plan)
+    state, _, pool = prefill.prefill(model, [families.tokens(PROMPT)], plan)
     assert plan.pool_shape(1)[3:] == (1, 1, 16, HEAD) and pool.shape[3:] == (1, 1, 16, HEAD)
     assert plan.fetched_bytes == 16 * HEAD * 4
     assert all(len(layer.window.sinks) == 1 for layer in state.cache.layers)

@@ -10,9 +10,9 @@ import icejax
 from bench.needle import task
 from icejax import explain
 from icejax.cache.registry import Clustered, Full
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import prefill
 from icejax.explain import Explanation
-from icejax.inference import prefill
-from icejax.plan import make_plan
 from tests.layer import stored
 
 

@@ -13,11 +13,11 @@ import icejax
 import icejax.checkpoint
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, Full
+from icejax.engine.batch import nobody
+from icejax.engine.plan import make_plan
 from icejax.models.decoder import Embedding
 from icejax.models.parts.linear import RMSNorm
 from icejax.models.registry import family
-from icejax.plan import make_plan
-from icejax.rows import nobody
 from icejax.session import Session
 from tests import families
 from tests.policies import EXACT

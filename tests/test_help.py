@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 import icejax
-from icejax import plan
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, Full
 from icejax.commands.show import Speed, table
+from icejax.engine import plan
 from icejax.runtime.compile_clock import BEGUN, ENDED, clock
 from tests.test_command import run
 

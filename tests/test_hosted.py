@@ -20,8 +20,8 @@ from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
 from icejax.commands.show import table
-from icejax.decoding import Decoding
-from icejax.inference import prefill
+from icejax.engine.decode_step import Decoding
+from icejax.engine.prefill import prefill
 from icejax.ops.experts import mixture, offloaded_experts
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime.host_reads.choose import fetch_backend

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import icejax
-from icejax import decoding, inference
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.cache.registry import Clustered, Full
-from icejax.decoding import Decoding
+from icejax.engine import decode_step, prefill
+from icejax.engine.decode_step import Decoding
+from icejax.engine.plan import ladder, make_plan
+from icejax.engine.sampling import Sampling
 from icejax.ops.pages import tree_walk
-from icejax.plan import ladder, make_plan
-from icejax.sampling import Sampling
 from tests import families, tolerances
 from tests.policies import POLICIES, by_row
 from tests.run import greedy, plan_for
@@ -38,10 +38,10 @@ def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens)
 def test_equal_plans_share_their_programs(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(50)
-    decoding._programs.cache_clear()
+    decode_step._programs.cache_clear()
     for policy in (Clustered(budget=64), Clustered(budget=64), Full()):
         greedy(model, policy, [prompt], 20)
-    assert decoding._programs.cache_info().misses == 2
+    assert decode_step._programs.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
     step, flush, flushed, compact = Decoding(model, plan)._programs
     assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
@@ -59,10 +59,10 @@ def test_one_program_extends_all_layers(tmp_path):
     """Three layers with pages: one that is compiled per layer would triple the first wait of a session's second text."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 300)
-    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
-    before = inference._extend_layer._cache_size()
-    inference.extend(model, families.tokens(20), plan, state, pool)
-    assert len(plan.pooled) == 3 and inference._extend_layer._cache_size() == before + 1
+    state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
+    before = prefill._extend_layer._cache_size()
+    prefill.extend(model, families.tokens(20), plan, state, pool)
+    assert len(plan.pooled) == 3 and prefill._extend_layer._cache_size() == before + 1
 
 
 def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):
@@ -93,12 +93,12 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, r
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(9)]
     plan = plan_for(model, row.small, prompts, 40)
-    state, _, pool = inference.prefill(model, prompts, plan)
-    decoding = Decoding(model, plan)
+    state, _, pool = prefill.prefill(model, prompts, plan)
+    decode_step = Decoding(model, plan)
     for _ in range(2 * plan.page_size - 1):  # the first page to leave begins a node of its own
-        state, _, pool = decoding.step(state, pool)
-    step, flush, *_ = decoding._programs
-    cache = step(decoding._leaves, state, pool)[0].cache
+        state, _, pool = decode_step.step(state, pool)
+    step, flush, *_ = decode_step._programs
+    cache = step(decode_step._leaves, state, pool)[0].cache
     pages, news, _ = flush(cache)
     assert len(news) > 1
     kept = [cache.layers[i].index for i in plan.pooled]
@@ -114,9 +114,9 @@ def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     """A place that is another at every step is told to a GPU's graph, kernel by kernel."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
-    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
-    decoding = Decoding(model, plan)
-    program = decoding._programs[0].lower(decoding._leaves, state, pool).compile()
+    state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
+    decode_step = Decoding(model, plan)
+    program = decode_step._programs[0].lower(decode_step._leaves, state, pool).compile()
     aliased = re.search(r"input_output_alias={(.*?)}, entry", program.as_text().splitlines()[0])[1]
     assert aliased.count("alias)") == len(jax.tree.leaves(state))
 
@@ -156,10 +156,10 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     prompt = families.tokens(30)
     sampling = Sampling(repetition_penalty=1e6)
     plan = make_plan(model, Full(), batch_size=1, prompt_tokens=30, new_tokens=30)
-    state, step, pool = inference.prefill(model, [prompt], plan, sampling=[sampling])
-    chosen, decoding = [int(state.last_tokens[0])], Decoding(model, plan)
+    state, step, pool = prefill.prefill(model, [prompt], plan, sampling=[sampling])
+    chosen, decode_step = [int(state.last_tokens[0])], Decoding(model, plan)
     for _ in range(29):
-        state, step, pool = decoding.step(state, pool)
+        state, step, pool = decode_step.step(state, pool)
         chosen.append(int(step.tokens_and_pages[0, 0]))
     assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
 
@@ -190,10 +190,10 @@ def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
         assert stopped.hit_rate == going.hit_rate == 0
 
     plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
-    state, _, pool = inference.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
-    decoding, fetched = Decoding(model, plan), []
+    state, _, pool = prefill.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
+    decode_step, fetched = Decoding(model, plan), []
     for _ in range(47):
-        state, step, pool = decoding.step(state, pool)
+        state, step, pool = decode_step.step(state, pool)
         fetched.append(np.asarray(step.tokens_and_pages[2]))
     fetched = np.stack(fetched)
     assert (fetched[stopped.new_tokens :, 0] == 0).all() and (fetched[: stopped.new_tokens - 1, 0] > 0).all()

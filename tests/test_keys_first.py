@@ -9,10 +9,10 @@ import pytest
 
 from icejax.cache.registry import Clustered, Coded, Tolerant
 from icejax.checks.errors import InputError
+from icejax.engine.plan import make_plan
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages.digests import digest
 from icejax.ops.pages.ranked_attention import ranked
-from icejax.plan import make_plan
 from tests import tolerances
 from tests.layer import Layer, draw
 from tests.run import jitted

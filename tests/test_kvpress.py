@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from icejax.cache.registry import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
-from icejax.inference import prefill
+from icejax.engine.prefill import prefill
 from tests import families
 from tests.run import plan_for
 

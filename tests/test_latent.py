@@ -9,7 +9,7 @@ import pytest
 from icejax import explain
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, ExpectedAttention, Full, Quest, ReSTKV, RetroInfer, SnapKV, Streaming, TopK
-from icejax.plan import make_plan
+from icejax.engine.plan import make_plan
 from tests import tolerances
 from tests.layer import Layer, attention, draw
 from tests.policies import EXACT

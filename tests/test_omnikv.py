@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import inference
 from icejax.cache.policies.follower import Follower
 from icejax.cache.registry import Full, OmniKV
-from icejax.decoding import Decoding
+from icejax.engine import prefill as inference
+from icejax.engine.decode_step import Decoding
 from tests import families, test_rows, tolerances
 from tests import reference_retrieval as reference
 from tests.layer import KV_HEADS, Layer, draw

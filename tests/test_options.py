@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax import prompts
 from icejax.cache.registry import Clustered, Full
-from icejax.detokenize import Detokenizer
+from icejax.text.detokenize import Detokenizer
 
 WRONG = {
     "budget a float": (dict(budget=64.5), "budget must be a whole number, got 64.5"),

@@ -8,9 +8,9 @@ from transformers import LlamaForCausalLM
 
 import icejax.checkpoint
 from icejax.cache.registry import Clustered, Full
+from icejax.engine.layers import exact
 from icejax.generation import ASSETS
 from icejax.ops.attention import dense
-from icejax.walk import exact
 from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import inference
 from icejax.cache.bases.selection import Found
 from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared, View
 from icejax.cache.registry import Clustered, Full, Quest, Streaming, layer_policies, name_of
 from icejax.config import RopeScaling
-from icejax.decoding import Decoding
-from icejax.plan import make_plan, reports
+from icejax.engine import prefill as inference
+from icejax.engine.decode_step import Decoding
+from icejax.engine.plan import make_plan, reports
 from tests import families, tolerances
 from tests.layer import Layer, draw
 from tests.run import greedy, plan_for

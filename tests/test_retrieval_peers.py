@@ -11,7 +11,7 @@ from icejax.cache.index.product_codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
 from icejax.cache.registry import ArkVale, ClusterKV, MagicPIG, PQCache, RetroInfer, ShadowKV
-from icejax.plan import make_plan
+from icejax.engine.plan import make_plan
 from tests import reference_clusters, tolerances
 from tests import reference_retrieval as reference
 from tests.layer import KV_HEADS, PROMPT, THETA, Layer, dense, draw, stored

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import rows
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
 from icejax.cache.registry import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.checks.errors import InputError
-from icejax.decoding import Decoding
-from icejax.inference import extend, prefill
-from icejax.plan import make_plan
-from icejax.rows import end, extract, fork, insert, nobody, settle
+from icejax.engine import batch as rows
+from icejax.engine.batch import end, extract, fork, insert, nobody, settle
+from icejax.engine.decode_step import Decoding
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import extend, prefill
 from tests import families, tolerances
 from tests.run import greedy
 

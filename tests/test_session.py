@@ -8,15 +8,15 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax import decoding
 from icejax import session as module
 from icejax.cache.registry import Clustered, Full, SnapKV
+from icejax.engine import decode_step
+from icejax.engine.decode_loop import Row
 from icejax.files.atomic_folder import Claim, claim
 from icejax.generation import still
 from icejax.runtime import compiler_options
 from icejax.saved import ABOUT, ARRAYS
 from icejax.session import Session
-from icejax.streaming import Row
 from tests import families
 from tests.layer import assert_digests, stored
 
@@ -187,7 +187,7 @@ def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_p
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     """To the bit, so both decode programs are compiled as for users: conftest's cheaper way rounds each in its own order."""
     monkeypatch.setitem(compiler_options.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
-    decoding._programs.cache_clear()
+    decode_step._programs.cache_clear()
     text, questions = document()
     plain, held = (
         Session(*bundled, cache=Clustered(budget=64, keys_first=False, resident=resident), context_length=3000)

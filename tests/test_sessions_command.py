@@ -13,9 +13,9 @@ import pytest
 from icejax import saved
 from icejax.cache.registry import Full
 from icejax.commands import sessions
+from icejax.engine.plan import make_plan
 from icejax.files.atomic_folder import claim
 from icejax.identity import damaged, identity
-from icejax.plan import make_plan
 from tests.test_saved import fields_of, seal
 
 

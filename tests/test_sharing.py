@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax import inference
 from icejax.cache.protocol import Heads, Lengths, View
 from icejax.cache.registry import Clustered, Full
 from icejax.cache.sizes import CacheSpec
-from icejax.decoding import Decoding
+from icejax.engine import prefill as inference
+from icejax.engine.decode_step import Decoding
+from icejax.engine.layers import Place, walk
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import digest
-from icejax.walk import Place, walk
 from tests import families, tolerances
 from tests.paged import scatter_of
 from tests.run import greedy, jitted, plan_for

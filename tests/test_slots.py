@@ -12,11 +12,11 @@ from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
 from icejax.cache.registry import Full
+from icejax.engine.plan import make_plan
 from icejax.explain import Explanation
 from icejax.ops.attention.dense import products
 from icejax.ops.pages.packing import pack
 from icejax.ops.topk import best
-from icejax.plan import make_plan
 from tests import tolerances
 from tests.layer import HEADS, KV_HEADS, Layer, dense, draw, stored
 

@@ -11,7 +11,7 @@ import pytest
 
 import icejax
 from icejax.sandbox import client
-from icejax.templates import render
+from icejax.text.chat_template import render
 from tests import chat_templates
 
 TALK = [
@@ -145,9 +145,9 @@ def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
 PARENT = """
 import os, sys
 from types import SimpleNamespace
-from icejax import templates
+from icejax.text import chat_template
 from icejax.sandbox import client
-templates.render(SimpleNamespace(chat_template="x", special_tokens_map={}), [])
+chat_template.render(SimpleNamespace(chat_template="x", special_tokens_map={}), [])
 print(client.APART._process.pid, flush=True)
 if sys.argv[1] == "wait":
     sys.stdin.read()
@@ -155,7 +155,7 @@ elif sys.argv[1] == "hang":
     from threading import Timer
     client.SECONDS = 0.5
     Timer(0.2, lambda: os._exit(1)).start()
-    templates.render(SimpleNamespace(chat_template="{{ 9 ** (9 ** 9) }}", special_tokens_map={}), [])
+    chat_template.render(SimpleNamespace(chat_template="{{ 9 ** (9 ** 9) }}", special_tokens_map={}), [])
 """
 
 

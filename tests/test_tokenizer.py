@@ -13,7 +13,7 @@ import pytest
 import icejax
 from icejax.generation import ASSETS
 from icejax.models.registry import FAMILIES
-from icejax.tokenizer import load_tokenizer
+from icejax.text.tokenizer import load_tokenizer
 
 CODE = """
 import pathlib

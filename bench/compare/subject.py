@@ -15,9 +15,9 @@ from bench.compare.text import Text
 from bench.needle.reader import Reader
 from icejax.cache.pool.extents import NOBODYS
 from icejax.cache.protocol import CachePolicy, Heads, KVCache
-from icejax.decoding import view_of
+from icejax.engine.decode_step import view_of
+from icejax.engine.plan import Plan, reports
 from icejax.models.decoder import CausalLM
-from icejax.plan import Plan, reports
 
 STEPS = 6  # of an answer, in which attention is compared: five digits and a full stop; no page leaves the window meanwhile
 

@@ -16,12 +16,12 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.policies.full import Full
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
-from icejax.inference import kept
+from icejax.engine.layers import exact, walk
+from icejax.engine.plan import Plan, ladder
+from icejax.engine.prefill import kept
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import by_head, joined
-from icejax.plan import Plan, ladder
-from icejax.walk import exact, walk
 
 SHORT = 64  # tokens behind a text, at most: a question and its answer
 

@@ -19,10 +19,10 @@ from bench import panel
 from bench.needle import task
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
+from icejax.engine.layers import exact, walk
 from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
-from icejax.walk import exact, walk
 
 UNCOUNTED = 64  # first bytes of a piece, which have little before them
 

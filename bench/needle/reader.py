@@ -12,10 +12,10 @@ import numpy as np
 import icejax
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents, extents_for
-from icejax.decoding import Decoding
-from icejax.inference import prefill
-from icejax.plan import make_plan
-from icejax.rows import fork
+from icejax.engine.batch import fork
+from icejax.engine.decode_step import Decoding
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import prefill
 from icejax.runtime import devices
 
 

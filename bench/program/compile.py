@@ -20,7 +20,6 @@ from jax._src.lib import xla_client
 
 from bench import shapes
 from bench.program.targets import Target
-from icejax import decoding
 from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.page_format import bits_dtype
 from icejax.cache.protocol import CachePolicy
@@ -28,14 +27,15 @@ from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks.errors import InputError, meant
-from icejax.decoding import DecodeState
+from icejax.engine import decode_step as decoding
+from icejax.engine.batch import nobody
+from icejax.engine.decode_step import DecodeState
+from icejax.engine.plan import Plan, make_plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
 from icejax.ops.experts.offloaded_experts import Hosted, is_hosted, packed
 from icejax.ops.quantized.products import Grouped
-from icejax.plan import Plan, make_plan
-from icejax.rows import nobody
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS
 from icejax.runtime.host_reads.choose import ORDER

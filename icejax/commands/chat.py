@@ -20,14 +20,14 @@ from icejax.commands.loading import go_on, go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
+from icejax.engine.decode_loop import check
+from icejax.engine.response import GenerationResponse, join
 from icejax.files.atomic_folder import Claim, claim
 from icejax.launch import OutputError, ending, harmless, instead_of_ending, write
 from icejax.prompts import opening
-from icejax.response import GenerationResponse, join
 from icejax.saved import ABOUT
 from icejax.session import Session
-from icejax.streaming import check
-from icejax.templates import render
+from icejax.text.chat_template import render
 
 HELP = """\
 /file PATH   put a text file in front of the next message; without PATH none

@@ -16,18 +16,18 @@ from icejax.commands.loading import go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.requests import Asked, read_prompts
 from icejax.commands.show import answer, answers, progress, table
+from icejax.engine.decode_loop import check as check_answer
+from icejax.engine.logprobs import check as check_logprobs
+from icejax.engine.request import Request
+from icejax.engine.response import GenerationResponse
+from icejax.engine.sampling import Sampling
 from icejax.explain import Explanation, check
 from icejax.files.atomic_folder import Claim, claim
 from icejax.generation import stream_generate
 from icejax.launch import ending
-from icejax.logprobs import check as check_logprobs
 from icejax.models.decoder import CausalLM
 from icejax.prompts import encode
-from icejax.request import Request
-from icejax.response import GenerationResponse
-from icejax.sampling import Sampling
 from icejax.saved import ABOUT
-from icejax.streaming import check as check_answer
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.generate") -> int:

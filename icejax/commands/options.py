@@ -14,10 +14,10 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, meant, printable
 from icejax.checks.numbers import number
+from icejax.engine.sampling import Sampling
 from icejax.generation import MAX_NEW_TOKENS
 from icejax.launch import write
 from icejax.runtime import compile_cache
-from icejax.sampling import Sampling
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
 LOG = logging.getLogger(__name__)

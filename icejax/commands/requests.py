@@ -14,12 +14,12 @@ from typing import Any
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, meant, quoted
 from icejax.checks.numbers import is_unicode, whole
-from icejax.detokenize import stop_strings
+from icejax.engine.request import Request
+from icejax.engine.sampling import Sampling
 from icejax.generation import ASSETS
 from icejax.prompts import chat, opening
-from icejax.request import Request
-from icejax.sampling import Sampling
-from icejax.templates import render
+from icejax.text.chat_template import render
+from icejax.text.detokenize import stop_strings
 
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
 

@@ -21,14 +21,14 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.sizes import CacheSpec
-from icejax.decoding import COUNTS, DecodeState, Step, chosen, view_of
+from icejax.engine.decode_step import COUNTS, DecodeState, Step, chosen, view_of
+from icejax.engine.layers import Place, exact_with_experts, walk
+from icejax.engine.plan import Plan, ladder
+from icejax.engine.sampling import Sampling, folded, row_keys, row_options
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import on_device
-from icejax.plan import Plan, ladder
 from icejax.runtime import devices
-from icejax.sampling import Sampling, folded, row_keys, row_options
-from icejax.walk import Place, exact_with_experts, walk
 
 
 def prefill(

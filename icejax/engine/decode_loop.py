@@ -16,16 +16,16 @@ from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import shown_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
-from icejax.decoding import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
-from icejax.detokenize import Detokenizer, stop_strings
-from icejax.diagnose import not_finite
-from icejax.logprobs import token_logprobs
+from icejax.engine.decode_step import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
+from icejax.engine.logprobs import token_logprobs
+from icejax.engine.nonfinite import not_finite
+from icejax.engine.plan import Plan, reports
+from icejax.engine.response import GenerationResponse
+from icejax.engine.sampling import row_keys
 from icejax.models.decoder import CausalLM
-from icejax.plan import Plan, reports
-from icejax.response import GenerationResponse
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
-from icejax.sampling import row_keys
+from icejax.text.detokenize import Detokenizer, stop_strings
 
 
 def check(stop: str | Sequence[str], max_new_tokens: int, seed: int) -> tuple[str, ...]:

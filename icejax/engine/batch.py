@@ -15,10 +15,10 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import NOBODYS, Extents, extents_for
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.decoding import DecodeState
-from icejax.plan import Plan
+from icejax.engine.decode_step import DecodeState
+from icejax.engine.plan import Plan
+from icejax.engine.sampling import Sampling, Samplings, row_keys
 from icejax.runtime import devices
-from icejax.sampling import Sampling, Samplings, row_keys
 
 
 def nobody(plan: Plan) -> DecodeState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from icejax.templates import render
+from icejax.text.chat_template import render
 
 
 def next_turn(

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from icejax.checks.numbers import whole
-from icejax.detokenize import decoded
-from icejax.response import Logprob, TokenLogprobs
+from icejax.engine.response import Logprob, TokenLogprobs
+from icejax.text.detokenize import decoded
 
 MOST = 1000
 

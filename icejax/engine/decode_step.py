@@ -14,12 +14,12 @@ from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
+from icejax.engine.layers import Place, walk
+from icejax.engine.plan import Plan
+from icejax.engine.sampling import Samplings, choose, folded
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import serving
-from icejax.plan import Plan
 from icejax.runtime import compiler_options
-from icejax.sampling import Samplings, choose, folded
-from icejax.walk import Place, walk
 
 COUNTS = 7  # numbers that a step brings of each row beside its token
 NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose

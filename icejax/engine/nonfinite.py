@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from icejax.engine.layers import exact, walk
+from icejax.engine.plan import ladder
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import is_hosted, on_device
-from icejax.plan import ladder
-from icejax.walk import exact, walk
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:

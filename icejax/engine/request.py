@@ -8,7 +8,7 @@ from numbers import Integral
 
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import whole
-from icejax.sampling import Sampling, checked
+from icejax.engine.sampling import Sampling, checked
 
 Prompt = str | Sequence[int]
 

@@ -1,0 +1,1 @@
+"""From token ids to token ids: the plan, prefill, the decode step, and rows of a batch."""

@@ -1,0 +1,1 @@
+"""Tokenizer, chat template, and tokens back to text."""
