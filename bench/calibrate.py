@@ -40,9 +40,9 @@ from bench.flags import listed, numbers
 from bench.methods import WHOLE, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
+from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
-from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Scoring
 from icejax.ops.pages.digests import score

@@ -44,12 +44,12 @@ from bench.methods import (
     select,
 )
 from bench.needle.evaluate import SHORTEST
+from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import TWICE, pages_for
 from icejax.cache.policies.coded import LOOKED
 from icejax.cache.pool.page_format import decode, encode
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import number, whole
-from icejax.generation import ASSETS
 from icejax.ops.pages import key_codes
 from icejax.runtime import devices
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import icejax
+from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM
 
 FOLDER = Path(__file__).parent / "needle" / "panel"

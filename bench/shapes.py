@@ -13,12 +13,12 @@ import numpy as np
 from flax import nnx
 
 import icejax
+from icejax.api.generate import ASSETS
 from icejax.checkpoint.load import DTYPES
 from icejax.checkpoint.quantized.cpu_codes import for_cpu
 from icejax.checkpoint.quantized.layouts import Codes
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import one_of, whole
-from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family

@@ -25,8 +25,8 @@ from bench.capture import Captured, capture, needle_prompt
 from bench.flags import numbers
 from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle.evaluate import SHORTEST
+from icejax.api.generate import ASSETS
 from icejax.checks.numbers import whole
-from icejax.generation import ASSETS
 from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size

@@ -37,9 +37,9 @@ from bench.panel import reads_bytes
 from bench.program.compile import abstract_model
 from bench.sizes import nbytes
 from bench.subjects import Icejax
+from icejax.api.generate import ASSETS
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks.errors import InputError
-from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 

@@ -4,28 +4,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from icejax.api.generate import generate, load, stream_generate
+    from icejax.api.prompts import chat
     from icejax.cache.options import make_policy
-    from icejax.cache.registry import POLICIES, CachePolicy, Clustered, Full
+    from icejax.cache.protocol import CachePolicy
+    from icejax.cache.registry import POLICIES, Clustered, Full
     from icejax.checks.errors import InputError
     from icejax.engine.request import Request
     from icejax.engine.response import GenerationResponse
     from icejax.engine.sampling import Sampling
-    from icejax.generation import generate, load, stream_generate
-    from icejax.prompts import chat
-    from icejax.session import Session
+    from icejax.session.session import Session
 
 __version__ = "0.1.0"
 # Imported when first asked for: JAX takes seconds, in which a command line is to listen to Ctrl-C already.
 _MODULES = {
-    "cache.registry": ("POLICIES", "CachePolicy", "Clustered", "Full"),
-    "cache.options": ("make_policy",),
-    "checks.errors": ("InputError",),
-    "generation": ("generate", "load", "stream_generate"),
-    "prompts": ("chat",),
-    "request": ("Request",),
-    "response": ("GenerationResponse",),
-    "sampling": ("Sampling",),
-    "session": ("Session",),
+    "POLICIES": "cache.registry",
+    "CachePolicy": "cache.protocol",
+    "Clustered": "cache.registry",
+    "Full": "cache.registry",
+    "GenerationResponse": "engine.response",
+    "InputError": "checks.errors",
+    "Request": "engine.request",
+    "Sampling": "engine.sampling",
+    "Session": "session.session",
+    "chat": "api.prompts",
+    "generate": "api.generate",
+    "load": "api.generate",
+    "make_policy": "cache.options",
+    "stream_generate": "api.generate",
 }
 __all__ = [
     "POLICIES",
@@ -46,9 +52,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"icejax.{module}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"icejax.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'icejax' has no attribute {name!r}")
 
 

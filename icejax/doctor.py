@@ -1,6 +1,6 @@
 """``python -m icejax.doctor``: `icejax doctor`."""
 
-from icejax.launch import launch
+from icejax.commands.process import launch
 
 if __name__ == "__main__":
     launch("icejax.commands.doctor", name="icejax.doctor")

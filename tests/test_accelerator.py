@@ -168,7 +168,7 @@ def test_the_highest_level_of_a_large_tree_has_whole_64s(pages, expected):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_a_plan_for_a_platform_that_is_not_here_tries_nothing(bundled, monkeypatch, platform):
-    monkeypatch.setattr(choose, "fault", None)
+    monkeypatch.setattr(choose, "backend_error", None)
     sizes = dict(batch_size=1, prompt_tokens=300, new_tokens=9)
     plan = make_plan(bundled[0], icejax.Clustered(), platform=platform, **sizes)
     assert (plan.fetch_backend, plan.platform) == (choose.ORDER[platform][0], platform)

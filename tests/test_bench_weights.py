@@ -12,10 +12,10 @@ from flax import nnx
 from bench import shapes, weights
 from bench.program.compile import abstract_model
 from bench.sizes import nbytes
+from icejax.api.generate import ASSETS
 from icejax.checkpoint import load_model
 from icejax.checkpoint.load import abstract
 from icejax.checkpoint.quantized.rounding import METHODS
-from icejax.generation import ASSETS
 from icejax.models.registry import family
 
 LINE = "--prompt-tokens 512 --steps 2 --repeats 2 --questions 1 --pieces 1"

@@ -13,12 +13,12 @@ import time
 import pytest
 
 import icejax
-from icejax import saved
+from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.commands import chat, lines
 from icejax.files.atomic_folder import claim
-from icejax.generation import ASSETS
-from icejax.session import Session
+from icejax.session import storage
+from icejax.session.session import Session
 from tests import families
 from tests.test_conversation import BUNDLED
 
@@ -93,7 +93,7 @@ def test_a_folder_holds_the_conversation_after_every_answer(talk, chatting, tmp_
     real = Session.save
 
     def save(self, path):
-        with pytest.raises(icejax.InputError, match="in use by another writer"), claim(kept, mark=saved.ABOUT):
+        with pytest.raises(icejax.InputError, match="in use by another writer"), claim(kept, mark=storage.ABOUT):
             pass
         real(self, path)
 

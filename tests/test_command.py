@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from bench.needle import task
-from icejax import session
+from icejax.api.generate import ASSETS
 from icejax.cache.options import make_policy
 from icejax.cache.registry import Clustered, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
 from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.engine.response import GenerationResponse
-from icejax.generation import ASSETS
+from icejax.session import session
 
 SHORT = ["--max-new-tokens", "4", "--compile-cache", "none"]
 FIELDS = set(

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import session as module
+from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.commands import generate as command
 from icejax.engine.decode_loop import Row
 from icejax.engine.decode_step import COUNTS
-from icejax.generation import ASSETS
-from icejax.session import Session
+from icejax.session import session as module
+from icejax.session.session import Session
 from icejax.text.chat_turns import addition, with_one_end
 from tests import chat_templates
 

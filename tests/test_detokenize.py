@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.generation import ASSETS
 from icejax.text.detokenize import Detokenizer, decoded
 
 

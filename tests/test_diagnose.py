@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import icejax
+from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.commands import generate as command
-from icejax.generation import ASSETS
-from icejax.session import Session
+from icejax.session.session import Session
 from tests import families
 from tests.test_session import Letters
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_not_the_first_ends_it_too(model):
 def test_a_row_that_has_ended_does_not_matter(model):
     """The first row ends with its first token; what its place in the batch computes later is nobody's."""
     first, second = ask(model)
-    model.config = icejax.generation.replace(model.config, eos_token_ids=(first.token_ids[0],))
+    model.config = icejax.api.generate.replace(model.config, eos_token_ids=(first.token_ids[0],))
     plant(model.model.embed_tokens.weight, jnp.nan, first.token_ids[0])
     assert first.token_ids[0] not in second.token_ids
     found = ask(model)

@@ -145,11 +145,11 @@ def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
 def test_every_number_of_the_experts_is_read(tmp_path):
     """Each field changes what a router says, or the parameters that a checkpoint must have."""
     model = families.load(families.build(families.row("glm4_moe-groups"), num_hidden_layers=1), tmp_path)
-    router, mixture = model.model.layers[0].mlp.gate, model.config.experts
+    router, experts = model.model.layers[0].mlp.gate, model.config.experts
     x = np.random.default_rng(3).standard_normal((200, families.SIZES["hidden_size"])).astype(np.float32)
 
-    def said(experts: Experts) -> np.ndarray:
-        other = Router(x.shape[1], mixture, dtype="float32")
+    def said(changed: Experts) -> np.ndarray:
+        other = Router(x.shape[1], changed, dtype="float32")
         other.weight[...], other.e_score_correction_bias[...] = router.weight[...], router.e_score_correction_bias[...]
         return np.concatenate(jax.jit(lambda router, x: router(x))(other, x), axis=1)
 
@@ -157,16 +157,16 @@ def test_every_number_of_the_experts_is_read(tmp_path):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
     numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
-    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(mixture.routing)}
+    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(experts.routing)}
     for field, value in numbers.items():
-        other = dataclasses.replace(mixture, routing=dataclasses.replace(mixture.routing, **{field: value}))
-        assert np.abs(said(other) - said(mixture)).max() > 1e-3, field
+        other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
+        assert np.abs(said(other) - said(experts)).max() > 1e-3, field
     of_shape = dict(count=16, size=24, shared=8, shared_gated=True)
-    of_shape["routing"] = dataclasses.replace(mixture.routing, corrected=False, biased=True)
+    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False, biased=True)
     of_shape["form"] = LIMITED
-    assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(mixture)}
-    assert said(dataclasses.replace(mixture, chosen=2)).shape != said(mixture).shape
+    assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(experts)}
+    assert said(dataclasses.replace(experts, chosen=2)).shape != said(experts).shape
     for field, value in of_shape.items():
-        changed = dataclasses.replace(model.config, experts=dataclasses.replace(mixture, **{field: value}))
-        assert shapes(changed) != shapes(model.config), field
+        config = dataclasses.replace(model.config, experts=dataclasses.replace(experts, **{field: value}))
+        assert shapes(config) != shapes(model.config), field
     assert shapes(dataclasses.replace(model.config, dense_layers=(0,))) != shapes(model.config)

@@ -8,11 +8,11 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax import explain
 from icejax.cache.registry import Clustered, Full
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
-from icejax.explain import Explanation
+from icejax.evaluation import attention_map
+from icejax.evaluation.attention_map import Explanation
 from tests.layer import stored
 
 
@@ -28,7 +28,7 @@ def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
     prompt = tokenizer(text_and_fact()[0])["input_ids"]
     policy = Clustered(budget=64)
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=10)
-    found = explain._positions(model, prompt, plan)
+    found = attention_map._positions(model, prompt, plan)
     state, _, pool = prefill(model, [prompt], plan)
     keys = stored(pool, state.cache.table)[0, :, :, :, 0]  # P L K p H
     wanted = set(range(policy.window_of.sinks, len(prompt) - policy.window_of.fill))
@@ -68,7 +68,7 @@ def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
 
 
 def test_16_bit_layers_without_pages_are_passed_by(bundled):
-    model = icejax.load(icejax.generation.ASSETS, dtype="bfloat16")[0]
+    model = icejax.load(icejax.api.generate.ASSETS, dtype="bfloat16")[0]
     explanation = Explanation(model, list(range(1, 120)), Clustered(budget=64, dense_layers=1), new_tokens=3)
     assert sorted(explanation.weights) == [1, 2, 3]
 
@@ -78,19 +78,19 @@ def test_a_place_that_cannot_be_written_is_told_before_and_after(bundled, tmp_pa
     explanation = Explanation(bundled[0], [1] * 120, Clustered(budget=64), new_tokens=3)
     (tmp_path / blocked).mkdir()
     with pytest.raises(icejax.InputError, match=rf"^--explain: .*{blocked} is a folder: name a file$"):
-        explain.check(tmp_path / "seen.png")
+        attention_map.check(tmp_path / "seen.png")
     with pytest.raises(icejax.InputError, match=r"^--explain: .*seen\.png cannot be written: "):
         explanation.save(tmp_path / "seen.png")
     assert [x.name for x in tmp_path.iterdir() if x.is_file() and x.name.startswith(".")] == []
     for length in (250, 300):
         with pytest.raises(icejax.InputError, match="cannot be written: File name too long"):
-            explain.check(tmp_path / f"{'n' * length}.png")
+            attention_map.check(tmp_path / f"{'n' * length}.png")
 
 
 def test_bad_input(bundled, tmp_path):
     with pytest.raises(icejax.InputError, match="needs pages there, as of --cache clustered"):
         Explanation(bundled[0], [1] * 300, Full(), new_tokens=3)
     with pytest.raises(icejax.InputError, match=r"needs a file that ends in \.png"):
-        explain.check(tmp_path / "seen.txt")
+        attention_map.check(tmp_path / "seen.txt")
     with pytest.raises(icejax.InputError, match="there is no folder"):
-        explain.check(tmp_path / "nowhere" / "seen.png")
+        attention_map.check(tmp_path / "nowhere" / "seen.png")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from icejax import generation
+from icejax.api import generate as generation
 from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.quantized import formats

@@ -18,7 +18,7 @@ from icejax.engine.plan import make_plan
 from icejax.models.decoder import Embedding
 from icejax.models.parts.linear import RMSNorm
 from icejax.models.registry import family
-from icejax.session import Session
+from icejax.session.session import Session
 from tests import families
 from tests.policies import EXACT
 from tests.run import follows

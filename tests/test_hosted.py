@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import icejax
-from icejax import generation
+from icejax.api import generate
 from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
@@ -167,7 +167,7 @@ def with_tokenizer(path: Path, name: str) -> Path:
     """Returns a folder of a model with experts, and a tokenizer."""
     sizes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, head_dim=32, vocab_size=512)
     families.save(families.build(families.row(name), **sizes), path)
-    for file in generation.ASSETS.glob("token*"):
+    for file in generate.ASSETS.glob("token*"):
         shutil.copy(file, path)
     (path / "generation_config.json").unlink(missing_ok=True)
     return path

@@ -8,34 +8,22 @@ from pathlib import Path
 import icejax
 
 PACKAGE = Path(icejax.__file__).parent
-# A module may import from its own layer and from those before it.
-LAYERS = (
+# A room may import from its own level and from those before it.
+LEVELS = (
     ("checks",),
     ("files", "sandbox"),
-    ("launch", "config", "runtime", "templates"),
+    ("config", "runtime"),
     ("ops",),
     ("models", "cache"),
-    (
-        "checkpoint",
-        "sampling",
-        "plan",
-        "walk",
-        "decoding",
-        "rows",
-        "inference",
-        "detokenize",
-        "request",
-        "response",
-        "tokenizer",
-    ),
-    ("prompts", "conversation", "diagnose", "logprobs"),
-    ("streaming",),
-    ("generation", "explain", "identity", "saved"),
-    ("session",),
+    ("checkpoint",),
+    ("text",),
+    ("engine",),
+    ("api",),
+    ("session", "evaluation"),
     ("commands",),
     ("generate", "doctor", "__init__", "__main__"),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def imported(file: Path) -> set[str]:
@@ -82,7 +70,7 @@ def test_only_one_file_names_devices_and_memory_spaces():
 
 def test_importing_icejax_takes_no_time():
     """JAX comes with the first name that is asked for, transformers with the first tokenizer, torch never."""
-    code = "import sys, icejax, icejax.launch; print(*({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    code = "import sys, icejax, icejax.commands.process; print(*({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
     code += "; icejax.generate; print(*({'torch', 'transformers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "\n\n"

@@ -14,11 +14,12 @@ import icejax
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
-from icejax.cache.registry import Clustered, Full
+from icejax.cache.registry import Clustered, Full, layer_policies
 from icejax.engine import decode_step, prefill
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import ladder, make_plan
 from icejax.engine.sampling import Sampling
+from icejax.models.registry import family
 from icejax.ops.pages import tree_walk
 from tests import families, tolerances
 from tests.policies import POLICIES, by_row
@@ -94,11 +95,11 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, r
     prompts = [families.tokens(300), families.tokens(9)]
     plan = plan_for(model, row.small, prompts, 40)
     state, _, pool = prefill.prefill(model, prompts, plan)
-    decode_step = Decoding(model, plan)
+    decoding = Decoding(model, plan)
     for _ in range(2 * plan.page_size - 1):  # the first page to leave begins a node of its own
-        state, _, pool = decode_step.step(state, pool)
-    step, flush, *_ = decode_step._programs
-    cache = step(decode_step._leaves, state, pool)[0].cache
+        state, _, pool = decoding.step(state, pool)
+    step, flush, *_ = decoding._programs
+    cache = step(decoding._leaves, state, pool)[0].cache
     pages, news, _ = flush(cache)
     assert len(news) > 1
     kept = [cache.layers[i].index for i in plan.pooled]
@@ -115,8 +116,8 @@ def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
     state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
-    decode_step = Decoding(model, plan)
-    program = decode_step._programs[0].lower(decode_step._leaves, state, pool).compile()
+    decoding = Decoding(model, plan)
+    program = decoding._programs[0].lower(decoding._leaves, state, pool).compile()
     aliased = re.search(r"input_output_alias={(.*?)}, entry", program.as_text().splitlines()[0])[1]
     assert aliased.count("alias)") == len(jax.tree.leaves(state))
 
@@ -133,7 +134,7 @@ def test_the_same_input_gives_the_same_bits(tmp_path):
 def test_half_precision_finds_the_bundled_answer(dtype):
     """Pages travel as bit patterns; the answer is that of fp32."""
     model, tokenizer = icejax.load(dtype=dtype)
-    prompt = (icejax.generation.ASSETS / "prompt.txt").read_text()
+    prompt = (icejax.api.generate.ASSETS / "prompt.txt").read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     answer = prompt[prompt.index(question) + len(question) :][:6]
     near = prompt[prompt.index(question) - 10 :][:1500] + question
@@ -142,13 +143,13 @@ def test_half_precision_finds_the_bundled_answer(dtype):
 
 
 def test_dense_first_layers_by_depth():
-    deep = icejax.models.family(raw := families.SIZES | dict(model_type="llama", num_hidden_layers=16)).read_config(raw)
-    shallow = icejax.models.family(raw := families.SIZES | dict(model_type="llama")).read_config(raw)
+    deep = family(raw := families.SIZES | dict(model_type="llama", num_hidden_layers=16)).read_config(raw)
+    shallow = family(raw := families.SIZES | dict(model_type="llama")).read_config(raw)
     policy = Clustered()
-    assert icejax.cache.layer_policies(policy, deep, capacity=100) == (Full(), Full()) + (policy,) * 14
-    assert icejax.cache.layer_policies(policy, shallow, capacity=100) == (policy,) * 3
+    assert layer_policies(policy, deep, capacity=100) == (Full(), Full()) + (policy,) * 14
+    assert layer_policies(policy, shallow, capacity=100) == (policy,) * 3
     none = Clustered(dense_layers=0)
-    assert icejax.cache.layer_policies(none, deep, capacity=100) == (none,) * 16
+    assert layer_policies(none, deep, capacity=100) == (none,) * 16
 
 
 def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
@@ -157,9 +158,9 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     sampling = Sampling(repetition_penalty=1e6)
     plan = make_plan(model, Full(), batch_size=1, prompt_tokens=30, new_tokens=30)
     state, step, pool = prefill.prefill(model, [prompt], plan, sampling=[sampling])
-    chosen, decode_step = [int(state.last_tokens[0])], Decoding(model, plan)
+    chosen, decoding = [int(state.last_tokens[0])], Decoding(model, plan)
     for _ in range(29):
-        state, step, pool = decode_step.step(state, pool)
+        state, step, pool = decoding.step(state, pool)
         chosen.append(int(step.tokens_and_pages[0, 0]))
     assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
 
@@ -178,7 +179,7 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
 def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
     """The bundled model answers a short question and stops; the other row writes on."""
     model, tokenizer = bundled
-    prompt = (icejax.generation.ASSETS / "prompt.txt").read_text()
+    prompt = (icejax.api.generate.ASSETS / "prompt.txt").read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     near = prompt[prompt.index(question) - 10 :][:1200]
     options = dict(cache=Clustered(budget=64, resident=resident), max_new_tokens=48)
@@ -191,9 +192,9 @@ def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
 
     plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
     state, _, pool = prefill.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
-    decode_step, fetched = Decoding(model, plan), []
+    decoding, fetched = Decoding(model, plan), []
     for _ in range(47):
-        state, step, pool = decode_step.step(state, pool)
+        state, step, pool = decoding.step(state, pool)
         fetched.append(np.asarray(step.tokens_and_pages[2]))
     fetched = np.stack(fetched)
     assert (fetched[stopped.new_tokens :, 0] == 0).all() and (fetched[: stopped.new_tokens - 1, 0] > 0).all()

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from icejax import explain
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, ExpectedAttention, Full, Quest, ReSTKV, RetroInfer, SnapKV, Streaming, TopK
 from icejax.engine.plan import make_plan
+from icejax.evaluation import attention_map
 from tests import tolerances
 from tests.layer import Layer, attention, draw
 from tests.policies import EXACT
@@ -122,5 +122,5 @@ def test_a_plan_has_one_plane_for_a_latent_layer_and_explains_it(bundled):
     plan = make_plan(model, Clustered(budget=64, dense_layers=3), batch_size=1, prompt_tokens=len(prompt), new_tokens=9)
     latent = replace(plan, spec=replace(plan.spec, latent=True))
     assert [each.pool_shape(3)[4:] for each in (plan, latent)] == [(n, 16, model.config.head_dim) for n in (2, 1)]
-    expected, found = (explain._positions(model, prompt, each) for each in (plan, latent))
+    expected, found = (attention_map._positions(model, prompt, each) for each in (plan, latent))
     np.testing.assert_array_equal(found[3], expected[3])

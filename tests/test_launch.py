@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from icejax import launch
+from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.generation import ASSETS
+from icejax.commands import process as launch
 from tests import families
 
 GENERATE = [sys.executable, "-m", "icejax.generate"]
@@ -78,7 +78,7 @@ def test_every_command_owns_its_ctrl_c(line):
 def test_an_interrupt_removes_what_was_being_written(tmp_path):
     code = """
 import pathlib, sys
-from icejax import launch
+from icejax.commands import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     part = pathlib.Path(sys.argv[1])
@@ -102,7 +102,7 @@ launch.launch("work", name="work")
 def test_a_block_may_do_something_else_with_an_interrupt():
     code = """
 import sys, threading
-from icejax import launch
+from icejax.commands import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     pressed = threading.Event()
@@ -158,7 +158,7 @@ def test_closed_stdin_and_stderr_do_no_harm():
 def test_stdout_of_few_characters_gets_escapes():
     code = """
 import sys
-from icejax import launch
+from icejax.commands import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     launch.write("caf\\u00e9 \\u2603\\n")

@@ -6,7 +6,7 @@ import torch
 
 import icejax
 from icejax.cache.registry import Full
-from icejax.session import Session
+from icejax.session.session import Session
 from tests import families
 from tests.family_rows import LONG, SHORT
 from tests.test_session import Letters

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from icejax import saved
 from icejax.checkpoint import load
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.layouts import Codes
@@ -21,6 +20,7 @@ from icejax.checks.errors import InputError
 from icejax.commands.options import parser
 from icejax.commands.requests import read_prompts
 from icejax.ops.rope import inverse_frequencies
+from icejax.session import storage
 from tests.quantised import FORMATS
 from tests.test_published_configs import PUBLISHED
 
@@ -77,7 +77,7 @@ def read_jsonl(folder: Path) -> None:
 
 
 def read_session(folder: Path) -> None:
-    found = saved.look(folder)
+    found = storage.look(folder)
     assert 0 < found.about.tokens <= found.about.context_length <= 2**24
     assert hash(found.policy) is not None
     found.verify()
@@ -87,14 +87,14 @@ def with_checksum(text: bytes) -> bytes:
     """Or every change would be refused for the same reason."""
     try:
         fields = json.loads(text)
-        return json.dumps(fields | {"checksum": saved._checksum(fields)}).encode()
+        return json.dumps(fields | {"checksum": storage._checksum(fields)}).encode()
     except (ValueError, TypeError, RecursionError):
         return text
 
 
 TOKENS = bytes(20)
 SESSION = dict(
-    version=saved.VERSION, context_length=100, first=3, tokens=5, pages=0, started=1.5, messages=[{"role": "user", "content": "x"}],
+    version=storage.VERSION, context_length=100, first=3, tokens=5, pages=0, started=1.5, messages=[{"role": "user", "content": "x"}],
     identity={"config.model_type": "llama", "dtype": "float32", "weights": 1, "cache.name": "clustered", "cache.budget": 64},
     arrays={"token_ids": [len(TOKENS), zlib.crc32(TOKENS)]},
 )  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 import icejax
 from bench.needle import evaluate, export, language, stages, task
 from bench.needle.reader import Reader
+from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.generation import ASSETS
 from tests import families, tolerances
 from tests.layer import stored
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import icejax
-from icejax import prompts
+from icejax.api import prompts
 from icejax.cache.registry import Clustered, Full
 from icejax.text.detokenize import Detokenizer
 

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 import icejax.checkpoint
+from icejax.api.generate import ASSETS
 from icejax.cache.registry import Clustered, Full
 from icejax.engine.layers import exact
-from icejax.generation import ASSETS
 from icejax.ops.attention import dense
 from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted

@@ -6,7 +6,7 @@ import pytest
 
 import icejax
 from icejax.cache.registry import Clustered, Full
-from icejax.session import Session
+from icejax.session.session import Session
 from tests import families, tolerances
 from tests.layer import Layer, attended, dense, draw, programs
 from tests.policies import EXACT, OF_BASES, POLICIES, by_row

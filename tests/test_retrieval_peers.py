@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax import explain
 from icejax.cache.index.hashes import planes
 from icejax.cache.index.product_codes import approximate
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import bound
 from icejax.cache.registry import ArkVale, ClusterKV, MagicPIG, PQCache, RetroInfer, ShadowKV
 from icejax.engine.plan import make_plan
+from icejax.evaluation import attention_map
 from tests import reference_clusters, tolerances
 from tests import reference_retrieval as reference
 from tests.layer import KV_HEADS, PROMPT, THETA, Layer, dense, draw, stored
@@ -238,7 +238,7 @@ def test_pages_of_rebuilt_keys_are_explained(bundled):
     model, prompt = bundled[0], list(range(3, 200))
     policy = ShadowKV(dense_layers=3, rank=8)
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=9)
-    found = explain._positions(model, prompt, plan)[3]
+    found = attention_map._positions(model, prompt, plan)[3]
     assert (found.reshape(len(found), -1)[:, :165] == np.arange(165)).all()  # the last four pages are in the window
 
 

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 from safetensors.torch import load_file
 
-from icejax import generation
+from icejax.api import generate as generation
 from icejax.cache.registry import Full
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.quantized.rounding import METHODS

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import icejax
-from icejax import saved
 from icejax.cache.registry import Clustered
 from icejax.files.atomic_folder import claim
-from icejax.session import Session
+from icejax.session import storage
+from icejax.session.session import Session
 from tests.crash import Killed, file_limit, killed_at
 
 TEXT = "Pass key ab:12345.\n" * 60 + "Pass key ab:"
@@ -47,7 +47,7 @@ def whole(session, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(saved, "BLOCK", 2**20)
+    monkeypatch.setattr(storage, "BLOCK", 2**20)
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def copy(whole, tmp_path):
 
 
 def fields_of(folder: Path) -> dict:
-    return json.loads((folder / saved.ABOUT).read_text())
+    return json.loads((folder / storage.ABOUT).read_text())
 
 
 def seal(folder: Path, fields: dict) -> None:
     """Writes `session.json` with a checksum that holds."""
     fields.pop("checksum", None)
-    (folder / saved.ABOUT).write_text(json.dumps(fields | {"checksum": saved._checksum(fields)}))
+    (folder / storage.ABOUT).write_text(json.dumps(fields | {"checksum": storage._checksum(fields)}))
 
 
 def pages_of(session: Session) -> list[np.ndarray]:
@@ -92,20 +92,20 @@ def refused(folder: Path, bundled, **options) -> str:
 
 
 def test_all_of_it_comes_back(session, whole, bundled):
-    assert sorted(os.listdir(whole)) == [saved.ARRAYS, saved.ABOUT]
+    assert sorted(os.listdir(whole)) == [storage.ARRAYS, storage.ABOUT]
     assert_same(Session.load(whole, *bundled), session)
 
 
 def test_what_is_in_the_file_is_checked_by_what_wrote_none_of_it(session, whole):
     """The bytes of the pool stand last, after those of the state."""
     pool = b"".join(x.tobytes() for x in pages_of(session))
-    assert (whole / saved.ARRAYS).read_bytes().endswith(pool) and pool.strip(b"\0")
+    assert (whole / storage.ARRAYS).read_bytes().endswith(pool) and pool.strip(b"\0")
     start = np.asarray(session.token_ids, "<i4").tobytes()
-    assert (whole / saved.ARRAYS).read_bytes().startswith(start)
+    assert (whole / storage.ARRAYS).read_bytes().startswith(start)
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from([saved.ABOUT, saved.ARRAYS]), st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.booleans())
+@given(st.sampled_from([storage.ABOUT, storage.ARRAYS]), st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.booleans())
 def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, where, change, cut):
     """Whatever opens all the same is equal in every bit."""
     folder = tmp_path_factory.mktemp("damaged") / "copy"
@@ -120,10 +120,10 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
         message = str(error)
         assert message.startswith(str(folder)) and "session" in message and "\n" not in message
         with pytest.raises(icejax.InputError):
-            saved.look(folder).verify()
+            storage.look(folder).verify()
     else:
-        saved.look(folder).verify()
-        assert not cut and (change == 0 or name == saved.ABOUT)
+        storage.look(folder).verify()
+        assert not cut and (change == 0 or name == storage.ABOUT)
         assert_same(loaded, session)
     shutil.rmtree(folder)
 
@@ -132,8 +132,8 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
 LIES = {
     "no version": (lambda f: f.pop("version"), "was saved by an older icejax: begin a new session in another folder"),
     "older": (lambda f: f.update(version=2), "was saved by an older icejax: begin a new session in another folder"),
-    "newer": (lambda f: f.update(version=saved.VERSION + 1), "was saved by a newer icejax: use that, or another folder"),
-    "version of text": (lambda f: f.update(version=str(saved.VERSION)), "damaged session"),
+    "newer": (lambda f: f.update(version=storage.VERSION + 1), "was saved by a newer icejax: use that, or another folder"),
+    "version of text": (lambda f: f.update(version=str(storage.VERSION)), "damaged session"),
     "tokens that are not there": (lambda f: f.update(tokens=f["tokens"] + 1), "arrays has .* bytes, expected"),
     "a context of 10^12 tokens": (lambda f: f.update(context_length=10**12), "room for 1000000000000 do not fit"),
     "10^12 tokens": (lambda f: f.update(tokens=10**12), "1000000000000 in all"),
@@ -200,34 +200,34 @@ def _older(folder):
     """As icejax 0.1 wrote it."""
     fields = fields_of(folder)
     old = {key: fields[key] for key in ("identity", "context_length", "first")}
-    (folder / saved.ABOUT).write_text(json.dumps(old | {"token_ids": [1, 2]}))
-    (folder / saved.ARRAYS).unlink()
+    (folder / storage.ABOUT).write_text(json.dumps(old | {"token_ids": [1, 2]}))
+    (folder / storage.ARRAYS).unlink()
     (folder / "state").mkdir()
 
 
 def _sparse(folder):
-    with open(folder / saved.ARRAYS, "r+b") as file:
+    with open(folder / storage.ARRAYS, "r+b") as file:
         file.truncate(10**12)
 
 
 BROKEN = {
     "nothing there": (shutil.rmtree, "is no session: expected a folder that Session.save or --session wrote"),
-    "no description": (lambda f: (f / saved.ABOUT).unlink(), "is no session: expected a folder"),
-    "no arrays": (lambda f: (f / saved.ARRAYS).unlink(), r"damaged session \(arrays is missing\): use a copy of it"),
-    "a folder of arrays": (lambda f: (f / saved.ARRAYS).unlink() or (f / saved.ARRAYS).mkdir(), "arrays is no file"),
-    "a pipe of arrays": (lambda f: (f / saved.ARRAYS).unlink() or os.mkfifo(f / saved.ARRAYS), "arrays is no file"),
-    "a pipe": (lambda f: (f / saved.ABOUT).unlink() or os.mkfifo(f / saved.ABOUT), "session.json is no file"),
-    "without end": (lambda f: (f / saved.ABOUT).unlink() or (f / saved.ABOUT).symlink_to("/dev/zero"), "session.json is no file"),
-    "an enormous description": (lambda f: os.truncate(f / saved.ABOUT, 10**12), "session.json is too large"),
+    "no description": (lambda f: (f / storage.ABOUT).unlink(), "is no session: expected a folder"),
+    "no arrays": (lambda f: (f / storage.ARRAYS).unlink(), r"damaged session \(arrays is missing\): use a copy of it"),
+    "a folder of arrays": (lambda f: (f / storage.ARRAYS).unlink() or (f / storage.ARRAYS).mkdir(), "arrays is no file"),
+    "a pipe of arrays": (lambda f: (f / storage.ARRAYS).unlink() or os.mkfifo(f / storage.ARRAYS), "arrays is no file"),
+    "a pipe": (lambda f: (f / storage.ABOUT).unlink() or os.mkfifo(f / storage.ABOUT), "session.json is no file"),
+    "without end": (lambda f: (f / storage.ABOUT).unlink() or (f / storage.ABOUT).symlink_to("/dev/zero"), "session.json is no file"),
+    "an enormous description": (lambda f: os.truncate(f / storage.ABOUT, 10**12), "session.json is too large"),
     "a file": (lambda f: shutil.rmtree(f) or f.touch(), "is no session"),
-    "deep": (lambda f: (f / saved.ABOUT).write_text("[" * 10**6), "session.json is no JSON"),
+    "deep": (lambda f: (f / storage.ABOUT).write_text("[" * 10**6), "session.json is no JSON"),
     "deep in a field": (
-        lambda f: (f / saved.ABOUT).write_text(f'{{"version": {saved.VERSION}, "identity": ' + "[" * 900 + "]" * 900 + "}"), "damaged session"),
-    "a list": (lambda f: (f / saved.ABOUT).write_text("[]"), "holds no object"),
-    "a number": (lambda f: (f / saved.ABOUT).write_text('{"version": ' + "9" * 10**5 + "}"), "is no JSON"),
-    "no text": (lambda f: (f / saved.ABOUT).write_bytes(b"\xff\xfe"), "is no JSON"),
-    "empty": (lambda f: (f / saved.ABOUT).write_text(""), "is no JSON"),
-    "empty arrays": (lambda f: (f / saved.ARRAYS).write_bytes(b""), "arrays has 0 bytes, expected"),
+        lambda f: (f / storage.ABOUT).write_text(f'{{"version": {storage.VERSION}, "identity": ' + "[" * 900 + "]" * 900 + "}"), "damaged session"),
+    "a list": (lambda f: (f / storage.ABOUT).write_text("[]"), "holds no object"),
+    "a number": (lambda f: (f / storage.ABOUT).write_text('{"version": ' + "9" * 10**5 + "}"), "is no JSON"),
+    "no text": (lambda f: (f / storage.ABOUT).write_bytes(b"\xff\xfe"), "is no JSON"),
+    "empty": (lambda f: (f / storage.ABOUT).write_text(""), "is no JSON"),
+    "empty arrays": (lambda f: (f / storage.ARRAYS).write_bytes(b""), "arrays has 0 bytes, expected"),
     "enormous arrays": (_sparse, "arrays has 1000000000000 bytes, expected"),
     "older": (_older, "was saved by an older icejax: begin a new session in another folder, or remove it"),
 }  # fmt: skip
@@ -242,18 +242,18 @@ def test_broken_folders_are_refused(copy, bundled, case):
 
 def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     """Both files whole, of one size, and not of one another; and tokens and lengths that cannot be."""
-    content = bytearray((copy / saved.ARRAYS).read_bytes())
+    content = bytearray((copy / storage.ARRAYS).read_bytes())
     content[:4] = np.int32(257).tobytes()
-    (copy / saved.ARRAYS).write_bytes(content)
+    (copy / storage.ARRAYS).write_bytes(content)
     assert "the bytes of token_ids are not those that were saved" in refused(copy, bundled)
     fields, count = fields_of(copy), 4 * len(session.token_ids)
-    fields["arrays"]["token_ids"] = [count, saved.zlib.crc32(content[:count])]
+    fields["arrays"]["token_ids"] = [count, storage.zlib.crc32(content[:count])]
     seal(copy, fields)
     assert "it has tokens that the model does not know" in refused(copy, bundled)
     lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
     cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
-    about = saved.About(**{field.name: fields[field.name] for field in dataclasses.fields(saved.About)})
-    saved.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)
+    about = storage.About(**{field.name: fields[field.name] for field in dataclasses.fields(storage.About)})
+    storage.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)
     assert "its cache holds other tokens than it says" in refused(copy, bundled)
 
 
@@ -272,7 +272,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, whole, bun
                 died = False
             except Killed:
                 died = True
-        found = saved.find(target, bundled[0], None).about.messages
+        found = storage.find(target, bundled[0], None).about.messages
         if len(found) not in opened:
             assert_same(Session.load(target, *bundled), old if found == MESSAGES else new)
         opened.add(len(found))
@@ -295,7 +295,7 @@ def test_a_save_that_fails_late_keeps_the_old_session(session, whole, bundled, t
 
 def test_two_savers_of_one_folder_take_turns(session, tmp_path):
     session.save(tmp_path / "kept")
-    with claim(tmp_path / "kept", mark=saved.ABOUT) as held:
+    with claim(tmp_path / "kept", mark=storage.ABOUT) as held:
         session.save(held)
         with pytest.raises(icejax.InputError, match="is in use by another writer of this process"):
             session.save(tmp_path / "kept")

@@ -8,15 +8,15 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax import session as module
+from icejax.api.generate import still
 from icejax.cache.registry import Clustered, Full, SnapKV
 from icejax.engine import decode_step
 from icejax.engine.decode_loop import Row
 from icejax.files.atomic_folder import Claim, claim
-from icejax.generation import still
 from icejax.runtime import compiler_options
-from icejax.saved import ABOUT, ARRAYS
-from icejax.session import Session
+from icejax.session import session as module
+from icejax.session.session import Session
+from icejax.session.storage import ABOUT, ARRAYS
 from tests import families
 from tests.layer import assert_digests, stored
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from icejax import saved, session
 from icejax.commands import generate as command
 from icejax.files.atomic_folder import claim
+from icejax.session import session, storage
 from tests.crash import file_limit
 from tests.test_command import SHORT, run
 
@@ -23,7 +23,7 @@ def line(folder, *more: str) -> list[str]:
 
 
 def test_a_folder_in_use_or_not_to_be_written_is_told_before_the_model_is_loaded(capsys, tmp_path, unloaded):
-    with claim(tmp_path / "kept", mark=saved.ABOUT):
+    with claim(tmp_path / "kept", mark=storage.ABOUT):
         status, out, err = run(capsys, *line(tmp_path / "kept"))
     assert (status, out, err.count("\n")) == (2, "", 1) and f"error: {tmp_path / 'kept'} is in use by another writer" in err
     (tmp_path / "file").touch()

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from icejax import saved
 from icejax.cache.registry import Full
 from icejax.commands import sessions
 from icejax.engine.plan import make_plan
 from icejax.files.atomic_folder import claim
-from icejax.identity import damaged, identity
+from icejax.session import storage
+from icejax.session.fingerprint import damaged, identity
 from tests.test_saved import fields_of, seal
 
 
@@ -24,9 +24,9 @@ def whole(bundled, tmp_path_factory):
     """The folder of a session of 13 tokens, with any numbers in its cache; only to be read."""
     folder, draw = tmp_path_factory.mktemp("sessions"), np.random.default_rng(0)
     plan = make_plan(bundled[0], Full(), batch_size=1, prompt_tokens=9, new_tokens=91)
-    cache = jax.tree.map(lambda leaf: draw.integers(0, 99, leaf.shape).astype(leaf.dtype), saved._empty(plan))
-    about = saved.About(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
-    saved.write(folder, identity(bundled[0], Full()), about, range(13), cache, None)
+    cache = jax.tree.map(lambda leaf: draw.integers(0, 99, leaf.shape).astype(leaf.dtype), storage._empty(plan))
+    about = storage.About(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
+    storage.write(folder, identity(bundled[0], Full()), about, range(13), cache, None)
     return folder
 
 
@@ -39,7 +39,7 @@ def folder(whole, tmp_path):
     fields["messages"] = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
     fields["identity"] |= {"cache.name": "clustered", "cache.budget": 64}
     seal(tmp_path / "chat", fields)
-    os.utime(tmp_path / "chat" / saved.ABOUT, (time.time() - 3 * 3600,) * 2)
+    os.utime(tmp_path / "chat" / storage.ABOUT, (time.time() - 3 * 3600,) * 2)
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / ".book.lock").touch()
@@ -71,7 +71,7 @@ def test_each_session_has_a_line(capsys, folder):
 def test_json_has_numbers(capsys, folder):
     status, out, _ = run(capsys, folder, "--json")
     book, chat = map(json.loads, out.splitlines())
-    assert status == 0 and book.pop("saved") == (folder / "book" / saved.ABOUT).stat().st_mtime
+    assert status == 0 and book.pop("saved") == (folder / "book" / storage.ABOUT).stat().st_mtime
     assert book == dict(
         name="book", bytes=size_of(folder / "book"), model="llama", layers=4, hidden_size=256, cache="full", budget=None,
         tokens=13, messages=0, started=1234567890.25,
@@ -127,15 +127,15 @@ def _arrays(**arrays):
 @pytest.mark.parametrize(
     "damage, reason",
     [
-        (lambda f: (f / saved.ARRAYS).unlink(), "arrays is missing"),
-        (lambda f: (f / saved.ARRAYS).write_bytes(b"123"), "arrays has 3 bytes, expected "),
-        (lambda f: (f / saved.ABOUT).write_text('{"name": "a game"}'), "session.json is not as it was saved"),
-        (lambda f: (f / saved.ABOUT).write_text("{"), "session.json is no JSON"),
+        (lambda f: (f / storage.ARRAYS).unlink(), "arrays is missing"),
+        (lambda f: (f / storage.ARRAYS).write_bytes(b"123"), "arrays has 3 bytes, expected "),
+        (lambda f: (f / storage.ABOUT).write_text('{"name": "a game"}'), "session.json is not as it was saved"),
+        (lambda f: (f / storage.ABOUT).write_text("{"), "session.json is no JSON"),
         (
-            lambda f: (f / saved.ABOUT).unlink() or (f / saved.ABOUT).mkdir(),
+            lambda f: (f / storage.ABOUT).unlink() or (f / storage.ABOUT).mkdir(),
             "session.json is no file",
         ),
-        (lambda f: (f / saved.ABOUT).write_text('{"identity": {}}'), "was saved by an older icejax: begin a new session"),
+        (lambda f: (f / storage.ABOUT).write_text('{"identity": {}}'), "was saved by an older icejax: begin a new session"),
         (_arrays(a=[10**4300 - 1, 0], b=[10**4300 - 1, 0]), "it does not say what it was saved with"),
         (_identity(config__model_type=None), "config.model_type is None"),
         (_identity(config__num_hidden_layers=[[4]]), "config.num_hidden_layers is [[4]]"),
@@ -155,12 +155,12 @@ def test_a_damaged_or_foreign_one_is_a_line_among_the_others(capsys, folder, dam
 @pytest.mark.parametrize("at", [0, 51, 52, 10**6, -1])
 def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
     """The tokens take the first 52 bytes; the arrays are read in several pieces."""
-    monkeypatch.setattr(saved, "BLOCK", 4099)
+    monkeypatch.setattr(storage, "BLOCK", 4099)
     status, out, err = run(capsys, folder, "--verify")
     assert (status, err) == (0, "") and "damaged" not in out
-    content = bytearray((folder / "book" / saved.ARRAYS).read_bytes())
+    content = bytearray((folder / "book" / storage.ARRAYS).read_bytes())
     content[at] ^= 1
-    (folder / "book" / saved.ARRAYS).write_bytes(content)
+    (folder / "book" / storage.ARRAYS).write_bytes(content)
     assert run(capsys, folder)[0] == 0
     status, out, err = run(capsys, folder, "--verify")
     (line,) = [line for line in out.splitlines() if "damaged: the bytes of " in line]
@@ -170,7 +170,7 @@ def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
 
 def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
     """Once, and by a writer that never rests."""
-    verify, left = saved.Saved.verify, [1]
+    verify, left = storage.Saved.verify, [1]
 
     def busy(self):
         if self.path.name == "book" and left:
@@ -181,7 +181,7 @@ def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeyp
             damaged(self.path, "the bytes of it are another's")
         verify(self)
 
-    monkeypatch.setattr(saved.Saved, "verify", busy)
+    monkeypatch.setattr(storage.Saved, "verify", busy)
     status, out, err = run(capsys, folder, "--verify")
     assert (status, err, left) == (0, "", []) and "damaged" not in out
     left += 99 * [1]
@@ -219,7 +219,7 @@ def test_names_reach_the_terminal_as_text(capsys, folder):
 
 def test_only_sessions_that_are_named_are_removed(capsys, folder, whole):
     (folder / "book" / "notes").touch()
-    with claim(folder / "chat", mark=saved.ABOUT):
+    with claim(folder / "chat", mark=storage.ABOUT):
         status, out, err = run(capsys, folder, "--remove", "chat", "book", "chat")
     chat, book = out.splitlines()
     assert (status, err) == (2, "") and chat.startswith("chat  not removed: is in use by another writer of this process")
@@ -236,7 +236,7 @@ def test_only_sessions_that_are_named_are_removed(capsys, folder, whole):
 
 
 def test_a_damaged_one_can_be_removed(capsys, folder):
-    (folder / "book" / saved.ABOUT).write_text("{")
+    (folder / "book" / storage.ABOUT).write_text("{")
     assert run(capsys, folder, "--remove", "book")[:2] == (0, "book  removed\n") and not (folder / "book").exists()
 
 

@@ -13,7 +13,7 @@ from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
 from icejax.cache.registry import Full
 from icejax.engine.plan import make_plan
-from icejax.explain import Explanation
+from icejax.evaluation.attention_map import Explanation
 from icejax.ops.attention.dense import products
 from icejax.ops.pages.packing import pack
 from icejax.ops.topk import best

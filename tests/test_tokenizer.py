@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import icejax
-from icejax.generation import ASSETS
+from icejax.api.generate import ASSETS
 from icejax.models.registry import FAMILIES
 from icejax.text.tokenizer import load_tokenizer
 

@@ -37,7 +37,7 @@ def run(installed: Path, tmp_path: Path, *line: str, after: str = "") -> tuple[i
 
 
 def test_it_holds_the_packages_and_nothing_else(installed):
-    assert sorted(re.sub(r"-.*\.", ".", path.name) for path in installed.iterdir()) == ["convert", "icejax", "icejax.dist-info"]
+    assert sorted(re.sub(r"-.*\.", ".", path.name) for path in installed.iterdir()) == ["icejax", "icejax.dist-info"]
     assert {path.name for path in (installed / "icejax/commands").iterdir()} >= {f"{name}.py" for name in COMMANDS}
     assets = [
         {path.name: path.read_bytes() for path in (root / "assets").iterdir()} for root in (PACKAGE, installed / "icejax")
@@ -46,8 +46,8 @@ def test_it_holds_the_packages_and_nothing_else(installed):
 
 
 def test_it_is_the_wheel_that_runs(installed, tmp_path):
-    code = "import icejax, convert; print(*icejax.__path__, *convert.__path__)"
-    assert run(installed, tmp_path, "-c", code) == (0, f"{installed / 'icejax'} {installed / 'convert'}\n", "")
+    code = "import icejax; print(*icejax.__path__)"
+    assert run(installed, tmp_path, "-c", code) == (0, f"{installed / 'icejax'}\n", "")
 
 
 def test_the_command_tells_of_itself(installed, tmp_path):
@@ -70,8 +70,6 @@ def test_a_command_that_there_is_not_is_one_line(installed, tmp_path):
 def test_a_command_gets_its_own_arguments(installed, tmp_path):
     status, out, err = run(installed, tmp_path, "-m", "icejax", "convert", "nowhere")
     assert (status, out) == (2, "") and err == "icejax convert: error: the following arguments are required: DST\n"
-    status, out, err = run(installed, tmp_path, "-m", "convert.hf_to_orbax", "--help")
-    assert (status, err) == (0, "") and out.startswith("usage: convert.hf_to_orbax ")
 
 
 @pytest.mark.slow  # imports, loads and compiles

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 import icejax
+from icejax.api.generate import ASSETS
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
-from icejax.generation import ASSETS
 from icejax.runtime import devices
 
 CASES = [(cache, dtype) for dtype in ("float32", "bfloat16") for cache in ("full", "clustered")]

@@ -24,10 +24,10 @@ from bench import panel
 from bench.flags import listed, numbers
 from bench.needle import task
 from bench.needle.reader import Reader
+from icejax.api.generate import ASSETS
 from icejax.cache.options import cache_options, make_policy
 from icejax.cache.registry import shown_name
 from icejax.checks.numbers import whole
-from icejax.generation import ASSETS
 from icejax.runtime import devices
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)

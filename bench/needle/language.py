@@ -17,10 +17,10 @@ import numpy as np
 
 from bench import panel
 from bench.needle import task
+from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.engine.layers import exact, walk
-from icejax.generation import ASSETS
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 

@@ -74,7 +74,7 @@ class Compiled:
     hlo: str
     thunks: str
     thunk_names: str
-    devices: Any
+    memory: Any
 
 
 def without_devices() -> None:

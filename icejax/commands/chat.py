@@ -13,20 +13,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from icejax.api.prompts import opening
 from icejax.checks.errors import InputError, meant
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import go_on, go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
+from icejax.commands.process import OutputError, ending, harmless, instead_of_ending, write
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
 from icejax.engine.decode_loop import check
 from icejax.engine.response import GenerationResponse, join
 from icejax.files.atomic_folder import Claim, claim
-from icejax.launch import OutputError, ending, harmless, instead_of_ending, write
-from icejax.prompts import opening
-from icejax.saved import ABOUT
-from icejax.session import Session
+from icejax.session.session import Session
+from icejax.session.storage import ABOUT
 from icejax.text.chat_template import render
 
 HELP = """\

@@ -10,8 +10,8 @@ from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.options import Parser
+from icejax.commands.process import ending
 from icejax.commands.show import progress
-from icejax.launch import ending
 
 HF = "Hugging Face folder or hub id SRC -> icejax (Orbax) folder DST"
 BACK = "icejax (Orbax) folder SRC -> Hugging Face folder DST"

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from icejax.cache.pool import host_pool
 from icejax.commands.options import Parser
-from icejax.launch import ending, write
+from icejax.commands.process import ending, write
 from icejax.runtime import devices
 from icejax.runtime.host_reads import choose
 from icejax.runtime.host_reads.backends import BACKENDS

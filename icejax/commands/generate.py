@@ -8,12 +8,15 @@ import logging
 
 from rich.console import Console
 
+from icejax.api.generate import stream_generate
+from icejax.api.prompts import encode
 from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
 from icejax.commands import options
 from icejax.commands.loading import go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
+from icejax.commands.process import ending
 from icejax.commands.requests import Asked, read_prompts
 from icejax.commands.show import answer, answers, progress, table
 from icejax.engine.decode_loop import check as check_answer
@@ -21,13 +24,10 @@ from icejax.engine.logprobs import check as check_logprobs
 from icejax.engine.request import Request
 from icejax.engine.response import GenerationResponse
 from icejax.engine.sampling import Sampling
-from icejax.explain import Explanation, check
+from icejax.evaluation.attention_map import Explanation, check
 from icejax.files.atomic_folder import Claim, claim
-from icejax.generation import stream_generate
-from icejax.launch import ending
 from icejax.models.decoder import CausalLM
-from icejax.prompts import encode
-from icejax.saved import ABOUT
+from icejax.session.storage import ABOUT
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.generate") -> int:

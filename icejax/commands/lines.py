@@ -17,7 +17,7 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
 from icejax.checks.errors import InputError
-from icejax.launch import listen
+from icejax.commands.process import listen
 
 LOG = logging.getLogger(__name__)
 

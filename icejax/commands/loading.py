@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from icejax import generation
+from icejax.api import generate
+from icejax.api.prompts import opening
 from icejax.checks.errors import InputError
 from icejax.commands import options
 from icejax.commands.show import progress
 from icejax.models.decoder import CausalLM
-from icejax.prompts import opening
 from icejax.runtime.compile_cache import keep_programs
-from icejax.session import Session
+from icejax.session.session import Session
 
 
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
@@ -25,8 +25,8 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
     keep_programs(arguments.compile_cache)
     with progress(console) as bars:
         bar = bars.add_task("load", total=None)
-        return generation.load(
-            generation.ASSETS if arguments.model is None else arguments.model,
+        return generate.load(
+            generate.ASSETS if arguments.model is None else arguments.model,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             experts_on_host=arguments.experts_on_host,

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from icejax.api.generate import MAX_NEW_TOKENS
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, meant, printable
 from icejax.checks.numbers import number
+from icejax.commands.process import write
 from icejax.engine.sampling import Sampling
-from icejax.generation import MAX_NEW_TOKENS
-from icejax.launch import write
 from icejax.runtime import compile_cache
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"

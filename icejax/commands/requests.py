@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from icejax.api.generate import ASSETS
+from icejax.api.prompts import chat, opening
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, meant, quoted
 from icejax.checks.numbers import is_unicode, whole
 from icejax.engine.request import Request
 from icejax.engine.sampling import Sampling
-from icejax.generation import ASSETS
-from icejax.prompts import chat, opening
 from icejax.text.chat_template import render
 from icejax.text.detokenize import stop_strings
 

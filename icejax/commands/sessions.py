@@ -14,11 +14,11 @@ from rich.console import Console
 
 from icejax.checks.errors import InputError, meant, printable, quoted
 from icejax.commands.options import Parser
+from icejax.commands.process import ending, write
 from icejax.commands.show import progress
 from icejax.files.atomic_folder import claim, kept, present
-from icejax.identity import Damaged, damaged
-from icejax.launch import ending, write
-from icejax.saved import ABOUT, ARRAYS, Saved, look
+from icejax.session.fingerprint import Damaged, damaged
+from icejax.session.storage import ABOUT, ARRAYS, Saved, look
 
 HEAD = ["name", "size", "model", "cache", "tokens", "messages", "age"]
 # What is shown of a session's identity: by which name, under which key, of which kinds.

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from icejax.commands.process import harmless, is_unicode, write
 from icejax.engine.response import GenerationResponse, join
-from icejax.launch import harmless, is_unicode, write
 from icejax.runtime.compile_clock import clock
 
 WIDE = 11  # columns of the terminal for each of the table, from which an answer is a row of it

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax import saved
+from icejax.api.generate import MAX_NEW_TOKENS
+from icejax.api.prompts import check_context, encode, message, opening
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.cache.registry import name_of
@@ -24,12 +25,11 @@ from icejax.engine.request import Request
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling, checked, row_keys, row_options
 from icejax.files.atomic_folder import Claim, claim, place
-from icejax.generation import MAX_NEW_TOKENS
-from icejax.identity import identity
 from icejax.models.decoder import CausalLM
-from icejax.prompts import check_context, encode, message, opening
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
+from icejax.session import storage
+from icejax.session.fingerprint import identity
 from icejax.text.chat_turns import next_turn, with_one_end
 
 LOG = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class Session:
         plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new)), 0)
         if plan.pooled:
             pages = min(plan.pool.pages, pages + (plan.padded(coming) + limit) // plan.page_size)
-        return saved.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
+        return storage.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
 
     def save(self, path: str | Path | Claim) -> None:
         """Writes the session to the folder `path`, in place of one that is there; it appears whole or not at all.
@@ -254,7 +254,7 @@ class Session:
                 f"a session with a {type(self._cache).__name__} cache cannot be saved: register it in icejax.POLICIES"
             )
         cache = self._run.state.cache
-        about = saved.About(
+        about = storage.About(
             context_length=self.context_length,
             first=self._first,
             tokens=len(self.token_ids),
@@ -263,9 +263,9 @@ class Session:
             messages=self.messages,
         )
         same = identity(self._model, self._cache)
-        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(place(path), mark=saved.ABOUT)
+        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(place(path), mark=storage.ABOUT)
         with claimed as held, held.writing() as part:
-            saved.write(part, same, about, self.token_ids, cache, self._run.pool)
+            storage.write(part, same, about, self.token_ids, cache, self._run.pool)
 
     @classmethod
     def load(
@@ -287,7 +287,7 @@ class Session:
             InputError: there is none, it is damaged, or it was saved with another model or cache; the message names the
                 difference.
         """
-        stored = saved.find(place(path), model, cache if cache is None else checked_policy(cache))
+        stored = storage.find(place(path), model, cache if cache is None else checked_policy(cache))
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first

@@ -33,9 +33,9 @@ from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
 from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import present
-from icejax.identity import check_same, damaged, identity, policy_of
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.session.fingerprint import check_same, damaged, identity, policy_of
 
 VERSION = 15
 ABOUT, ARRAYS = "session.json", "arrays"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from icejax.api.prompts import check_context, encode
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.checkpoint.folder import resolve
@@ -20,13 +21,12 @@ from icejax.engine.request import Prompt, Request, requests
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling, checked
 from icejax.models.decoder import CausalLM
-from icejax.prompts import check_context, encode
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.host_reads.choose import try_ahead
 from icejax.text.tokenizer import load_tokenizer
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 MAX_NEW_TOKENS = 256
 
 

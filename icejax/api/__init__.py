@@ -1,0 +1,1 @@
+"""Generation from text, as Python calls it."""

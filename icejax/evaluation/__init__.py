@@ -1,0 +1,1 @@
+"""What a cache did: attention maps of an answer."""

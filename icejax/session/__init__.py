@@ -1,0 +1,1 @@
+"""A conversation whose cache is kept, and its folder on disk."""
