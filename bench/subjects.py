@@ -19,6 +19,7 @@ from bench.sizes import nbytes
 from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
+from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import Plan, make_plan, reports
 from icejax.engine.prefill import prefill
@@ -72,7 +73,7 @@ class Icejax:
         before = self._brought
         self._state, self._brought, self._pool = self._decoding.step(self._state, self._pool)
         if before is not None:
-            self._fetched.append(int(np.asarray(before.tokens_and_pages)[2].sum()))
+            self._fetched.append(int(StepCounters.read(before.counters).pages_fetched.sum()))
 
     def rest(self) -> None:
         """Waits for the step that was started last."""

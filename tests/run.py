@@ -13,6 +13,7 @@ import numpy as np
 
 from icejax.cache.protocol import CachePolicy
 from icejax.engine import prefill as inference
+from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.layers import Place, walk
 from icejax.engine.plan import Plan, make_plan
@@ -63,8 +64,9 @@ def greedy(
     for _ in range(new_tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
-    chosen, pages, *_ = np.stack([np.asarray(s.tokens_and_pages) for s in steps], axis=1)
-    return chosen.T, np.stack([np.asarray(s.logits) for s in steps]), pages
+    counters = [StepCounters.read(each.counters) for each in steps]
+    tokens, pages = (np.stack([getattr(each, name) for each in counters]) for name in ("token", "pages_attended"))
+    return tokens.T, np.stack([np.asarray(each.logits) for each in steps]), pages
 
 
 def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expected: np.ndarray, *, prompt: int, decoded: int):

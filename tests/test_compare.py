@@ -54,7 +54,7 @@ def test_a_policy_keeps_of_a_text_what_it_keeps_of_a_prompt(model, texts, policy
     one = subject(model, policy)
     one.take(text)
     state, step, _ = prefill(model, [text.tokens], one._plan)
-    assert int(step.tokens_and_pages[0, 0]) == text.next
+    assert int(step.tokens[0]) == text.next
     for x, y in zip(jax.tree.leaves(one._state.cache.layers), jax.tree.leaves(state.cache.layers), strict=True):
         # Widths of pages are sums of squares in the hundreds.
         np.testing.assert_allclose(x, y, rtol=tolerances.EXACT, atol=tolerances.LOGITS)

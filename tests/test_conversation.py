@@ -15,8 +15,8 @@ import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.commands import generate as command
+from icejax.engine.counters import NOTHING
 from icejax.engine.decode_loop import Row
-from icejax.engine.decode_step import COUNTS
 from icejax.session import session as module
 from icejax.session.session import Session
 from icejax.text.chat_turns import addition, with_one_end
@@ -75,7 +75,7 @@ class Scripted:
         monkeypatch.setattr(module, "prefill", self.prefill)
         monkeypatch.setattr(module, "extend", self.extend)
         monkeypatch.setattr(module, "stream", self.stream)
-        for name in ("make_plan", "Decoding", "still"):
+        for name in ("make_plan", "Decoding", "run_constants"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
         monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)
@@ -95,7 +95,7 @@ class Scripted:
         for i, token in enumerate(ids):
             if i < len(ids) - self.leaves:
                 self.cache.append(token)
-            text = rows[0].take(token, np.zeros(COUNTS, int))
+            text = rows[0].take(NOTHING._replace(token=token))
             yield SimpleNamespace(token_ids=(token,), text=text)
             if rows[0].finish_reason is not None:
                 return
@@ -159,7 +159,7 @@ def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
 def test_the_end_of_an_answer_is_no_text():
     """Whether or not the tokenizer calls it special."""
     row = Row(SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens))), (), (100,), [1], 10)
-    assert [row.take(token, np.zeros(COUNTS, int)) for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
+    assert [row.take(NOTHING._replace(token=token)) for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
 
 
 def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):

@@ -61,8 +61,8 @@ def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     plan = plan_for(model, exact, [tokens], 1000)
     state, step, pool = prefill.prefill(model, [tokens[:300]], plan)
     state, step, pool = prefill.extend(model, tokens[300:], plan, state, pool)
-    decoding, found = Decoding(model, plan), [int(step.tokens_and_pages[0, 0])]
+    decoding, found = Decoding(model, plan), [int(step.tokens[0])]
     for _ in range(40):
         state, step, pool = decoding.step(state, pool)
-        found.append(int(step.tokens_and_pages[0, 0]))
+        found.append(int(step.tokens[0]))
     np.testing.assert_array_equal(found, greedy(model, Full(), [tokens], 41)[0][0])

@@ -20,6 +20,7 @@ from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
 from icejax.commands.show import table
+from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.prefill import prefill
 from icejax.ops.experts import mixture, offloaded_experts
@@ -85,8 +86,9 @@ def decoded(model, prompts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for _ in range(STEPS):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
-    counts = np.stack([np.asarray(each.tokens_and_pages) for each in steps])
-    return np.stack([np.asarray(each.logits) for each in steps]), counts[:, 0], counts[:, 4:6]
+    counters = [StepCounters.read(each.counters) for each in steps]
+    experts = [(each.experts_taken, each.experts_fetched) for each in counters]
+    return np.stack([np.asarray(each.logits) for each in steps]), np.stack([each.token for each in counters]), np.stack(experts)
 
 
 @torch.no_grad()
@@ -159,8 +161,9 @@ def test_a_wide_batch_and_a_row_that_has_ended(tmp_path):
     state, _, pool = prefill(model, prompts, plan)
     state = dataclasses.replace(state, done=state.done.at[1:].set(True))
     _, step, _ = Decoding(model, plan).step(state, pool)
-    counts = np.asarray(step.tokens_and_pages)[4:6]
-    assert counts[0, 0] == 2 and not counts[:, 1:].any()
+    counters = StepCounters.read(step.counters)
+    assert counters.experts_taken[0] == 2
+    assert not counters.experts_taken[1:].any() and not counters.experts_fetched[1:].any()
 
 
 def with_tokenizer(path: Path, name: str) -> Path:

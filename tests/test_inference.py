@@ -16,6 +16,7 @@ from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.cache.registry import Clustered, Full, layer_policies
 from icejax.engine import decode_step, prefill
+from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import ladder, make_plan
 from icejax.engine.sampling import Sampling
@@ -139,7 +140,7 @@ def test_half_precision_finds_the_bundled_answer(dtype):
     answer = prompt[prompt.index(question) + len(question) :][:6]
     near = prompt[prompt.index(question) - 10 :][:1500] + question
     (response,) = icejax.generate(model, tokenizer, near, cache=Clustered(budget=128), max_new_tokens=8)
-    assert response.text == answer and response.dtype == dtype and response.finish_reason == "stop"
+    assert response.text == answer and response.run.dtype == dtype and response.finish_reason == "stop"
 
 
 def test_dense_first_layers_by_depth():
@@ -161,7 +162,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     chosen, decoding = [int(state.last_tokens[0])], Decoding(model, plan)
     for _ in range(29):
         state, step, pool = decoding.step(state, pool)
-        chosen.append(int(step.tokens_and_pages[0, 0]))
+        chosen.append(int(step.tokens[0]))
     assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
 
 
@@ -195,7 +196,7 @@ def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
     decoding, fetched = Decoding(model, plan), []
     for _ in range(47):
         state, step, pool = decoding.step(state, pool)
-        fetched.append(np.asarray(step.tokens_and_pages[2]))
+        fetched.append(StepCounters.read(step.counters).pages_fetched)
     fetched = np.stack(fetched)
     assert (fetched[stopped.new_tokens :, 0] == 0).all() and (fetched[: stopped.new_tokens - 1, 0] > 0).all()
     assert fetched[20:, 1].sum() > 0

@@ -51,7 +51,7 @@ def test_the_bundled_model_answers_from_int8_pages(bundled):
         for dtype in (None, "int8")
     )
     assert narrow.text == plain.text == questions[0].answer
-    assert narrow.host_kv_bytes == plain.host_kv_bytes * 18 // (16 * 4)
+    assert narrow.run.host_kv_bytes == plain.run.host_kv_bytes * 18 // (16 * 4)
 
 
 @pytest.mark.slow

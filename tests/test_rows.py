@@ -303,7 +303,7 @@ def test_what_a_row_draws_does_not_depend_on_who_shares_its_batch(bundled):
     batch.join(ids[0], 0)
     batch.step(5)
     row, step = batch.prefill(ids[1], sampling=[way], draws=[(3, 0)])
-    batch.state, found = insert(batch.state, row, 1, plan=batch.plan), [int(step.tokens_and_pages[0, 0])]
+    batch.state, found = insert(batch.state, row, 1, plan=batch.plan), [int(step.tokens[0])]
     for _ in range(len(alone.token_ids) - 1):
         batch.step()
         found.append(int(batch.state.last_tokens[1]))

@@ -8,10 +8,9 @@ import pytest
 
 import icejax
 from bench.needle import task
-from icejax.api.generate import still
 from icejax.cache.registry import Clustered, Full, SnapKV
 from icejax.engine import decode_step
-from icejax.engine.decode_loop import Row
+from icejax.engine.decode_loop import Row, run_constants
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime import compiler_options
 from icejax.session import session as module
@@ -104,12 +103,12 @@ def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, mo
         weights: tuple[int, ...] = (1, 2)
 
     session = Session(*bundled, cache=Mine(), context_length=300)
-    assert session.ask("hello " * 30, max_new_tokens=1).cache == "mine"
+    assert session.ask("hello " * 30, max_new_tokens=1).run.cache == "mine"
     with pytest.raises(icejax.InputError, match="Mine cache cannot be saved: register it in icejax.POLICIES"):
         session.save(tmp_path / "kept")
     with monkeypatch.context() as patch:
         patch.setitem(icejax.POLICIES, "another-name", Mine)
-        assert still(bundled[0], Mine(), session._plan, session._run)["fields"]["cache"] == "another-name"
+        assert run_constants(bundled[0], Mine(), session._plan, session._run).report.cache == "another-name"
         session.save(tmp_path / "kept")
         loaded = Session.load(tmp_path / "kept", *bundled, cache=Mine())
         assert loaded._cache == Mine() and loaded.token_ids == session.token_ids
@@ -205,7 +204,7 @@ def test_without_pages_no_more_is_reserved_than_the_context(bundled, cache):
     """Up to what texts are padded to, and what SnapKV keeps beside the tokens that come."""
     answer = Session(*bundled, cache=cache, context_length=3000).ask("x" * 100, max_new_tokens=1)
     each = answer.full_kv_bytes / (answer.prompt_tokens + answer.new_tokens)
-    assert 3000 * each <= answer.device_kv_bytes <= 3400 * each
+    assert 3000 * each <= answer.run.device_kv_bytes <= 3400 * each
 
 
 def test_a_full_session_says_so(bundled):
@@ -250,10 +249,10 @@ def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monke
             break
     take = Row.take
 
-    def cut(self, token, pages):
+    def cut(self, counters):
         if len(self.tokens) == 3 and where == "before":
             raise KeyboardInterrupt
-        told = take(self, token, pages)
+        told = take(self, counters)
         if len(self.tokens) == 4:
             raise KeyboardInterrupt
         return told

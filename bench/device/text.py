@@ -38,7 +38,7 @@ def greedy(cache: str, dtype: str, length: int, tokens: int) -> tuple[np.ndarray
     for _ in range(tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
-    chosen = np.concatenate([np.asarray(each.tokens_and_pages)[0] for each in steps])
+    chosen = np.concatenate([np.asarray(each.tokens) for each in steps])
     return chosen, np.concatenate([np.asarray(each.logits) for each in steps])
 
 

@@ -13,6 +13,7 @@ import icejax
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents, extents_for
 from icejax.engine.batch import fork
+from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
@@ -79,5 +80,6 @@ class Reader:
         forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), devices.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)
-        chosen, _, self._brought, *_ = np.asarray(step.tokens_and_pages)[:, 0].tolist()
-        return chosen
+        counters = StepCounters.read(step.counters).row(0)
+        self._brought = counters.pages_fetched
+        return counters.token

@@ -12,7 +12,7 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, read_config
-from icejax.engine.decode_loop import Row, Run, check, still, stream
+from icejax.engine.decode_loop import Row, Run, check, run_constants, stream
 from icejax.engine.decode_step import DecodeState, Decoding
 from icejax.engine.logprobs import check as check_logprobs
 from icejax.engine.plan import make_plan
@@ -121,7 +121,7 @@ def stream_generate(
     ]
     begun = prefill(model, ids, plan, **options)
     run = Run(Decoding(model, plan), *begun, watch)
-    yield from stream(rows, still(model, cache, plan, run), run, started, logprobs=logprobs)
+    yield from stream(rows, run_constants(model, cache, plan, run), run, started, logprobs=logprobs)
 
 
 def _first(own: Any, others: Any) -> Any:

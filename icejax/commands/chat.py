@@ -197,9 +197,9 @@ class Chat:
         table.add_row("messages", f"{len(session.messages)}")
         table.add_row("tokens", f"{len(session.token_ids):,} of {session.context_length:,}")
         if last is not None:
-            table.add_row("cache", last.cache + (f", budget {last.budget}" if last.budget is not None else ""))
-            table.add_row("on the device", f"{(last.device_kv_bytes + last.digest_bytes) / 2**20:.1f} MiB")
-            table.add_row("in host memory", f"{last.host_kv_bytes / 2**20:.1f} MiB")
+            table.add_row("cache", last.run.cache + (f", budget {last.run.budget}" if last.run.budget is not None else ""))
+            table.add_row("on the device", f"{(last.run.device_kv_bytes + last.run.digest_bytes) / 2**20:.1f} MiB")
+            table.add_row("in host memory", f"{last.run.host_kv_bytes / 2**20:.1f} MiB")
             table.add_row("first token", f"{last.ttft_s:.2f} s, {last.compile_s:.2f} s of them compiling")
             if last.decode_tps is not None:
                 table.add_row("tokens per second", f"{last.decode_tps:.1f}")

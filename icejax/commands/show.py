@@ -63,6 +63,7 @@ def answer(response: GenerationResponse, arguments: argparse.Namespace, name: An
     if not arguments.json:
         return write(harmless(response.text) + "\n")
     fields = dataclasses.asdict(response)
+    fields |= fields.pop("run")
     del fields["row"]  # the order of the lines
     fields = fields if name is None else {"id": name} | fields
     write(harmless(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
@@ -70,9 +71,9 @@ def answer(response: GenerationResponse, arguments: argparse.Namespace, name: An
 
 def table(responses: list[GenerationResponse], console: Console) -> RenderableType:
     """The cost of every answer: a row each, or a column each where the terminal is too narrow for rows."""
-    first = responses[0]
-    budget = f", budget {first.budget}" if first.budget is not None else ""
-    title = f"{first.cache} cache{budget}, {first.dtype}, {first.device}"
+    run = responses[0].run
+    budget = f", budget {run.budget}" if run.budget is not None else ""
+    title = f"{run.cache} cache{budget}, {run.dtype}, {run.device}"
     figures = [_figures(response) for response in responses]
     names = max(figures, key=len)  # an answer of one token has no step to tell of
     if console.width >= WIDE * len(names):
@@ -100,8 +101,8 @@ def _figures(r: GenerationResponse) -> dict[str, str]:
         "first token": f"{r.ttft_s:.2f} s",
         "compiling": f"{r.compile_s:.2f} s",
         "per token": f"{r.tpot_s * 1e3:.1f} ms" if r.tpot_s is not None else "-",
-        "KV device": _size(r.device_kv_bytes + r.digest_bytes),
-        "KV host": _size(r.host_kv_bytes),
+        "KV device": _size(r.run.device_kv_bytes + r.run.digest_bytes),
+        "KV host": _size(r.run.host_kv_bytes),
         "full KV": _size(r.full_kv_bytes),
     }
     if r.estimated_error is not None:

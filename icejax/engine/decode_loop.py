@@ -16,11 +16,12 @@ from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import shown_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import whole
-from icejax.engine.decode_step import COUNTS, NOT_FINITE, DecodeState, Decoding, Step
+from icejax.engine.counters import MILLION, NOT_FINITE, NOTHING, StepCounters, pack_token
+from icejax.engine.decode_step import DecodeState, Decoding, Step
 from icejax.engine.logprobs import token_logprobs
 from icejax.engine.nonfinite import not_finite
 from icejax.engine.plan import Plan, reports
-from icejax.engine.response import GenerationResponse
+from icejax.engine.response import GenerationResponse, RunReport, TokenLogprobs
 from icejax.engine.sampling import row_keys
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -47,11 +48,11 @@ class Run:
     step: Step
     pool: jax.Array | None
     watch: Callable[[DecodeState], None] | None = None
-    fed: jax.Array | None = None  # the tokens that the newest step has put into the cache, with their pages
+    fed: Step | None = None  # whose tokens the newest step has put into the cache
 
     def advance(self) -> None:
         """Takes a decode step."""
-        self.fed = self.step.tokens_and_pages
+        self.fed = self.step
         self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
         if self.watch is not None:
             self.watch(self.state)
@@ -82,7 +83,7 @@ class Run:
         """Returns the token that is in the cache of a row of so many tokens, where reading it was cut off."""
         if self.broken or self.fed is None or self.seen != tokens + 1:
             return []
-        token = int(self.fed[0, 0])
+        token = int(self.fed.tokens[0])
         return [] if token == NOT_FINITE else [token]
 
 
@@ -90,14 +91,14 @@ def taken_up(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None
     """Returns the run of one row whose cache was saved, to put a text behind it."""
     none = jnp.zeros(1, jnp.int32)
     state = DecodeState(cache, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
-    return Run(Decoding(model, plan), state, Step(jnp.stack([none] * (1 + COUNTS)), jnp.zeros((1, 1))), pool)
+    return Run(Decoding(model, plan), state, Step(pack_token(none), jnp.zeros((1, 1))), pool)
 
 
 def stream(
-    rows: Sequence[Row], still: dict[str, Any], run: Run, started: Mark, *, logprobs: int | None = None
+    rows: Sequence[Row], constants: RunConstants, run: Run, started: Mark, *, logprobs: int | None = None
 ) -> Iterator[GenerationResponse]:
     """Decodes until every row has ended, and yields what comes; `run` is up to date whenever the caller has control."""
-    run.step.tokens_and_pages.block_until_ready()
+    run.step.counters.block_until_ready()
     read_at, ready = [], Mark.now()
     ttft, compile_s = ready.time - started.time, ready.compiling - started.compiling
     LOG.info("first token after %.2f s, %.2f s of them compiling", ttft, compile_s)
@@ -106,44 +107,21 @@ def stream(
         # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
         if read_at and not all(row.ends_with_next() for row in rows):
             run.advance()
-        counts = np.asarray(pending.tokens_and_pages)
-        tokens, pages = counts[0], counts[1:]
+        counters = StepCounters.read(pending.counters)
         live, likely = [i for i, row in enumerate(rows) if row.finish_reason is None], {}
-        for row in (rows[i] for i in live if tokens[i] == NOT_FINITE):
+        for row in (rows[i] for i in live if counters.token[i] == NOT_FINITE):
             reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
             raise InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
         if logprobs is not None:
             own = dict(rows=live, count=logprobs, tokenizer=rows[0].tokenizer)
-            likely = token_logprobs(pending.logits, pending.tokens_and_pages[0], **own)
+            likely = token_logprobs(pending.logits, pending.tokens, **own)
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in ((i, rows[i]) for i in live):
-            text = row.take(int(tokens[i]), pages[:, i])
-            count, ended = len(row.tokens), row.finish_reason is not None
-            tpot = float(np.median(np.diff(read_at))) if ended and count > 1 else None
-            yield GenerationResponse(
-                row=i,
-                text=text,
-                token_ids=(row.tokens[-1],),
-                logprobs=None if logprobs is None else (likely[i],),
-                prompt_tokens=len(row.prompt),
-                new_tokens=count,
-                finish_reason=row.finish_reason,
-                ttft_s=ttft,
-                compile_s=compile_s,
-                tpot_s=tpot,
-                prefill_tps=row.fed / ttft,
-                decode_tps=1 / tpot if tpot is not None else None,
-                full_kv_bytes=still["token_bytes"] * (len(row.prompt) + count),
-                pages_selected=int(row.pages[0]),
-                pages_fetched=int(row.pages[1]),
-                hit_rate=float(1 - row.pages[1] / row.pages[2]) if row.pages[2] else None,
-                estimated_error=row.pages[5] / 1e6 / (count - 1) if row.pages[6] else None,
-                budget_used=row.pages[6] / (count - 1) if row.pages[6] else None,
-                expert_hit_rate=float(1 - row.pages[4] / row.pages[3]) if row.pages[3] else None,
-                expert_bytes_per_token=still["expert_bytes"] * int(row.pages[4]) / (count - 1) if row.pages[3] else None,
-                **still["fields"],
-            )
+            text = row.take(counters.row(i))
+            tpot = float(np.median(np.diff(read_at))) if row.finish_reason is not None and len(row.tokens) > 1 else None
+            timing = dict(ttft_s=ttft, compile_s=compile_s, tpot_s=tpot)
+            yield _piece(i, row, text, likely[i] if logprobs is not None else None, timing, constants)
         ended = [row.finish_reason is not None for row in rows]
         if any(ended[i] for i in live) and not all(ended):
             run.end(ended)
@@ -151,11 +129,41 @@ def stream(
             run.advance()
 
 
+def _piece(
+    index: int, row: Row, text: str, logprobs: TokenLogprobs | None, timing: dict[str, Any], constants: RunConstants
+) -> GenerationResponse:
+    """Returns what is told of a row after its newest token."""
+    totals, count, tpot = row.totals, len(row.tokens), timing["tpot_s"]
+    steps = count - 1  # the first token came with the prompt
+    return GenerationResponse(
+        row=index,
+        text=text,
+        token_ids=(row.tokens[-1],),
+        logprobs=None if logprobs is None else (logprobs,),
+        prompt_tokens=len(row.prompt),
+        new_tokens=count,
+        finish_reason=row.finish_reason,
+        prefill_tps=row.fed / timing["ttft_s"],
+        decode_tps=1 / tpot if tpot is not None else None,
+        full_kv_bytes=constants.token_bytes * (len(row.prompt) + count),
+        pages_selected=totals.pages_attended,
+        pages_fetched=totals.pages_fetched,
+        hit_rate=1 - totals.pages_fetched / totals.pages_needed if totals.pages_needed else None,
+        estimated_error=totals.error_millionths / MILLION / steps if totals.tokens_attended else None,
+        budget_used=totals.tokens_attended / steps if totals.tokens_attended else None,
+        expert_hit_rate=1 - totals.experts_fetched / totals.experts_taken if totals.experts_taken else None,
+        expert_bytes_per_token=constants.expert_bytes * totals.experts_fetched / steps if totals.experts_taken else None,
+        run=constants.report,
+        **timing,
+    )
+
+
 class Row:
     """What is known on the host of one row: its tokens, its text, and why it ended.
 
     Attributes:
         number: which prompt it answers, from 1, as messages name it.
+        totals: sums of what its steps counted.
         fed: tokens that ran to give its first one: those of the prompt, or of a session's newest text.
     """
 
@@ -173,8 +181,7 @@ class Row:
         self.tokenizer, self.prompt, self.number = tokenizer, tuple(prompt), number
         self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
-        # Attended to exactly, brought from the host, needed; experts taken and brought; the error and tokens attended exactly.
-        self.pages = np.zeros(COUNTS, np.int64)
+        self.totals = NOTHING
         self.finish_reason: str | None = None
         self._text = Detokenizer(tokenizer, stop)
         self._eos, self._limit = eos, limit
@@ -183,10 +190,11 @@ class Row:
         """Whether the row has ended, or does with its next token at the latest."""
         return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
 
-    def take(self, token: int, pages: np.ndarray) -> str:
-        """Adds a token and the pages of its step; returns the text that it completes."""
+    def take(self, counters: StepCounters) -> str:
+        """Adds the token of a step and what was counted; returns the text that the token completes."""
+        token = counters.token
         self.tokens.append(token)
-        self.pages += pages
+        self.totals = self.totals.plus(counters)
         text = "" if token in self._eos else self._text.add(token)
         if token in self._eos or self._text.stopped:
             self.finish_reason = "stop"
@@ -195,24 +203,39 @@ class Row:
         return text + self._text.rest() if self.finish_reason is not None else text
 
 
-def still(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> dict[str, Any]:
-    """What does not change from token to token: the figures of the pytree, per row, and names."""
+@dataclass(frozen=True)
+class RunConstants:
+    """What does not change from token to token.
+
+    Attributes:
+        token_bytes: bytes of a token's keys and values in all layers, in a full cache.
+        expert_bytes: bytes of one expert in host memory; 0 without any.
+    """
+
+    report: RunReport
+    token_bytes: int
+    expert_bytes: int
+
+
+def run_constants(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> RunConstants:
+    """Returns the constants of a run; bytes are those of its arrays, shared among its rows."""
     config, batch = model.config, plan.spec.batch_size
-    state, pool = run.state, run.pool
-    digest_bytes = sum(report.digest_bytes for report in reports(plan, state.cache))
-    device_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache.layers))
-    item = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
-    fields = dict(
+    digest_bytes = sum(report.digest_bytes for report in reports(plan, run.state.cache))
+    device_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state.cache.layers))
+    report = RunReport(
         cache=shown_name(cache),
         budget=cache.budget,
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,
-        host_kv_bytes=pool.nbytes // batch if pool is not None else 0,
-        fetch_backend=plan.fetch_backend if pool is not None else None,
+        host_kv_bytes=run.pool.nbytes // batch if run.pool is not None else 0,
+        fetch_backend=plan.fetch_backend if run.pool is not None else None,
         device=devices.device_name(),
         dtype=model.dtype,
     )
     specs = map(plan.spec_of, range(config.num_hidden_layers))
-    token_bytes = sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item
-    expert_bytes = max(0 if layer.experts is None else layer.experts.bytes_from_host for layer in model.model.layers)
-    return dict(fields=fields, token_bytes=token_bytes, expert_bytes=expert_bytes)
+    item = jnp.dtype(model.dtype).itemsize
+    return RunConstants(
+        report=report,
+        token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item,
+        expert_bytes=max(0 if layer.experts is None else layer.experts.bytes_from_host for layer in model.model.layers),
+    )

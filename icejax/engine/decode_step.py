@@ -14,15 +14,13 @@ from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
+from icejax.engine.counters import MILLION, NOT_FINITE, pack
 from icejax.engine.layers import Place, walk
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import Samplings, choose, folded
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import serving
 from icejax.runtime import compiler_options
-
-COUNTS = 7  # numbers that a step brings of each row beside its token
-NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
 
 
 @jax.tree_util.register_dataclass
@@ -56,15 +54,17 @@ class Step:
     """What a decode step brought.
 
     Attributes:
-        tokens_and_pages: the chosen tokens or NOT_FINITE, the pages (single slots where the policy finds those) attended to
-            exactly, those brought from the host and those needed, over layers and KV heads, and where experts are in host
-            memory those taken and those brought from it, over layers; a policy's estimate of the step's relative error in
-            millionths, and the tokens attended exactly, means over layers and KV heads: one array, for one transfer.
+        counters: the chosen tokens and what was counted, as `StepCounters.read` takes it.
         logits: of the chosen tokens.
     """
 
-    tokens_and_pages: jax.Array  # i32[1 + COUNTS, B]
+    counters: jax.Array  # i32[8, B]
     logits: jax.Array  # f32[B, V]
+
+    @property
+    def tokens(self) -> Int[Array, " B"]:
+        """The chosen tokens, on the device."""
+        return self.counters[0]
 
 
 def chosen(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
@@ -126,7 +126,7 @@ def _own(reports: list[Report], batch: int) -> Int[Array, "2 B"]:
     own = [report.own for report in reports if report.own is not None]
     if not own:
         return jnp.zeros((2, batch), jnp.int32)
-    scale = jnp.asarray([1e6, 1.0])[:, None]
+    scale = jnp.asarray([MILLION, 1.0])[:, None]
     return jnp.clip(jnp.round(sum(own) / len(own) * scale), 0, 1e9).astype(jnp.int32)
 
 
@@ -186,7 +186,7 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         reports = [plan.policies[i].report(states[i], cache.lengths) for i in plan.pooled]
         pages = sum((report.found for report in reports), pages)
         own = _own(reports, len(state.last_tokens))
-        return state, Step(jnp.concatenate([state.last_tokens[None], pages, sum(experts), own]), logits)
+        return state, Step(pack(state.last_tokens, pages, sum(experts), own), logits)
 
     @jax.jit
     def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:

@@ -21,7 +21,8 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.sizes import CacheSpec
-from icejax.engine.decode_step import COUNTS, DecodeState, Step, chosen, view_of
+from icejax.engine.counters import pack_token
+from icejax.engine.decode_step import DecodeState, Step, chosen, view_of
 from icejax.engine.layers import Place, exact_with_experts, walk
 from icejax.engine.plan import Plan, ladder
 from icejax.engine.sampling import Sampling, folded, row_keys, row_options
@@ -191,7 +192,7 @@ def _counted(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int
 
 def _first_step(state: DecodeState, logits: jax.Array) -> Step:
     """What a prompt brought: a token, and no pages."""
-    return Step(jnp.pad(state.last_tokens[None], ((0, COUNTS), (0, 0))), logits)
+    return Step(pack_token(state.last_tokens), logits)
 
 
 @jax.jit

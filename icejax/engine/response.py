@@ -24,8 +24,33 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What is the same for every token of a run. Bytes are a row's share of what is reserved.
+
+    Attributes:
+        cache: the policy's name.
+        budget: tokens attended exactly per KV head and layer; None: all.
+        device_kv_bytes: keys and values on the device.
+        digest_bytes: digests on the device.
+        host_kv_bytes: the pool in host memory.
+        fetch_backend: how host memory is read; None without a pool.
+        device: platform and kind of the device.
+        dtype: of the model's activations.
+    """
+
+    cache: str
+    budget: int | None
+    device_kv_bytes: int
+    digest_bytes: int
+    host_kv_bytes: int
+    fetch_backend: str | None
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationResponse:
-    """A piece of one row's text while it streams, or, from `generate`, all of it. Bytes and pages are this row's share.
+    """A piece of one row's text while it streams, or, from `generate`, all of it.
 
     Attributes:
         row: which prompt it answers.
@@ -37,12 +62,9 @@ class GenerationResponse:
         compile_s: how many of these went into tracing and compiling programs, which later calls of the same sizes do not do.
         tpot_s: median seconds per token after it, with what the reader does between them; None until the row has ended.
         prefill_tps, decode_tps: tokens per second of this row in the two phases, compiling included in the first.
-        cache, budget: the policy's name, and tokens attended exactly per KV head and layer (None: all).
-        device_kv_bytes, digest_bytes: keys and values, and digests, on the device.
-        host_kv_bytes: the pool.
-        full_kv_bytes: what the keys and values of all tokens so far take.
-        pages_selected, pages_fetched: pages attended to exactly, and brought from the host, over steps, layers, KV heads;
-            single tokens where the policy fetches those.
+        full_kv_bytes: what a full cache would take for the row's tokens so far.
+        pages_selected, pages_fetched: pages attended to exactly, and pages that came from host memory, summed over steps,
+            layers and KV heads; single tokens where the policy fetches those.
         hit_rate: share of the pages needed that were on the device already (`Clustered.resident`); None without pages.
         estimated_error: the cache's own estimate of the relative error of its attention, mean over steps, layers and heads;
             None of a policy that has none, and before the second token.
@@ -50,6 +72,7 @@ class GenerationResponse:
         expert_hit_rate: share of the experts taken by tokens after the first that were on the device already, or came for an
             earlier row; None unless experts are in host memory.
         expert_bytes_per_token: bytes of experts that came from there, for each of these tokens; None likewise.
+        run: what is the same for every token of the run.
     """
 
     row: int
@@ -64,11 +87,6 @@ class GenerationResponse:
     tpot_s: float | None
     prefill_tps: float
     decode_tps: float | None
-    cache: str
-    budget: int | None
-    device_kv_bytes: int
-    digest_bytes: int
-    host_kv_bytes: int
     full_kv_bytes: int
     pages_selected: int
     pages_fetched: int
@@ -77,9 +95,7 @@ class GenerationResponse:
     budget_used: float | None
     expert_hit_rate: float | None
     expert_bytes_per_token: float | None
-    fetch_backend: str | None
-    device: str
-    dtype: str
+    run: RunReport
 
 
 def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:

@@ -16,7 +16,7 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.cache.registry import name_of
 from icejax.checks.errors import InputError
-from icejax.engine.decode_loop import Row, Run, check, still, stream, taken_up
+from icejax.engine.decode_loop import Row, Run, check, run_constants, stream, taken_up
 from icejax.engine.decode_step import Decoding
 from icejax.engine.logprobs import check as check_logprobs
 from icejax.engine.plan import Plan, make_plan
@@ -196,7 +196,8 @@ class Session:
         self.messages += turn
         self._newest = row
         try:
-            for piece in stream([row], still(self._model, self._cache, self._plan, run), run, started, logprobs=logprobs):
+            constants = run_constants(self._model, self._cache, self._plan, run)
+            for piece in stream([row], constants, run, started, logprobs=logprobs):
                 self.token_ids += piece.token_ids
                 for answer in turn[1:]:
                     answer["content"] += piece.text
