@@ -1,5 +1,7 @@
 """Logits that are not finite end a generation at once, in one line that says where it began."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,7 +83,7 @@ def test_a_step_that_is_not_the_first_ends_it_too(model):
 def test_a_row_that_has_ended_does_not_matter(model):
     """The first row ends with its first token; what its place in the batch computes later is nobody's."""
     first, second = ask(model)
-    model.config = icejax.api.generate.replace(model.config, eos_token_ids=(first.token_ids[0],))
+    model.config = dataclasses.replace(model.config, eos_token_ids=(first.token_ids[0],))
     plant(model.model.embed_tokens.weight, jnp.nan, first.token_ids[0])
     assert first.token_ids[0] not in second.token_ids
     found = ask(model)

@@ -40,9 +40,17 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def encode(
-    model: CausalLM, tokenizer: Any, requests: Sequence[Request], *, context_length: int | None = None
+    model: CausalLM,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    *,
+    special_tokens: bool = True,
+    context_length: int | None = None,
 ) -> list[list[int]]:
     """Returns the token ids of prompts.
+
+    Args:
+        special_tokens: whether the tokenizer adds its own to the text of requests that do not say.
 
     Raises:
         InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for a token in `context_length` (the
@@ -51,15 +59,16 @@ def encode(
     context_length = _context(model, context_length)
     if not requests:
         raise InputError("no prompt: expected at least one")
-    return [_encoded(model, tokenizer, each, context_length) for each in requests]
+    return [_encoded(model, tokenizer, each, special_tokens, context_length) for each in requests]
 
 
-def _encoded(model: CausalLM, tokenizer: Any, request: Request, context_length: int) -> list[int]:
+def _encoded(model: CausalLM, tokenizer: Any, request: Request, special_tokens: bool, context_length: int) -> list[int]:
     name, prompt, more = f"prompt {request.index + 1}", request.prompt, False
     if isinstance(prompt, str):
         if not is_unicode(prompt):
             raise InputError(f"{name} is not UTF-8 text: convert it first")
-        ids, more = _tokens(tokenizer, prompt, special_tokens=request.special_tokens is not False, enough=2 * context_length)
+        special_tokens = special_tokens if request.special_tokens is None else request.special_tokens
+        ids, more = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length)
     else:
         ids = _checked_ids(name, prompt)
     if not ids:

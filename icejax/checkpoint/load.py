@@ -43,6 +43,24 @@ LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key just done, how many done, how many in all
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose config has been read."""
+
+    folder: Path
+    config: ModelConfig
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Returns the checkpoint of a Hugging Face folder, an icejax folder or a hub id, which is downloaded if need be.
+
+    Raises:
+        InputError: there is no such folder, or its config is not what it should be.
+    """
+    folder = resolve(source)
+    return Checkpoint(folder, read_config(folder))
+
+
 def read_config(folder: Path) -> ModelConfig:
     """Returns the config of a checkpoint folder; InputError for a field that is missing, unknown or unsupported."""
     raw = huggingface.read_json(folder / "config.json")
@@ -75,7 +93,7 @@ def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, j
 
 
 def load_model(
-    model: str | Path,
+    source: str | Path | Checkpoint,
     *,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -83,7 +101,7 @@ def load_model(
     experts_on_host: int | bool | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
-    """Returns the model of a Hugging Face folder, an icejax folder or a hub id, on the default device.
+    """Returns the model of a Hugging Face folder, an icejax folder, a hub id or an open checkpoint, on the default device.
 
     Tensors go one by one to `dtype` and the device. Beside the weights that are kept in it, host memory never holds more than
     two of the largest tensor. A stored tensor counts, and one of the model's: there those of all experts are
@@ -101,8 +119,8 @@ def load_model(
     Raises:
         InputError: the folder, its config or its tensors are not what they should be; the message tells all faults.
     """
-    folder = resolve(model)
-    config = read_config(folder)
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    folder, config = checkpoint.folder, checkpoint.config
     dtype = dtype or ("float32" if devices.platform() == "cpu" else config.dtype)
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None

@@ -22,7 +22,7 @@ from icejax.commands.memory import out_of_memory_told
 from icejax.commands.process import OutputError, ending, harmless, instead_of_ending, write
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
-from icejax.engine.decode_loop import check
+from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.files.atomic_folder import Claim, claim
 from icejax.session.session import Session
@@ -47,10 +47,8 @@ def main(argv: list[str] | None = None, *, name: str = "icejax chat") -> int:
 
 def _run(argv: list[str] | None, name: str) -> None:
     arguments = options.chat_parser(name).parse_args(argv)
-    sampling = options.sampling(arguments)
-    options.tell_greedy(arguments, [sampling])
-    answer = dict(sampling=sampling, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
-    answer["stop"] = check(arguments.stop, arguments.max_new_tokens, arguments.seed)
+    answer = options.answer(arguments)
+    options.tell_greedy(arguments, [answer.sampling])
     options.policy(arguments)
     options.memory_limit(arguments)  # all that can be wrong so far is told before the model is loaded
     claimed = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
@@ -68,11 +66,11 @@ class Ended(Exception):
 class Chat:
     """A conversation, and what its commands do."""
 
-    def __init__(self, arguments: argparse.Namespace, answer: dict[str, object], held: Claim | None, *, name: str) -> None:
+    def __init__(self, arguments: argparse.Namespace, answer: AnswerOptions, held: Claim | None, *, name: str) -> None:
         """Loads the model, and the conversation if there is one.
 
         Args:
-            answer: the options of `Session.stream_chat`.
+            answer: how answers are to be.
             held: the folder that the conversation is kept in after every answer; None: it is not.
             name: what errors begin with.
         """
@@ -134,7 +132,7 @@ class Chat:
                 bars.update(layers, completed=count)
 
             try:
-                for piece in session.stream_chat(text, progress=done, kept_in=kept_in, **self._answer):
+                for piece in session.stream_chat(text, progress=done, kept_in=kept_in, **vars(self._answer)):
                     bars.stop()  # the text is progress enough, and shares the terminal
                     write(harmless(piece.text))
                     pieces.append(piece)

@@ -17,13 +17,10 @@ from icejax.commands import options
 from icejax.commands.loading import go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
 from icejax.commands.process import ending
-from icejax.commands.requests import Asked, read_prompts
+from icejax.commands.requests import PromptLine, read_prompts
 from icejax.commands.show import answer, answers, progress, table
-from icejax.engine.decode_loop import check as check_answer
-from icejax.engine.logprobs import check as check_logprobs
-from icejax.engine.request import Request
+from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse
-from icejax.engine.sampling import Sampling
 from icejax.evaluation.attention_map import Explanation, check
 from icejax.files.atomic_folder import Claim, claim
 from icejax.models.decoder import CausalLM
@@ -45,7 +42,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
     """Answers the prompts of the command line; raises InputError for bad input."""
-    sampling, policy = options.sampling(arguments), options.policy(arguments)
+    answer_options, policy = options.answer(arguments), options.policy(arguments)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
     if arguments.logprobs is not None and not arguments.json:
@@ -56,19 +53,17 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         check(arguments.explain)
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
-    check_logprobs(arguments.logprobs)
-    check_answer(tuple(arguments.stop), arguments.max_new_tokens, arguments.seed)
     prompts = read_prompts(arguments)
-    options.tell_greedy(arguments, [asked.sampling(sampling) for asked in prompts])
+    options.tell_greedy(arguments, [line.options(answer_options).sampling for line in prompts])
     if arguments.session is not None:
-        if any(asked.messages is not None for asked in prompts):
+        if any(line.messages is not None for line in prompts):
             raise InputError("'messages' are a whole chat: leave --session out, or give a 'prompt' per turn with --chat")
         with claim(arguments.session, mark=ABOUT) as held:
-            _run_session(arguments, console, held, sampling, prompts)
+            _run_session(arguments, console, held, answer_options, prompts)
         return
     model, tokenizer = load(arguments, console)
-    template = dict(in_template=arguments.chat, system=arguments.system, sampling=sampling)
-    requests = [asked.request(tokenizer, i, **template) for i, asked in enumerate(prompts)]
+    template = dict(in_template=arguments.chat, system=arguments.system)
+    requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
     ids = encode(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
     requests = [dataclasses.replace(each, prompt=tokens) for each, tokens in zip(requests, ids, strict=True)]
     explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
@@ -82,14 +77,11 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 tokenizer,
                 [requests[row] for row in rows],
                 cache=policy,
-                max_new_tokens=arguments.max_new_tokens,
-                stop=arguments.stop,
-                seed=arguments.seed,
                 context_length=arguments.context_length,
                 host_memory_limit=options.memory_limit(arguments),
-                logprobs=arguments.logprobs,
                 progress=lambda done, layers=layers, bars=bars: bars.update(layers, completed=done),
                 watch=explanation.watch if explanation is not None else None,
+                **vars(answer_options),
             )
             answered = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
         responses |= zip(rows, answered, strict=True)
@@ -111,33 +103,25 @@ def batches(ids: list[list[int]], size: int) -> list[list[int]]:
 def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePolicy, requests: list[Request]) -> Explanation:
     if len(requests) != 1:
         raise InputError(f"--explain needs one prompt, got {len(requests)}")
-    tokens, own = requests[0].prompt, requests[0].max_new_tokens
-    most = arguments.max_new_tokens if own is None else own
-    context_length = arguments.context_length or model.config.context_length
-    return Explanation(model, tokens, policy, new_tokens=min(most, context_length - len(tokens)))
+    tokens, context_length = requests[0].prompt, arguments.context_length or model.config.context_length
+    return Explanation(model, tokens, policy, new_tokens=min(requests[0].max_new_tokens, context_length - len(tokens)))
 
 
 def _run_session(
-    arguments: argparse.Namespace, console: Console, held: Claim, sampling: Sampling, prompts: list[Asked]
+    arguments: argparse.Namespace, console: Console, held: Claim, answer_options: AnswerOptions, prompts: list[PromptLine]
 ) -> None:
     """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
     model, tokenizer = load(arguments, console)
     session = go_on_or_begin(arguments, model, tokenizer)
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
-    for asked in prompts:
-        most = arguments.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens
-        own = dict(
-            sampling=asked.sampling(sampling),
-            max_new_tokens=most,
-            stop=arguments.stop if asked.stop is None else asked.stop,
-            seed=arguments.seed if asked.seed is None else asked.seed,
-        )
+    for line in prompts:
+        own = line.options(answer_options)
         with progress(console) as bars:
-            stream = respond(asked.prompt, logprobs=arguments.logprobs, kept_in=held, **own)
-            answered = answers(stream, bars, rows=1, limit=most, streaming=streaming)
+            stream = respond(line.prompt, kept_in=held, **vars(own))
+            answered = answers(stream, bars, rows=1, limit=own.max_new_tokens, streaming=streaming)
         if not streaming:
-            answer(answered[0], arguments, asked.id)
+            answer(answered[0], arguments, line.id)
         responses += answered
         session.save(held)
     if console.is_terminal:

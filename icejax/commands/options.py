@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from icejax.api.generate import MAX_NEW_TOKENS
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, meant, printable
 from icejax.checks.numbers import number
 from icejax.commands.process import write
+from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import Sampling
 from icejax.runtime import compile_cache
 
@@ -98,7 +98,9 @@ def _add_model(parser: Parser) -> None:
 
 def _add_answer(parser: Parser) -> None:
     group = parser.add_argument_group("answer")
-    group.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
+    )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     for field in dataclasses.fields(Sampling):
         flag = "--" + field.name.replace("_", "-")
@@ -121,9 +123,16 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument("--host-memory-limit", type=float, metavar="GIB", help="for the cache (default: what is free)")
 
 
-def sampling(arguments: argparse.Namespace) -> Sampling:
-    """Returns how tokens are chosen; InputError for an option that is out of range."""
-    return Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
+def answer(arguments: argparse.Namespace) -> AnswerOptions:
+    """Returns how answers are to be; InputError for an option that is out of range."""
+    sampling = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
+    return AnswerOptions(
+        sampling=sampling,
+        max_new_tokens=arguments.max_new_tokens,
+        stop=tuple(arguments.stop),
+        seed=arguments.seed,
+        logprobs=getattr(arguments, "logprobs", None),
+    )
 
 
 def tell_greedy(arguments: argparse.Namespace, samplings: Iterable[Sampling]) -> None:

@@ -16,7 +16,7 @@ from icejax.api.prompts import chat, opening
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, meant, quoted
 from icejax.checks.numbers import is_unicode, whole
-from icejax.engine.request import Request
+from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import Sampling
 from icejax.text.chat_template import render
 from icejax.text.detokenize import stop_strings
@@ -25,7 +25,7 @@ BUNDLED_PROMPT = ASSETS / "prompt.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PromptLine:
     """A prompt, and what a line of a .jsonl file says besides; None: as the command line has it.
 
     Attributes:
@@ -42,15 +42,20 @@ class Asked:
     temperature: float | None = None
     stop: tuple[str, ...] | None = None
 
-    def sampling(self, others: Sampling) -> Sampling:
-        """Returns how its tokens are chosen, where `others` is how all are."""
-        return others if self.temperature is None else dataclasses.replace(others, temperature=self.temperature)
+    def options(self, others: AnswerOptions) -> AnswerOptions:
+        """Returns how its answer is to be, where `others` are the options of the command line."""
+        own = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
+        if self.temperature is not None:
+            own["sampling"] = dataclasses.replace(others.sampling, temperature=self.temperature)
+        return dataclasses.replace(others, **{name: value for name, value in own.items() if value is not None})
 
-    def request(self, tokenizer: Any, index: int, *, in_template: bool, system: str | None, sampling: Sampling) -> Request:
+    def request(self, tokenizer: Any, index: int, others: AnswerOptions, *, in_template: bool, system: str | None) -> Request:
         """Returns what is to be answered, in the tokenizer's chat template if it is a chat or to be one.
 
         Args:
-            sampling: how tokens are chosen, but for the temperature where it has one of its own.
+            others: the options of the command line.
+            in_template: whether a text is the user's message of a chat.
+            system: the message that a chat begins with; None: none, or the template's own.
         """
         text, special_tokens = self.prompt, not in_template
         if self.messages is not None:
@@ -58,8 +63,9 @@ class Asked:
             text, special_tokens = render(tokenizer, [*([] if begun else opening(system)), *self.messages]), False
         elif in_template:
             text = chat(tokenizer, text, system=system)
-        own = dict(sampling=self.sampling(sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
-        return Request(prompt=text, special_tokens=special_tokens, index=index, **own)
+        options = self.options(others)
+        own = dict(sampling=options.sampling, max_new_tokens=options.max_new_tokens, stop=options.stop)
+        return Request(prompt=text, special_tokens=special_tokens, index=index, seed=self.seed, **own)
 
 
 def _messages(name: str, value: Any) -> list[dict[str, str]]:
@@ -109,12 +115,12 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[Asked]:
+def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
     """Returns the prompts of the command line; InputError if there is none or a file cannot be read."""
     if arguments.prompt.count("-") > 1:
         raise InputError("--prompt - is given more than once: standard input can be read only once")
     prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
-    asked, path = [Asked(prompt=prompt) for prompt in prompts], arguments.prompt_file
+    asked, path = [PromptLine(prompt=prompt) for prompt in prompts], arguments.prompt_file
     if path is None and not asked:
         if arguments.model is not None:
             raise InputError("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
@@ -123,7 +129,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[Asked]:
         return asked
     text = read_text(path)
     if path.suffix != ".jsonl":
-        return [*asked, Asked(prompt=text)]
+        return [*asked, PromptLine(prompt=text)]
     for at, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
         if line.strip():
             asked.append(_line(f"{path}, line {at}", line))
@@ -147,7 +153,7 @@ def _decode(source: str, content: bytes) -> str:
         raise InputError(f"{source} is not UTF-8 text (byte {error.start}): convert it first") from None
 
 
-def _line(source: str, line: str) -> Asked:
+def _line(source: str, line: str) -> PromptLine:
     fields = {name: value for name, value in json_file.parse(line, source=source).items() if value is not None}
     for name in fields:
         if name not in FIELDS:
@@ -155,4 +161,4 @@ def _line(source: str, line: str) -> Asked:
     if ("prompt" in fields) == ("messages" in fields):
         given = "both" if "prompt" in fields else "neither"
         raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {given}")
-    return Asked(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in fields.items()})
+    return PromptLine(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in fields.items()})

@@ -15,7 +15,6 @@ import numpy as np
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import shown_name
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
 from icejax.engine.counters import MILLION, NOT_FINITE, NOTHING, StepCounters, pack_token
 from icejax.engine.decode_step import DecodeState, Decoding, Step
 from icejax.engine.logprobs import token_logprobs
@@ -26,15 +25,7 @@ from icejax.engine.sampling import row_keys
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
-from icejax.text.detokenize import Detokenizer, stop_strings
-
-
-def check(stop: str | Sequence[str], max_new_tokens: int, seed: int) -> tuple[str, ...]:
-    """Returns the stop strings; InputError for options of an answer that are out of range."""
-    whole("max_new_tokens", max_new_tokens, most=2**63)
-    whole("seed", seed, least=0, most=2**32 - 1)
-    return stop_strings(stop)
-
+from icejax.text.detokenize import Detokenizer
 
 LOG = logging.getLogger(__name__)
 

@@ -11,16 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from icejax.checks.numbers import whole
 from icejax.engine.response import Logprob, TokenLogprobs
 from icejax.text.detokenize import decoded
-
-MOST = 1000
-
-
-def check(count: int | None) -> int | None:
-    """Returns how many of the most likely tokens are asked for, None for no log-probabilities; InputError for a bad number."""
-    return None if count is None else whole("logprobs", count, least=0, most=MOST)
 
 
 def token_logprobs(

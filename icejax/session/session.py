@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax.api.generate import MAX_NEW_TOKENS
 from icejax.api.prompts import check_context, encode, message, opening
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked as checked_policy
 from icejax.cache.registry import name_of
 from icejax.checks.errors import InputError
-from icejax.engine.decode_loop import Row, Run, check, run_constants, stream, taken_up
+from icejax.engine.decode_loop import Row, Run, run_constants, stream, taken_up
 from icejax.engine.decode_step import Decoding
-from icejax.engine.logprobs import check as check_logprobs
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import extend, prefill
-from icejax.engine.request import Request
+from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
-from icejax.engine.sampling import Sampling, checked, row_keys, row_options
+from icejax.engine.sampling import row_keys, row_options
 from icejax.files.atomic_folder import Claim, claim, place
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -94,22 +92,17 @@ class Session:
         self,
         text: str,
         *,
-        sampling: Sampling | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
-        logprobs: int | None = None,
-        special_tokens: bool = True,
         progress: Callable[[int], None] | None = None,
         kept_in: Claim | None = None,
+        **options: Any,
     ) -> Iterator[GenerationResponse]:
         """Puts `text` behind all there is and yields the answer piece by piece.
 
         Args:
-            special_tokens: whether the tokenizer adds its own, which it does before the first text only.
             progress: called with the number of layers done while the text runs. What it raises while `token_ids` is empty
                 leaves the text out of the session; later it ends the session, of which what was saved can be loaded.
             kept_in: where the session is to be saved; its disk must have room for it before anything runs.
+            options: those of `AnswerOptions`; the tokenizer adds special tokens before the first text only.
 
         Raises:
             InputError: the text is empty, there is no room for it, here or in `kept_in`, the session holds a chat, or the
@@ -117,19 +110,25 @@ class Session:
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
-        options = dict(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs)
-        options |= dict(progress=progress, kept_in=kept_in, started=Mark.now())
-        new = self._encode(text, special_tokens=special_tokens)
-        yield from self._answer(self.token_ids, new, [], **options)
+        started, answer = Mark.now(), AnswerOptions(**options)
+        new = self._encode(text, special_tokens=answer.special_tokens)
+        yield from self._answer(self.token_ids, new, [], answer, started=started, progress=progress, kept_in=kept_in)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to the message `text`; the options are those of `stream_chat`."""
         return join(list(self.stream_chat(text, **options)))
 
-    def stream_chat(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
+    def stream_chat(
+        self,
+        text: str,
+        *,
+        progress: Callable[[int], None] | None = None,
+        kept_in: Claim | None = None,
+        **options: Any,
+    ) -> Iterator[GenerationResponse]:
         """Puts `text` as the user's next message into the chat and yields the answer.
 
-        Options are those of `stream` but `special_tokens`, of which the template writes its own.
+        Options are those of `stream`; the template writes its own special tokens.
 
         What the template writes behind the last answer, which may have been left before its end, is added to the tokens there
         are. A template that rewrites those has the whole chat prefilled anew, with a warning in the log the first time.
@@ -139,9 +138,9 @@ class Session:
         """
         if self._run is not None and not self.messages:
             raise InputError("the session holds text as it is: go on with ask, or begin another session for a chat")
-        started = Mark.now()
+        started, answer = Mark.now(), AnswerOptions(**options)
         turn, held, new = self._chat_turn(text)
-        yield from self._answer(held, new, turn, started=started, **options)
+        yield from self._answer(held, new, turn, answer, started=started, progress=progress, kept_in=kept_in)
 
     def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
         """Returns the messages of a turn, the tokens that stay, and those that come behind them."""
@@ -156,40 +155,38 @@ class Session:
         return turn, [], self._encode(whole)
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        request = Request(prompt=text, special_tokens=special_tokens, index=0)
-        request = dataclasses.replace(request, special_tokens=special_tokens and self._run is None)  # before the first text
+        request = Request(prompt=text, special_tokens=special_tokens and self._run is None, index=0)  # before the first text
         return encode(self._model, self._tokenizer, [request], context_length=self.context_length)[0]
 
     def _answer(
-        self, held: list[int], new: list[int], turn: list[dict[str, str]], *, sampling: Sampling | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), seed: int = 0,
-        logprobs: int | None = None, started: Mark, progress: Callable[[int], None] | None = None, kept_in: Claim | None = None,
+        self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
+        progress: Callable[[int], None] | None, kept_in: Claim | None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
-        stop, logprobs, sampling = check(stop, max_new_tokens, seed), check_logprobs(logprobs), checked(sampling)
         room = self.context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
                 f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
                 f"{self.context_length} is full; begin a new one, or one with a larger context_length"
             )
-        limit, tokens = min(max_new_tokens, room), held[self._seen :] + new
+        limit, tokens = min(answer.max_new_tokens, room), held[self._seen :] + new
         if not tokens:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
         if held:
             limit = min(limit, self._room_behind(tokens))
         if kept_in is not None:
             kept_in.check_room(self._size_with(held, new, limit))
-        row = Row(self._tokenizer, stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
+        row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
         self._newest = None
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
             self._plan = self._plan_for(len(new))
-            options = dict(sampling=[sampling], draws=[(seed, 0)], progress=progress, host_memory_limit=self._limit)
+            options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
+            options |= dict(progress=progress, host_memory_limit=self._limit)
             begun = prefill(self._model, [new], self._plan, **options)
         else:
-            options, seen = row_options([sampling], [held], self._model.config.vocab_size)
-            state = dataclasses.replace(self._run.state, key=row_keys([(seed, 0)]), sampling=options, seen=seen)
+            options, seen = row_options([answer.sampling], [held], self._model.config.vocab_size)
+            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=options, seen=seen)
             begun = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
         self._run = run = Run(Decoding(self._model, self._plan), *begun)
         self.token_ids = held + new
@@ -197,10 +194,10 @@ class Session:
         self._newest = row
         try:
             constants = run_constants(self._model, self._cache, self._plan, run)
-            for piece in stream([row], constants, run, started, logprobs=logprobs):
+            for piece in stream([row], constants, run, started, logprobs=answer.logprobs):
                 self.token_ids += piece.token_ids
-                for answer in turn[1:]:
-                    answer["content"] += piece.text
+                for reply in turn[1:]:
+                    reply["content"] += piece.text
                 yield piece
                 if self._newest is not row and row.finish_reason is None:
                     raise InputError("the session has been asked something else since: this answer cannot go on")
