@@ -26,7 +26,8 @@ from bench.sizes import nbytes
 from icejax.cache.pool import host_pool
 from icejax.engine import batch as rows
 from icejax.engine import decode_step
-from icejax.engine import prefill as inference
+from icejax.engine import extend as extending
+from icejax.engine import prefill as prefilling
 from icejax.engine.plan import make_plan
 from icejax.runtime import compiler_options
 
@@ -52,8 +53,8 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     alone = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
     insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
     policy, view = plan.policies[0], host_pool.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
-    prefill = jax.jit(functools.partial(inference._prefill_layer, policy=policy, spec=plan.spec))
-    extend = jax.jit(functools.partial(inference._extend_layer, policy=policy))
+    prefill = jax.jit(functools.partial(prefilling._prefill_layer, policy=policy, spec=plan.spec))
+    extend = jax.jit(functools.partial(extending._extend_layer, policy=policy))
     x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
     first, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.index for x in state.cache.layers], pool), {

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.protocol import CachePolicy
-from icejax.engine import prefill as inference
+from icejax.engine import extend as extending
+from icejax.engine import prefill as prefilling
 from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
-from icejax.engine.layers import Place, walk
+from icejax.engine.layers import Place, embed, walk
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM, DecoderLayer
@@ -38,9 +39,9 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
 
     def run(layer: DecoderLayer, x: jax.Array, at: Place):
         sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
-        return inference._prefill_layer(on_device(layer), x, new, None, **sizes)[:3]
+        return prefilling._prefill_layer(on_device(layer), x, new, None, **sizes)[:3]
 
-    *_, (x, _) = walk(model, inference._embed(model, jnp.asarray(padded)), run)
+    *_, (x, _) = walk(model, embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]
 
 
@@ -76,7 +77,7 @@ def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expecte
     close(all_logits(model, tokens[:prompt], policy), expected[:prompt])
     plan = plan_for(model, policy, [tokens[:prompt]], 1000)
     decoding = Decoding(model, plan)
-    state, step, pool = inference.prefill(model, [tokens[:prompt]], plan)
+    state, step, pool = prefilling.prefill(model, [tokens[:prompt]], plan)
     at = prompt
     for more in (extended, 0):
         close(step.logits[0], expected[at - 1])
@@ -87,6 +88,6 @@ def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expecte
             at += 1
         if more:
             assert plan.room_for_answer(more, pages=int(state.cache.lengths.pages)) >= decoded
-            state, step, pool = inference.extend(model, tokens[at : at + more], plan, state, pool)
+            state, step, pool = extending.extend(model, tokens[at : at + more], plan, state, pool)
             decoding.clock, at = 0, at + more
     assert at == len(tokens)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from icejax.cache.registry import Clustered, Full
-from icejax.engine import prefill
+from icejax.engine import extend, prefill
 from icejax.engine.decode_step import Decoding
 from tests import families, tolerances
 from tests.run import all_logits, greedy, plan_for
@@ -42,7 +42,7 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
             state, step, pool = prefill.prefill(model, [tokens[:part]], plan)
         else:
             assert plan.room_for_answer(part, pages=int(state.cache.lengths.pages)) > 0
-            state, step, pool = prefill.extend(model, tokens[at : at + part], plan, state, pool)
+            state, step, pool = extend.extend(model, tokens[at : at + part], plan, state, pool)
         at += part
         np.testing.assert_allclose(step.logits[0], expected[at - 1], rtol=0, atol=tolerances.LOGITS)
         decoding.clock = 0
@@ -60,7 +60,7 @@ def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     tokens, exact = families.tokens(500), Clustered(budget=2000, reuse=reuse)
     plan = plan_for(model, exact, [tokens], 1000)
     state, step, pool = prefill.prefill(model, [tokens[:300]], plan)
-    state, step, pool = prefill.extend(model, tokens[300:], plan, state, pool)
+    state, step, pool = extend.extend(model, tokens[300:], plan, state, pool)
     decoding, found = Decoding(model, plan), [int(step.tokens[0])]
     for _ in range(40):
         state, step, pool = decoding.step(state, pool)

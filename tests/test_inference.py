@@ -15,7 +15,7 @@ from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.cache.registry import Clustered, Full, layer_policies
-from icejax.engine import decode_step, prefill
+from icejax.engine import decode_step, extend, prefill
 from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import ladder, make_plan
@@ -62,9 +62,9 @@ def test_one_program_extends_all_layers(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 300)
     state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
-    before = prefill._extend_layer._cache_size()
-    prefill.extend(model, families.tokens(20), plan, state, pool)
-    assert len(plan.pooled) == 3 and prefill._extend_layer._cache_size() == before + 1
+    before = extend._extend_layer._cache_size()
+    extend.extend(model, families.tokens(20), plan, state, pool)
+    assert len(plan.pooled) == 3 and extend._extend_layer._cache_size() == before + 1
 
 
 def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):

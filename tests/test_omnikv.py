@@ -8,7 +8,7 @@ import pytest
 import icejax
 from icejax.cache.policies.follower import Follower
 from icejax.cache.registry import Full, OmniKV
-from icejax.engine import prefill as inference
+from icejax.engine import prefill as prefilling
 from icejax.engine.decode_step import Decoding
 from tests import families, test_rows, tolerances
 from tests import reference_retrieval as reference
@@ -110,7 +110,7 @@ def test_omnikv_with_room_for_all_tokens_is_the_full_cache(model):
 def test_layers_behind_a_filter_fetch_the_same_tokens(model):
     plan = plan_for(model, OmniKV(budget=40, generated=16, first=0, every=4, wait=0), [families.tokens(300)], 80)
     assert plan.pooled == (1, 2, 3)
-    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
+    state, _, pool = prefilling.prefill(model, [families.tokens(300)], plan)
     decoding = Decoding(model, plan)
     for _ in range(20):
         state, _, pool = decoding.step(state, pool)

@@ -15,7 +15,7 @@ from icejax.cache.bases.selection import Found
 from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared, View
 from icejax.cache.registry import Clustered, Full, Quest, Streaming, layer_policies, name_of
 from icejax.config import RopeScaling
-from icejax.engine import prefill as inference
+from icejax.engine import prefill as prefilling
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import make_plan, reports
 from tests import families, tolerances
@@ -74,7 +74,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
     prompt = families.tokens(300)
     plan = plan_for(model, InTurns(), [prompt], 40)
     assert plan.pooled == (1, 3)
-    state, _, pool = inference.prefill(model, [prompt], plan)
+    state, _, pool = prefilling.prefill(model, [prompt], plan)
     decoding = Decoding(model, plan)
     for _ in range(20):
         state, _, pool = decoding.step(state, pool)
@@ -155,7 +155,7 @@ def test_a_report_counts_tokens_and_bytes(model):
     heads = model.config.num_key_value_heads
     for policy, slots in ((Full(), [302, 22]), (Streaming(budget=64), [64, 22]), (Quest(budget=64), [2, 2])):
         plan = plan_for(model, policy, prompts, 10)
-        state, _, pool = inference.prefill(model, prompts, plan)
+        state, _, pool = prefilling.prefill(model, prompts, plan)
         decoding = Decoding(model, plan)
         for _ in range(2):
             state, _, pool = decoding.step(state, pool)

@@ -15,8 +15,9 @@ from icejax.checks.errors import InputError
 from icejax.engine import batch as rows
 from icejax.engine.batch import end, extract, fork, insert, nobody, settle
 from icejax.engine.decode_step import Decoding
+from icejax.engine.extend import extend
 from icejax.engine.plan import make_plan
-from icejax.engine.prefill import extend, prefill
+from icejax.engine.prefill import prefill
 from tests import families, tolerances
 from tests.run import greedy
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax.checks.errors import InputError
-from icejax.engine import decode_step, prefill
+from icejax.engine import decode_step, first_token
 from icejax.engine.sampling import Sampling, Samplings, candidates, choose, kth_largest, penalised, row_keys
 from icejax.ops.threshold import ordered
 from tests.run import jitted
@@ -178,7 +178,7 @@ def test_the_vocabulary_is_not_sorted_and_nothing_loops():
 def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     """One program for greedy batches, one for those where any row draws, whatever the options are."""
     decode_step._programs.cache_clear()
-    prefill._first_token.clear_cache()
+    first_token._choose.clear_cache()
     used, programs = [], decode_step._programs
     monkeypatch.setattr(decode_step, "_programs", lambda *of: used.append(programs(*of)) or used[-1])
 
@@ -186,7 +186,7 @@ def test_another_temperature_compiles_nothing(bundled, monkeypatch):
         asked = [icejax.Request(prompt="import ", sampling=row) for row in rows]
         icejax.generate(*bundled, asked, cache=icejax.Full(), max_new_tokens=3)
         step, *_ = used[-1]
-        return step._cache_size(), prefill._first_token._cache_size()
+        return step._cache_size(), first_token._choose._cache_size()
 
     assert made(Sampling(), Sampling()) == (1, 1)
     assert made(Sampling(temperature=0.7), Sampling()) == (2, 2)

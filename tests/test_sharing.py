@@ -10,7 +10,7 @@ import pytest
 from icejax.cache.protocol import Heads, Lengths, View
 from icejax.cache.registry import Clustered, Full
 from icejax.cache.sizes import CacheSpec
-from icejax.engine import prefill as inference
+from icejax.engine import prefill as prefilling
 from icejax.engine.decode_step import Decoding
 from icejax.engine.layers import Place, walk
 from icejax.models.decoder import DecoderLayer
@@ -44,7 +44,7 @@ def test_room_for_all_tokens_is_still_the_full_cache(model, options):
 @pytest.mark.slow
 def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
     plan = plan_for(model, replace(SMALL, reuse=3, keys_first=False), [families.tokens(300)], 80)
-    state, _, pool = inference.prefill(model, [families.tokens(300)], plan)
+    state, _, pool = prefilling.prefill(model, [families.tokens(300)], plan)
     decoding = Decoding(model, plan)
     for _ in range(70):  # past flushes and compactions
         state, _, pool = decoding.step(state, pool)

@@ -76,7 +76,7 @@ class Text:
         return replace(self, tokens=every, behind=behind, last=outputs[-1], next=chosen, seconds=seconds)
 
     def under(self, plan: Plan) -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
-        """Yields what every layer keeps of the text under a plan, as `inference.prefill` takes it."""
+        """Yields what every layer keeps of the text under a plan, as `keep_layers` takes it."""
         base, new = (jnp.asarray([n], jnp.int32) for n in (self.base, len(self.tokens)))
         shared = None
         layers = zip(self.model.model.layers, self.layers, self.behind, plan.policies, strict=True)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import icejax
@@ -16,7 +17,7 @@ from icejax.engine.batch import fork
 from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import make_plan
-from icejax.engine.prefill import prefill
+from icejax.engine.prefill import begin, keep_layers, prefill
 from icejax.runtime import devices
 
 
@@ -39,7 +40,7 @@ class Reader:
         self.turn_seconds: list[float] = []
 
     def read(self, prompt: Sequence[int], layers: Iterable | None = None) -> None:
-        """Prefills a new text; with `layers`, as `prefill` takes them, one that has attended already."""
+        """Prefills a new text; with `layers`, as `keep_layers` takes them, one that has attended already."""
         into = None
         if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
             count = 2 * extents_for(self._plan.pool.pages) + 1
@@ -47,7 +48,14 @@ class Reader:
                 self._pool = host_pool.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
             self._extents = Extents(count)
             into = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
-        self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into, layers=layers)
+        if layers is None:
+            self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into)
+        else:
+            pool, table = into or (None, None)
+            table = None if table is None else jnp.asarray(table)
+            x, states, self._pool = keep_layers(layers, self._plan, pool, table)
+            first = dict(sampling=(), draws=[(0, 0)])
+            self._state, _ = begin(self._model, [prompt], self._plan, x, states, table, **first)
         self._decoding.clock = 0
 
     def continue_with(self, tokens: Sequence[int]) -> None:

@@ -95,7 +95,7 @@ def settle(
 ) -> tuple[DecodeState, jax.Array | None]:
     """Returns a row that was taken out as if what it has decoded were of its prompt, and the pool; takes both.
 
-    New text can be put behind it then (`inference.extend`), after which it can join again. Its pages of new tokens move behind
+    New text can be put behind it then (`extend`), after which it can join again. Its pages of new tokens move behind
     those of its prompt.
 
     Args:

@@ -18,6 +18,12 @@ from icejax.ops.attention.dense import Attended, causal
 Kept = TypeVar("Kept")
 
 
+@jax.jit
+def embed(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the first layer's input."""
+    return model.model.embed_tokens(tokens)
+
+
 class Place(NamedTuple):
     """Where a walk is.
 

@@ -17,8 +17,9 @@ from icejax.cache.registry import name_of
 from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, Run, run_constants, stream, taken_up
 from icejax.engine.decode_step import Decoding
+from icejax.engine.extend import extend
 from icejax.engine.plan import Plan, make_plan
-from icejax.engine.prefill import extend, prefill
+from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import row_keys, row_options
