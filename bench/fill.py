@@ -17,7 +17,7 @@ from icejax.engine.decode_step import DecodeState
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from icejax.ops.pages.digests import digest, put
 from icejax.runtime import devices
 
@@ -98,7 +98,7 @@ def _noisy(pages: jax.Array, noise: jax.Array, shift: jax.Array, scale: float) -
     return (pages + scale * pages.std() * jnp.roll(noise, shift * 7 + shift // 11, axis=(0,))).astype(pages.dtype)
 
 
-_build = jax.jit(tree_walk.build, donate_argnums=0)  # a million tokens leave no room for a second copy
+_build = jax.jit(tree.build, donate_argnums=0)  # a million tokens leave no room for a second copy
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)

@@ -13,7 +13,7 @@ from icejax.cache.index.digest_tree import Digested
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import BoundsIndex, bound
 from icejax.ops.attention.dense import Attended, Scoring, merge_by_lse
-from icejax.ops.pages import key_codes, tree_walk
+from icejax.ops.pages import key_codes, tree, tree_walk
 from icejax.ops.pages.code_reranking import Looked, second_look
 from icejax.ops.pages.digests import NARROW, digest, score
 from icejax.ops.pages.key_scatter import along
@@ -150,7 +150,7 @@ def index_of(pages, *, dtype: str | None = None) -> Digested:
     """Returns the digest tree of the pages, with values from keys."""
     shape, sums = pages[0].shape, sums_of(*pages)
     none, scatter = unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums.keys.sum(2)
-    return Digested(tree_walk.build(digest(*pages, dtype)), scatter, fitted(none, jnp.zeros_like(scatter), sums))
+    return Digested(tree.build(digest(*pages, dtype)), scatter, fitted(none, jnp.zeros_like(scatter), sums))
 
 
 def from_keys_of(index: Digested) -> FromKeys | None:
@@ -163,10 +163,10 @@ def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=Non
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
     if method.walk:
-        opened = tree_walk.num_opened(fetched, least=method.opened or icejax.Clustered().opened)
-        rules = dict(scoring=scoring, tail=method.tail, rule=method.score, group=method.group)
+        opened = tree.num_opened(fetched, least=method.opened or icejax.Clustered().opened)
+        rules = tree_walk.WalkRules(opened=opened, selected=fetched, tail=method.tail, score=method.score, group=method.group)
         about = dict(guess=guess, path=path, from_keys=from_keys)
-        return tree_walk.walk(q, index.levels, index.scatter, opened=opened, selected=fetched, **rules, **about)
+        return tree_walk.walk(q, index.levels, index.scatter, scoring=scoring, rules=rules, **about)
     digests, shape = index.levels[0], index.levels[0].count.shape[2]
     k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
     found = scores(q, k, mask, index, method.score)

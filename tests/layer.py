@@ -15,7 +15,7 @@ from icejax.cache.pool.extents import extents_for
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Scoring, causal
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests
 from icejax.runtime.host_reads.choose import fetch_backend
 from tests import tolerances
@@ -262,4 +262,4 @@ def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[n
                 vectors = (x.data for x in (*level.outliers, level.mean))
                 for found, of in zip((*vectors, level.width), expected, strict=True):
                     np.testing.assert_allclose(found[row, head, i], of, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
-        nodes = [outliers_first(keys, nodes[i : i + tree_walk.FAN_OUT]) for i in range(0, len(nodes), tree_walk.FAN_OUT)]
+        nodes = [outliers_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]

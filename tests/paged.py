@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests, digest, merge
 from tests import tolerances
 from tests.reference import bands, others, outliers_first
@@ -47,7 +47,7 @@ def scatter_of(keys, mask):
 
 def tree_of(keys, values, mask):
     """Returns the digest tree of pages."""
-    return tree_walk.build(digest(keys, values, mask))
+    return tree.build(digest(keys, values, mask))
 
 
 def nodes_of(pages: Digests) -> Digests:
@@ -57,7 +57,7 @@ def nodes_of(pages: Digests) -> Digests:
 
 def put_in(levels, keys, values, mask, at):
     """Returns the tree with other pages from page `at` on, as a flush puts them in."""
-    return tree_walk.replace(levels, tree_walk.lineage(levels, digest(keys, values, mask), at), at)
+    return tree.replace(levels, tree.lineage(levels, digest(keys, values, mask), at), at)
 
 
 def read(found: Digests) -> list[np.ndarray]:

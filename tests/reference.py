@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from icejax.cache.registry import Clustered
-from icejax.ops.pages import packing, tree_walk
+from icejax.ops.pages import packing, tree
 from icejax.ops.pages.channel_scaling import FEWEST, LEAST, MOST
 from icejax.ops.pages.digests import OUTLIERS, TAIL_CLAMP, TIED
 from icejax.ops.pages.value_fit import RIDGE
@@ -45,12 +45,12 @@ def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[n
     part = -(-len(keys) // (2**levels * size)) * size
     order = halve(keys, np.arange(len(keys)), late, part, levels)
     found = [group for i in range(0, len(order), part) for group in neighbours(keys, order[i : i + part], late, size)]
-    if len(found) <= tree_walk.FAN_OUT:
+    if len(found) <= tree.FAN_OUT:
         return found
     whole = [(late[group] == 0).all() and len(group) == size for group in found]
     means = np.stack([keys[group].mean(0) * full for group, full in zip(found, whole, strict=True)])
     above = np.asarray([0 if full else 1 + (late[group] == 2).all() for group, full in zip(found, whole, strict=True)])
-    return [found[i] for node in arrange(means, above, tree_walk.FAN_OUT, packing.NODE_BLOCK) for i in node]
+    return [found[i] for node in arrange(means, above, tree.FAN_OUT, packing.NODE_BLOCK) for i in node]
 
 
 def pack(keys: np.ndarray, valid: np.ndarray, size: int) -> list[np.ndarray]:
@@ -215,11 +215,11 @@ class Reference:
     def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
         """Returns the tokens of the best `count` pages, and of all other pages and nodes log-sum-exp [G], tokens, value [G, H]."""
         levels = [[self.node(list(page[:, None])) for page in self.pages]]
-        while len(levels[-1]) > tree_walk.TOP:
-            runs = range(0, len(levels[-1]), tree_walk.FAN_OUT)
-            levels.append([self.node(levels[-1][i : i + tree_walk.FAN_OUT]) for i in runs])
+        while len(levels[-1]) > tree.TOP:
+            runs = range(0, len(levels[-1]), tree.FAN_OUT)
+            levels.append([self.node(levels[-1][i : i + tree.FAN_OUT]) for i in runs])
         candidates, rest = list(range(len(levels[-1]))), []
-        several = max(self.policy.opened, 2 * -(-self.policy.num_ranked(2**20) // tree_walk.FAN_OUT))
+        several = max(self.policy.opened, 2 * -(-self.policy.num_ranked(2**20) // tree.FAN_OUT))
         for level in range(len(levels) - 1, -1, -1):
             nodes = [levels[level][i] for i in candidates]
             both = [self.score(q, tokens) for tokens in nodes]
@@ -227,8 +227,8 @@ class Reference:
             if level:
                 opened = set(self.best(estimates, several).tolist())
                 rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in opened]
-                firsts, below = [candidates[i] * tree_walk.FAN_OUT for i in opened], len(levels[level - 1])
-                candidates = sorted(c for f in firsts for c in range(f, f + tree_walk.FAN_OUT) if c < below)
+                firsts, below = [candidates[i] * tree.FAN_OUT for i in opened], len(levels[level - 1])
+                candidates = sorted(c for f in firsts for c in range(f, f + tree.FAN_OUT) if c < below)
         best = self.best(estimates, count)
         rest += [(scores[:, i], nodes[i]) for i in range(len(nodes)) if i not in set(best.tolist())]
         rest = [(s, tokens) for s, tokens in rest if len(tokens)] if self.policy.tail else []

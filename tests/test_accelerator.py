@@ -15,7 +15,7 @@ from icejax.engine import decode_step
 from icejax.engine.plan import make_plan
 from icejax.ops import slots, topk
 from icejax.ops.attention import dense
-from icejax.ops.pages import digests, tree_walk
+from icejax.ops.pages import digests, tree
 from icejax.runtime.host_reads import backends, choose
 from tests import tolerances
 
@@ -162,7 +162,7 @@ def test_long_caches_have_sizes_that_a_gpu_divides(bundled):
 
 @pytest.mark.parametrize(("pages", "expected"), [(500, 500), (513, 576), (8192 + 64, 1088)])
 def test_the_highest_level_of_a_large_tree_has_whole_64s(pages, expected):
-    levels = jax.eval_shape(lambda: tree_walk.build(digests.empty((1, 1, pages), 4, 4, "float32")))
+    levels = jax.eval_shape(lambda: tree.build(digests.empty((1, 1, pages), 4, 4, "float32")))
     assert levels[-1].count.shape[-1] == expected
 
 

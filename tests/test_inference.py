@@ -21,7 +21,7 @@ from icejax.engine.decode_step import Decoding
 from icejax.engine.plan import ladder, make_plan
 from icejax.engine.sampling import Sampling
 from icejax.models.registry import family
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from tests import families, tolerances
 from tests.policies import POLICIES, by_row
 from tests.run import greedy, plan_for
@@ -91,7 +91,7 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
 @pytest.mark.parametrize("row", [*by_row(rows=PAGED[:1]), *by_row(rows=PAGED[1:], slow=True)])
 def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, row):
     """Of two rows, one without a page yet, so that nothing is known of it, such as PQCache's centroids."""
-    monkeypatch.setattr(tree_walk, "TOP", 8)  # so that trees have levels
+    monkeypatch.setattr(tree, "TOP", 8)  # so that trees have levels
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(9)]
     plan = plan_for(model, row.small, prompts, 40)

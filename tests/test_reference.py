@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from icejax.cache.registry import Clustered
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from tests import layer as harness
 from tests import tolerances
 from tests.layer import Layer, draw, uneven
@@ -33,7 +33,7 @@ def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
 
 
 def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0, reference=Reference):
-    monkeypatch.setattr(tree_walk, "TOP", 16)
+    monkeypatch.setattr(tree, "TOP", 16)
     # Values that in part are what keys tell, so that there is something to be fitted.
     mix = np.random.default_rng(1).standard_normal((harness.SIZE, harness.SIZE)).astype(np.float32) / harness.SIZE**0.5
     prompt, new = ((*uneven(q, k), v + k @ mix) for q, k, v in draw(lengths, steps, sharp=1.5))

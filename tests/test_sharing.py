@@ -15,7 +15,7 @@ from icejax.engine.decode_step import Decoding
 from icejax.engine.layers import Place, walk
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention.dense import Attended, Scoring
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree, tree_walk
 from icejax.ops.pages.digests import digest
 from tests import families, tolerances
 from tests.paged import scatter_of
@@ -90,21 +90,19 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
 
 
 def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkeypatch):
-    monkeypatch.setattr(tree_walk, "TOP", 16)
+    monkeypatch.setattr(tree, "TOP", 16)
     rng = np.random.default_rng(0)
     k, v, q, guess = (
         jnp.asarray(rng.standard_normal(s), jnp.float32)
         for s in ((1, 1, 128, 4, 8), (1, 1, 128, 4, 8), (1, 1, 2, 8), (1, 1, 2, 8))
     )
     mask = np.ones((1, 1, 128, 4), bool)
-    levels = jitted(lambda *pages: tree_walk.build(digest(*pages)), k, v, mask)
+    levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, mask)
     assert len(levels) == 2
     options = dict(
         scatter=jnp.asarray(scatter_of(np.asarray(k), mask), jnp.float32),
         scoring=Scoring(8**-0.5),
-        opened=4,
-        selected=6,
-        tail=True,
+        rules=tree_walk.WalkRules(opened=4, selected=6),
     )
     own, other = jitted(tree_walk.walk, q, levels, **options), jitted(tree_walk.walk, guess, levels, **options)
     found = jitted(lambda q, levels, guess: tree_walk.walk(q, levels, guess=guess, **options), q, levels, guess)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from icejax.ops.attention.dense import Scoring, attend_with_lse, merge_by_lse
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree, tree_walk
 from icejax.ops.pages.digests import TAIL_CLAMP, digest, score
 from icejax.ops.pages.key_scatter import along
+from icejax.ops.pages.tree_walk import WalkRules
 from icejax.ops.pages.value_fit import FromKeys
 from tests import tolerances
 from tests.dense import capped
@@ -18,12 +19,14 @@ from tests.paged import check, float64, pages_of, put_in, read, scatter_of, tree
 from tests.reference import bands
 from tests.run import jitted
 
-FLAT = dict(scoring=Scoring(16**-0.5), opened=16, tail=True)
+
+def flat(selected: int, *, tail: bool = True) -> dict:
+    return dict(scoring=Scoring(16**-0.5), rules=WalkRules(opened=16, selected=selected, tail=tail))
 
 
 @pytest.fixture
 def small_top(monkeypatch):
-    monkeypatch.setattr(tree_walk, "TOP", 512)
+    monkeypatch.setattr(tree, "TOP", 512)
 
 
 def test_every_level_stays_exact_when_pages_are_put_in(small_top):
@@ -45,15 +48,15 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
 
 
 def test_what_is_around_a_page_is_all_that_its_lineage_reads(monkeypatch):
-    monkeypatch.setattr(tree_walk, "TOP", 8)
+    monkeypatch.setattr(tree, "TOP", 8)
     keys, values, mask = pages_of(np.random.default_rng(4), 603)
     levels = jitted(tree_of, keys, values, mask)
     assert [x.count.shape[-1] for x in levels] == [608, 80, 16, 2]
     for at in (0, 7, 8, 77, 570, 602):
         page, at = jitted(digest, *pages_of(np.random.default_rng(at), 1)), jnp.int32(at)
-        around = tree_walk.around(levels, at)
+        around = tree.around(levels, at)
         assert [x.count.shape[-1] for x in around[:-1]] == [8, 8, 8]
-        pairs = (jax.tree.leaves(jitted(tree_walk.lineage, some, page, at)) for some in (levels, around))
+        pairs = (jax.tree.leaves(jitted(tree.lineage, some, page, at)) for some in (levels, around))
         for whole, part in zip(*pairs, strict=True):
             np.testing.assert_array_equal(np.asarray(part), np.asarray(whole))
 
@@ -70,7 +73,7 @@ def test_a_key_that_stands_out_is_found_whatever_shares_its_page(small_top):
     mask = np.ones(keys.shape[:4], bool)
     levels, scatter = jitted(tree_of, keys, values, mask), scatter_of(keys, mask).astype(np.float32)
     assert len(levels) == 2
-    found = jitted(tree_walk.walk, q, levels, scatter, scoring=Scoring(64**-0.5), opened=1, selected=1, tail=True)
+    found = jitted(tree_walk.walk, q, levels, scatter, scoring=Scoring(64**-0.5), rules=WalkRules(opened=1, selected=1))
     assert int(found.page_ids[0, 0, 0]) == 77
 
 
@@ -100,16 +103,14 @@ def test_a_flat_walk_equals_float64(wide):
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
     scatter = scatter_of(keys, mask).astype(np.float32)
-    found = jitted(tree_walk.walk, jnp.asarray(q), levels, scatter, selected=6, **FLAT)
+    found = jitted(tree_walk.walk, jnp.asarray(q), levels, scatter, **flat(6))
     chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 6)
     kept = np.asarray(found.counts)[0, 0] > 0
     assert set(np.asarray(found.page_ids)[0, 0][kept]) == {c for c in chosen if mask[0, 0, c].any()}
     np.testing.assert_allclose(found.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
     np.testing.assert_allclose(found.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
     without = jax.eval_shape(
-        lambda q: tree_walk.walk(
-            q, levels, jnp.zeros((1, 1, 16, 16)), scoring=Scoring(16**-0.5), opened=16, selected=6, tail=False
-        ),
+        lambda q: tree_walk.walk(q, levels, jnp.zeros((1, 1, 16, 16)), **flat(6, tail=False)),
         jnp.asarray(q),
     )
     assert without.tail_out.shape == found.tail_out.shape
@@ -121,13 +122,14 @@ def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):
     q = jnp.asarray(rng.standard_normal((1, 2, 3, 16)).astype(np.float32) * 2)
     levels = jitted(tree_of, keys, values, mask)
     assert len(levels) == 2
-    options = dict(selected=12, tail=True)
     scatter = scatter_of(keys, mask).astype(np.float32)
-    flat = jitted(tree_walk.walk, q, levels[:1], scatter, scoring=Scoring(16**-0.5), opened=1, **options)
-    whole = jitted(tree_walk.walk, q, levels, scatter, scoring=Scoring(16**-0.5), opened=113, **options)
-    np.testing.assert_array_equal(np.sort(flat.page_ids), np.sort(whole.page_ids))
-    np.testing.assert_allclose(whole.tail_out, flat.tail_out, rtol=0, atol=tolerances.EXACT)
-    np.testing.assert_allclose(whole.tail_lse, flat.tail_lse, rtol=0, atol=1e-4)
+    one_level, whole = (
+        jitted(tree_walk.walk, q, some, scatter, scoring=Scoring(16**-0.5), rules=WalkRules(opened=opened, selected=12))
+        for some, opened in ((levels[:1], 1), (levels, 113))
+    )
+    np.testing.assert_array_equal(np.sort(one_level.page_ids), np.sort(whole.page_ids))
+    np.testing.assert_allclose(whole.tail_out, one_level.tail_out, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(whole.tail_lse, one_level.tail_lse, rtol=0, atol=1e-4)
 
 
 def test_every_token_counts_once_however_few_nodes_are_open(small_top):
@@ -141,9 +143,7 @@ def test_every_token_counts_once_however_few_nodes_are_open(small_top):
             levels,
             np.zeros((1, 1, 16, 16), np.float32),
             scoring=Scoring(16**-0.5),
-            opened=opened,
-            selected=5,
-            tail=True,
+            rules=WalkRules(opened=opened, selected=5),
         )
         seen = np.exp(float(found.tail_lse[0, 0, 0])) + np.asarray(found.counts).sum()
         assert seen == pytest.approx(mask.sum(), rel=1e-5)
@@ -157,10 +157,10 @@ def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
     q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
     levels = jitted(tree_of, keys, values, mask)
     scatter = scatter_of(keys, mask).astype(np.float32)
-    found = jitted(tree_walk.walk, jnp.asarray(q), levels, scatter, selected=3, **FLAT)
+    found = jitted(tree_walk.walk, jnp.asarray(q), levels, scatter, **flat(3))
     chosen = np.asarray(found.page_ids)[0, 0]
-    flat = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
-    exact = jitted(attend_with_lse, *flat, np.ones((1, 48), bool), scoring=Scoring(16**-0.5))
+    one_row = (x.reshape(1, -1, 16) for x in (q, keys[0, 0, chosen], values[0, 0, chosen]))
+    exact = jitted(attend_with_lse, *one_row, np.ones((1, 48), bool), scoring=Scoring(16**-0.5))
     out, _ = jitted(merge_by_lse, *exact, found.tail_out[0], found.tail_lse[0])
     scores = q[0, 0].astype(np.float64) @ keys.reshape(-1, 16).T.astype(np.float64) / 4
     weights = np.exp(scores)
@@ -176,7 +176,7 @@ def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     mask[:, :, 100:500] = False
     q = jnp.asarray(rng.standard_normal((1, 1, 2, 16)) * scale, dtype)
     levels = jitted(tree_of, jnp.asarray(keys * scale, dtype), jnp.asarray(values, dtype), mask)
-    walk = functools.partial(tree_walk.walk, scoring=Scoring(16**-0.5), opened=16, selected=4, tail=True)
+    walk = functools.partial(tree_walk.walk, **flat(4))
     scatter = scatter_of(keys * scale, mask).astype(np.float32)
     found = jitted(walk, q, levels, scatter)
     assert np.isfinite(found.tail_out).all() and np.isfinite(found.tail_lse).all()
@@ -212,14 +212,10 @@ def test_group_rules_choose_as_written(group, softcap):
     found = jitted(
         tree_walk.walk,
         jnp.asarray(q),
-        jitted(tree_walk.build, digests),
+        jitted(tree.build, digests),
         scatter_of(keys, mask).astype(np.float32),
         scoring=Scoring(16**-0.5, softcap),
-        opened=1,
-        selected=7,
-        tail=False,
-        rule="mean",
-        group=group,
+        rules=WalkRules(opened=1, selected=7, tail=False, score="mean", group=group),
     )
     scores = jitted(score, q, digests, None, rule="mean", scoring=Scoring(16**-0.5, softcap))[0]
     scores = np.asarray(scores)[0, 0].astype(np.float64)
@@ -242,7 +238,7 @@ def test_an_empty_tree_has_no_tail(small_top):
     ones = np.ones((1, 1, 600, 16, 8), np.float32)
     levels = jitted(tree_of, ones, ones, np.zeros((1, 1, 600, 16), bool))
     q, scatter = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 8, 8), np.float32)
-    found = jitted(tree_walk.walk, q, levels, scatter, scoring=Scoring(8**-0.5), opened=16, selected=4, tail=True)
+    found = jitted(tree_walk.walk, q, levels, scatter, scoring=Scoring(8**-0.5), rules=WalkRules(opened=16, selected=4))
     assert (np.asarray(found.counts) == 0).all() and (np.asarray(found.tail_lse) == -np.inf).all()
     assert (np.asarray(found.tail_out) == 0).all()
     assert np.asarray(found.page_ids).max() < 600

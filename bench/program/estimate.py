@@ -17,7 +17,7 @@ from bench.program.work import Work
 from bench.sizes import nbytes
 from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.policies.clustered import Clustered
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 
 LEVELS = ("low", "mid", "high")
 SHARE = 0.9  # of a data sheet's bandwidth that the floor reads weights at
@@ -214,5 +214,5 @@ def _looked_at(policy: Retrieval, layer: PagedState) -> int:
         return nbytes(layer.index)
     *lower, highest = layer.index.levels
     ranked = policy.num_ranked(layer.index.levels[0].count.shape[-1])
-    opened = tree_walk.num_opened(ranked, least=policy.opened) * tree_walk.FAN_OUT
+    opened = tree.num_opened(ranked, least=policy.opened) * tree.FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

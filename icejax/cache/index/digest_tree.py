@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.index.base import PageIndex
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests, digest, empty, put
 from icejax.ops.pages.key_scatter import added
 from icejax.ops.pages.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
@@ -51,7 +51,7 @@ class DigestTree(PageIndex):
 
     def empty(self, spec: CacheSpec, pages: int) -> Digested:
         shape, value_size = (spec.batch_size, spec.num_kv_heads, pages), None if spec.latent else spec.value_dim
-        levels = tree_walk.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
+        levels = tree.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
         scatter, fit = jnp.zeros((*shape[:2], spec.head_dim, spec.head_dim)), None
         if self.value_fit and not spec.latent:
             fit = unfitted(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
@@ -76,23 +76,23 @@ class DigestTree(PageIndex):
     def moved(
         self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
     ) -> Digested:
-        return replace(index, levels=tree_walk.build(super().moved(index.levels[0], ids, there, first, behind=behind)))
+        return replace(index, levels=tree.build(super().moved(index.levels[0], ids, there, first, behind=behind)))
 
     def of_prompt(self, index: Digested, described: Described) -> Digested:
-        levels = tree_walk.build(put(index.levels[0], described[0], jnp.int32(0)))
+        levels = tree.build(put(index.levels[0], described[0], jnp.int32(0)))
         return _fitted(replace(index, levels=levels), described[1])
 
     def with_pages(self, index: Digested, described: Described, first: Int[Array, ""]) -> Digested:
         return _fitted(super().with_pages(index, described, first), described[1])
 
     def around(self, index: Digested, page: Int[Array, ""]) -> Digested:
-        return replace(index, levels=tree_walk.around(index.levels, page))
+        return replace(index, levels=tree.around(index.levels, page))
 
     def prepared(self, index: Digested, described: Described, first: Int[Array, ""]) -> tuple[Digests, ...]:
-        return tree_walk.lineage(index.levels, described[0], first)
+        return tree.lineage(index.levels, described[0], first)
 
     def put(self, index: Digested, prepared: tuple[Digests, ...], first: Int[Array, ""]) -> Digested:
-        return replace(index, levels=tree_walk.replace(index.levels, prepared, first))
+        return replace(index, levels=tree.replace(index.levels, prepared, first))
 
 
 def _fitted(index: Digested, sums: Sums) -> Digested:

@@ -17,9 +17,10 @@ from icejax.cache.protocol import CachePolicy, Heads, View
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import one_of, power_of_two, whole
 from icejax.ops.attention.dense import Attended
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from icejax.ops.pages.digests import NARROW, Score
 from icejax.ops.pages.packing import pack
+from icejax.ops.pages.tree_walk import Group, WalkRules, walk
 
 RANGES = dict(
     budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
@@ -76,7 +77,7 @@ class Clustered(Reranked):
     balance: bool = True
     keys_first: bool | None = None
     score: Score = "second-order"
-    group: tree_walk.Group = "sum"
+    group: Group = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
     resident: bool = False
@@ -95,7 +96,7 @@ class Clustered(Reranked):
                 raise InputError(f"{name} must be true or false, got {quoted(value)}")
         one_of("keys_first", self.keys_first, (None, True, False))
         one_of("score", self.score, typing.get_args(Score))
-        one_of("group", self.group, typing.get_args(tree_walk.Group))
+        one_of("group", self.group, typing.get_args(Group))
         one_of("digest_dtype", self.digest_dtype, (None, *NARROW))
         one_of("page_dtype", self.page_dtype, (None, "int8"))
         if self.keys_first:
@@ -156,16 +157,18 @@ class Clustered(Reranked):
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
         most = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)
-        walked = tree_walk.walk(
+        walked = walk(
             heads.by_group(),
             index.levels,
             index.scatter,
             scoring=heads.scoring,
-            opened=tree_walk.num_opened(most, least=self.opened),
-            selected=fetched,
-            tail=self.tail,
-            rule=self.score,
-            group=self.group,
+            rules=WalkRules(
+                opened=tree.num_opened(most, least=self.opened),
+                selected=fetched,
+                tail=self.tail,
+                score=self.score,
+                group=self.group,
+            ),
             guess=self._guess(heads, view),
             path=view.shared.choice if self.follows else None,
             from_keys=from_keys,

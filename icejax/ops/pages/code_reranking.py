@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
-from icejax.ops.pages.digests import Digests, weighted
+from icejax.ops.attention.dense import Attended, Scoring, masked_scores
+from icejax.ops.pages.digests import Digests
+from icejax.ops.pages.tail import attend_tail
 from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best
 
@@ -52,8 +53,7 @@ def second_look(
         whole: whether to return pages in the place of slots, those of largest weight.
         guess: queries to choose by in the place of `q`.
     """
-    rows, group, _ = q.shape
-    shape = keys.shape[1:3]
+    rows, shape = len(q), keys.shape[1:3]
     slots = jnp.arange(shape[1])[None, None] < pages.count[..., None]
     mask, keys = slots.reshape(rows, 1, -1), keys.reshape(rows, -1, keys.shape[-1])
     scores = masked_scores(q, keys, mask, scoring=scoring)
@@ -66,12 +66,7 @@ def second_look(
     found, taken, (counts,) = best(worth, min(wanted, worth.shape[-1]), counts)
     taken = jnp.repeat(taken, shape[1], axis=1) if whole else taken
     weights, others, base = _weights(jnp.where(taken[:, None], -jnp.inf, scores), rest.lse)
-    by_page = weights.reshape(rows, group, *shape).sum(-1)
-    alike = by_page / jnp.maximum(pages.count.astype(jnp.float32), 1.0)[:, None]
-    apart = weights - jnp.where(slots[:, None], alike[..., None], 0.0).reshape(weights.shape)
-    out = _of_pages(by_page, pages)
-    if from_keys is not None:
-        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))
+    out = attend_tail(weights, keys, slots, pages, from_keys)
     out = out[..., : rest.out.shape[-1]] + others[..., None] * rest.out  # values may be the first channels of keys
     return Looked(found, counts, Attended(out, base))
 
@@ -81,8 +76,3 @@ def _weights(scores: Float[Array, "R G S"], lse: Float[Array, "R G"]) -> tuple[j
     whole = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), lse)
     base = jnp.where(jnp.isneginf(whole), 0.0, whole)
     return jnp.exp(scores - base[..., None]), jnp.exp(lse - base), whole
-
-
-def _of_pages(weights: Float[Array, "R G P"], pages: Digests) -> Float[Array, "R G _"]:
-    batched = jax.tree.map(lambda x: x[:, None], (weights, pages))
-    return weighted(*batched)[:, 0]

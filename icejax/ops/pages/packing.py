@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import EINSUM
-from icejax.ops.pages.tree_walk import FAN_OUT
+from icejax.ops.pages.tree import FAN_OUT
 
 BLOCK = 2048  # tokens among which nearest neighbours are sought; chosen in bench/results/pages.md
 NODE_BLOCK = 4096  # pages, and nodes

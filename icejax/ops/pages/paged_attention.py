@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores, merge_by_lse
+from icejax.ops.pages.tail import even_weights
 from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import largest
 
@@ -87,9 +88,8 @@ def attend_paged(
     if tail:
         # A page's other tokens share their weight alike, which is their weight with their mean value.
         others = slots & ~chosen.reshape(slots.shape)
-        share = (paged - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
-        share /= jnp.maximum(others.sum(-1, dtype=jnp.float32), 1.0)[:, None]
-        alike = jnp.where(others[:, None], share[..., None], 0.0).reshape(exact.shape)
+        by_page = (paged - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
+        alike = even_weights(by_page, others, others.sum(-1, dtype=jnp.float32))
         apart = paged - exact - alike
         exact += alike
     uneven = jnp.square(apart / total[..., None]).sum(-1) if tail else jnp.zeros_like(total)

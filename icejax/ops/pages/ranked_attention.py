@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
-from icejax.ops.pages.digests import Digests, weighted
+from icejax.ops.pages.digests import Digests
 from icejax.ops.pages.paged_attention import none_waits
+from icejax.ops.pages.tail import attend_tail
 from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best
 
@@ -64,11 +65,9 @@ def ranked(
         from_keys: values from keys; None: others count as the mean of their page.
         most: the largest `room` there is.
     """
-    rows, group, size = q.shape
     keys, *rest = none_waits(keys, *rest)
-    shape = keys.shape[1:3]
-    slots = jnp.arange(shape[1])[None, None] < pages.count[..., None]
-    flat, keys = slots.reshape(rows, -1), keys.reshape(rows, -1, size)
+    slots = jnp.arange(keys.shape[2])[None, None] < pages.count[..., None]
+    flat, keys = slots.reshape(len(q), -1), keys.reshape(len(q), -1, q.shape[-1])
     own = masked_scores(q, resident[0], resident[1][:, None], scoring=scoring)
     paged = masked_scores(q, keys, flat[:, None], scoring=scoring)
     highest = jnp.maximum(jnp.maximum(own.max(-1), paged.max(-1)), rest[1])  # the rest may outweigh all of them
@@ -79,13 +78,7 @@ def ranked(
     found, taken, (there,) = best(worth, min(most, worth.shape[-1]), flat.astype(jnp.int32), room=room)
     there = (there > 0) & (jnp.arange(found.shape[-1])[None] < room[:, None])
     weights = jnp.where(there[:, None], jnp.take_along_axis(paged, found[:, None], axis=2, mode="promise_in_bounds"), 0.0)
-    others = jnp.where(taken[:, None], 0.0, paged)
-    by_page = others.reshape(rows, group, *shape).sum(-1)
-    out = weighted(by_page[None], jax.tree.map(lambda x: x[None], pages))[0]
-    if from_keys is not None:
-        alike = by_page / jnp.maximum(pages.count.astype(jnp.float32), 1.0)[:, None]
-        apart = others - jnp.where(slots[:, None], alike[..., None], 0.0).reshape(others.shape)
-        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))
+    out = attend_tail(jnp.where(taken[:, None], 0.0, paged), keys, slots, pages, from_keys)
     out += beyond[..., None] * rest[0]
     own, weights, out = (x / total[..., None] for x in (own, weights, out))
     return Ranked(found, there, own, weights, out, jnp.log(total) + highest)
