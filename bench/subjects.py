@@ -15,7 +15,7 @@ import icejax
 from bench import shapes
 from bench.fill import fill
 from bench.scopes import scope_of
-from bench.sizes import nbytes
+from bench.sizes import fetched_bytes, nbytes
 from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
@@ -102,7 +102,7 @@ class Icejax:
             slots_used=float(np.mean(used)) * len(layers) / heads,
             slots_allocated=sum(each.allocated for each in told) / heads,
             host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
-            moved_bytes_per_step=int(np.median(self._fetched) * plan.fetched_bytes),
+            moved_bytes_per_step=int(np.median(self._fetched) * fetched_bytes(plan)),
             dtype=self._model.dtype,
             version=f"jax {jax.__version__}",
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flax import nnx
 
+from bench.sizes import fetched_bytes
 from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
 from icejax.engine import prefill
@@ -75,7 +76,7 @@ def test_pages_hold_the_key_alone(both):
     plan = plan_for(model, Clustered(dense_layers=0), [families.tokens(PROMPT)], 1000)
     state, _, pool = prefill.prefill(model, [families.tokens(PROMPT)], plan)
     assert plan.pool_shape(1)[3:] == (1, 1, 16, HEAD) and pool.shape[3:] == (1, 1, 16, HEAD)
-    assert plan.fetched_bytes == 16 * HEAD * 4
+    assert fetched_bytes(plan) == 16 * HEAD * 4
     assert all(len(layer.window.sinks) == 1 for layer in state.cache.layers)
     full = jax.tree.leaves(jax.eval_shape(lambda: Full().init(plan.spec)))
     assert [x.shape for x in full] == [(1, plan.spec.capacity, HEAD)]
@@ -87,7 +88,7 @@ def test_a_page_of_a_published_model_is_that_of_one_key(page_dtype, size):
     graph, parameters, tree = load.abstract(family(raw).read_config(raw), "bfloat16")
     model = nnx.merge(graph, jax.tree.unflatten(tree, list(parameters.values())))
     plan = plan_for(model, Clustered(page_dtype=page_dtype), [[0] * 1000], 10)
-    assert plan.fetched_bytes == size
+    assert fetched_bytes(plan) == size
 
 
 def test_heads_are_turned_to_the_positions_they_would_have_been_made_at(both):

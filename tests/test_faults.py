@@ -165,7 +165,6 @@ FAULTS = (
     ("checkpoint/readers/huggingface.py", "> shard_bytes:", ">= shard_bytes * 2:", "checkpoint.py::test_large_checkpoints_are_written_in_shards_with_an_index"),
     ("engine/sampling.py", "logits / penalty, logits * penalty", "logits * penalty, logits / penalty", "sampling.py::test_draws_follow_transformers_probabilities"),
     ("engine/sampling.py", "jnp.where(rows.temperature > 0, drawn, best)", "drawn", "batches.py::test_each_row_samples_in_its_own_way_as_it_would_alone"),
-    ("engine/plan.py", "(rows if self.pool.unit == self.page_size else 1)", "rows", "slots.py::test_an_answer_counts_and_explains_single_tokens"),
     ("engine/plan.py", "capacity=spec.capacity", "capacity=prompt_tokens + new_tokens", "rows.py::test_a_row_that_decodes_all_it_may_has_its_windows"),
     ("engine/layers.py", "window=layer.config.window", "window=None", "parity.py::test_logits_equal_transformers[mistral-window-default]"),
     ("engine/batch.py", "ids[there], ids[~there]", "ids[~there], ids[there]", "rows.py::test_twins_that_settle_write_to_extents_of_their_own"),

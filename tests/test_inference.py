@@ -16,9 +16,10 @@ from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.cache.registry import Clustered, Full, layer_policies
 from icejax.engine import decode_step, extend, prefill
+from icejax.engine.buckets import bucket
 from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import Decoding
-from icejax.engine.plan import ladder, make_plan
+from icejax.engine.plan import make_plan
 from icejax.engine.sampling import Sampling
 from icejax.models.registry import family
 from icejax.ops.pages import tree
@@ -31,7 +32,7 @@ PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.
 
 @given(st.integers(1, 2_000_000))
 def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens):
-    size = ladder(tokens)
+    size = bucket(tokens)
     assert tokens <= size <= max(256, tokens * 3 // 2 + 1)
     assert tokens <= 16384 or size - tokens < 8192
     assert size % 128 == 0

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.sizes import fetched_per_step
 from icejax.cache.registry import Clustered, Coded, Tolerant
 from icejax.checks.errors import InputError
 from icejax.engine.plan import make_plan
@@ -76,7 +77,7 @@ def test_what_comes_from_the_host_is_the_keys_of_pages_and_the_values_of_the_bes
     pages, exact = layer.policy.num_ranked(1000), int((np.asarray(layer.state.weights) > 0).sum())
     assert pages == 2 * 4 and exact == 2 * (64 - 8 - 8 - 1)  # KV heads; sinks, window and the newest token
     assert layer.state.fetched.tolist() == [(2 * pages * 16 + exact) // 2]
-    assert layer.policy.num_moved(1000) == (pages * 16 + 64 - 8 - 1) // 2
+    assert fetched_per_step(layer.policy, 1000) == (pages * 16 + 64 - 8 - 1) // 2
 
 
 @pytest.mark.parametrize("lse", [-np.inf, 0.0, 95.0, 300.0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import icejax
+from bench.sizes import fetched_bytes
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.bases.selection import Found
 from icejax.cache.bases.window import Window
@@ -131,9 +132,9 @@ def test_an_answer_counts_and_explains_single_tokens(bundled):
     for weights in explanation.weights.values():
         assert np.flatnonzero(weights).tolist() == list(range(SINKS, SINKS + paged))
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(tokens), new_tokens=6)
-    assert plan.fetched_bytes == 2 * config.head_dim * 4
+    assert fetched_bytes(plan) == 2 * config.head_dim * 4
     whole = make_plan(model, icejax.Clustered(page_dtype="int8"), batch_size=1, prompt_tokens=99, new_tokens=6)
-    assert whole.fetched_bytes == 2 * 18 * config.head_dim
+    assert fetched_bytes(whole) == 2 * 18 * config.head_dim
 
 
 def test_single_tokens_of_int8_pages_are_refused(bundled):

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench.compare.text import Text
 from bench.needle.reader import Reader
+from bench.sizes import fetched_bytes
 from icejax.cache.pool.extents import NOBODYS
 from icejax.cache.protocol import CachePolicy, Heads, KVCache
 from icejax.engine.decode_step import view_of
@@ -83,7 +84,7 @@ class Subject(Reader):
         before, moved, started = len(self.seconds), len(self.moved), time.perf_counter()
         answer = self.ask(question, count)
         took, steps = time.perf_counter() - started, self.seconds[before:]
-        return answer, took - sum(steps[1:]), steps, float(np.mean(self.moved[moved:])) * self._plan.fetched_bytes
+        return answer, took - sum(steps[1:]), steps, float(np.mean(self.moved[moved:])) * fetched_bytes(self._plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -16,8 +16,9 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.policies.full import Full
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
+from icejax.engine.buckets import bucket
 from icejax.engine.layers import exact, walk
-from icejax.engine.plan import Plan, ladder
+from icejax.engine.plan import Plan
 from icejax.engine.prefill import kept
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
@@ -53,7 +54,7 @@ class Text:
     def read(cls, model: CausalLM, tokens: Sequence[int]) -> Text:
         """Runs a text."""
         started, count = time.perf_counter(), len(tokens)
-        padded = np.zeros((1, ladder(count + SHORT)), np.int32)
+        padded = np.zeros((1, bucket(count + SHORT)), np.int32)
         padded[0, :count] = tokens
         lengths = jnp.asarray([count], jnp.int32)
         run = lambda layer, x, _: (*_exact(layer, x, lengths), None)  # noqa: E731

@@ -14,7 +14,7 @@ import jax
 from bench.program.compile import Step, on_host
 from bench.program.targets import Target
 from bench.program.work import Work
-from bench.sizes import nbytes
+from bench.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.policies.clustered import Clustered
 from icejax.ops.pages import tree
@@ -202,7 +202,7 @@ def floor(target: Target, step: Step) -> dict[str, float]:
             continue
         device += _looked_at(policy, layer)
         found = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
-        pages += math.prod(layer.ids.shape) // policy.num_fetched(found) * policy.num_moved(found) * plan.fetched_bytes
+        pages += math.prod(layer.ids.shape) // policy.num_fetched(found) * fetched_per_step(policy, found) * fetched_bytes(plan)
     best = RATES[target.name][0]
     found = dict(device_ms=device / (SHARE * target.bandwidth) * 1e3, bus_ms=pages / best.bus / 1e3)
     return {name: round(value, 2) for name, value in found.items()} | dict(ms=round(max(found.values()), 2))

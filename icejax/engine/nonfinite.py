@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from icejax.engine.buckets import bucket
 from icejax.engine.layers import exact, walk
-from icejax.engine.plan import ladder
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import is_hosted, on_device
 
@@ -33,7 +33,7 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
             if not jnp.isfinite(part).all():
                 return f"{name} holds {'NaN' if jnp.isnan(part).any() else 'an infinity'}: fetch the checkpoint again"
     advice = "its weights and its config.json do not fit" if model.dtype == "float32" else "try --dtype float32"
-    padded = np.zeros((1, ladder(len(tokens))), np.int32)
+    padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths = jnp.asarray([len(tokens)], jnp.int32)
     outputs = walk(

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,19 +15,20 @@ import numpy as np
 
 from icejax.cache.pool.extents import extents_for, row_extents
 from icejax.cache.pool.host_pool import EXTENT, PoolLayer
-from icejax.cache.pool.page_format import bits_dtype, page_rows
+from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
 from icejax.cache.registry import layer_policies, shown_name
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
+from icejax.config import ModelConfig
+from icejax.engine.buckets import SHORTEST, bucket, room_for
 from icejax.models.decoder import CausalLM
 from icejax.ops.rope import check_turn
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend
 
 LOG = logging.getLogger(__name__)
-SHORTEST, STEP, EVEN = 256, 8192, 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,6 @@ class Plan:
         return self.pool.page_size if self.pool else 0
 
     @property
-    def fetched_bytes(self) -> int:
-        """Bytes that come from the host with a page, or with a single slot where the policy finds those; 0 without a pool."""
-        if self.pool is None:
-            return 0
-        planes, rows, width = self.pool_shape(0)[-3:]
-        return planes * (rows if self.pool.unit == self.page_size else 1) * width * bits_dtype(self.pool_dtype).itemsize
-
-    @property
     def prompt_pages(self) -> int:
         """Pages that a prompt may have, behind which those of new tokens come; 0 without a pool."""
         return self.spec.prompt_capacity // self.page_size if self.pool else 0
@@ -111,7 +105,7 @@ class Plan:
 
     def padded(self, tokens: int) -> int:
         """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
-        return ladder(tokens + (self.pool.leaving if self.pool else 0))
+        return bucket(tokens + (self.pool.leaving if self.pool else 0))
 
     def room_for_answer(self, tokens: int, *, pages: int) -> int:
         """Returns how many tokens may be decoded behind new ones, behind `pages` pages; below 0: these do not fit."""
@@ -128,7 +122,7 @@ class Plan:
         """Returns which extents a row needs whose prompt has so many tokens, bool[X], and as many new ones as there may be."""
         most = self.pool.pages
         # Few sizes, as of the prompts: the programs are compiled for the size of the pool.
-        return row_extents(ladder(tokens) // self.page_size, range(self.prompt_pages, most), most=extents_for(most))
+        return row_extents(bucket(tokens) // self.page_size, range(self.prompt_pages, most), most=extents_for(most))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
         """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of so many extents, as wide as the widest plane.
@@ -152,31 +146,16 @@ def reports(plan: Plan, cache: KVCache) -> list[Report]:
     return [jax.eval_shape(policy.report, state, cache.lengths) for policy, state in pairs]
 
 
-def ladder(tokens: int) -> int:
-    """Returns the size a prompt of `tokens` is padded to, so that few sizes are compiled.
-
-    256, 384, 512, 768, ... to 16,384, and multiples of 8,192 above, where padding would cost memory.
-    """
-    if tokens > 2 * STEP:
-        return -(-tokens // STEP) * STEP
-    size = SHORTEST
-    while size < tokens:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size
-
-
-def _even(prompt: int, new: int) -> int:
-    """Returns the room for `new` tokens, filled up where a long prompt needs many slots.
-
-    XLA:GPU splits its products over so many tokens in parts, and copies the values of all in every step if they do not divide.
-    """
-    return new if prompt < 2 * STEP else -(-new // EVEN) * EVEN
-
-
 def make_plan(
-    model: CausalLM, policy: CachePolicy, *, batch_size: int, prompt_tokens: int, new_tokens: int,
-    several: bool = False, platform: str | None = None,
-) -> Plan:  # fmt: skip
+    model: CausalLM,
+    policy: CachePolicy,
+    *,
+    batch_size: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    several: bool = False,
+    platform: str | None = None,
+) -> Plan:
     """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`.
 
     Args:
@@ -188,44 +167,66 @@ def make_plan(
     Raises:
         InputError: the policy needs what this platform does not have.
     """
-    config = model.config
-    spec = CacheSpec(
+    target = platform or devices.platform()
+    spec = _spec(model, batch_size, prompt_tokens, new_tokens)
+    policies = layer_policies(policy, model.config, capacity=spec.capacity)
+    policies = tuple(each.settled(target, latent=spec.latent) for each in policies)
+    spec = _with_pages(spec, policies, new_tokens, several=several)
+    _check(policies, spec, policy, model.config, target)
+    sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
+    LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
+    LOG.info("layers: %s", _by_layer(policies))
+    pooled = any(each.pool(spec) for each in policies)
+    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pooled else ""
+    return Plan(policies, spec, model.config.eos_token_ids, backend, target, _other_heads(model.config))
+
+
+def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int) -> CacheSpec:
+    """Returns the sizes of a cache without regard to pages."""
+    config, prompt = model.config, bucket(prompt_tokens)
+    return CacheSpec(
         batch_size=batch_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         value_dim=config.value_dim,
         latent=config.latent is not None,
-        prompt_capacity=ladder(prompt_tokens),
-        new_capacity=_even(ladder(prompt_tokens), ladder(new_tokens)),
+        prompt_capacity=prompt,
+        new_capacity=room_for(new_tokens, prompt=prompt),
         dtype=model.dtype,
     )
-    here = platform or devices.platform()
-    policies = layer_policies(policy, config, capacity=spec.capacity)
-    policies = tuple(each.settled(here, latent=spec.latent) for each in policies)
+
+
+def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, several: bool) -> CacheSpec:
+    """Returns the sizes with room for the pages of new tokens: whole rounds of compaction, as these pages are used again."""
     if several and any(each.pool(spec) for each in policies):
-        room = new_tokens * 3 // 2 + 2 * SHORTEST
-        spec = dataclasses.replace(spec, new_capacity=_even(spec.prompt_capacity, ladder(room)))
-    if any(p.turns for p in policies):
+        room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, prompt=spec.prompt_capacity)
+        spec = dataclasses.replace(spec, new_capacity=room)
+    pools = [pool for pool in (each.pool(spec) for each in policies) if pool is not None]
+    every = max((pool.compact_every for pool in pools), default=0)
+    if spec.new_capacity > every > 0:
+        spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
+    return spec
+
+
+def _check(policies: Sequence[CachePolicy], spec: CacheSpec, policy: CachePolicy, config: ModelConfig, platform: str) -> None:
+    """Raises InputError for policies that do not fit each other, the model or the platform."""
+    if any(each.turns for each in policies):
         for layer in config.layers:
             check_turn(layer.rope)
-    every = max((pool.compact_every for pool in (p.pool(spec) for p in policies) if pool is not None), default=0)
-    if spec.new_capacity > every > 0:  # whole rounds, as pages for new tokens are filled over and over
-        spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
-    pools = {pool for pool in (p.pool(spec) for p in policies) if pool is not None}
+    pools = {pool for pool in (each.pool(spec) for each in policies) if pool is not None}
     if len(pools) > 1:
         raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")
-    sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
-    LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
-    LOG.info("layers: %s", _by_layer(policies))
-    if here == "tpu" and any(pool.dtype == "int8" for pool in pools):
+    if platform == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
-    if here == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there
+    if platform == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there
         raise InputError(f"{shown_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
-    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pools else ""
-    own = ((layer.kv_heads, layer.head_dim) for layer in config.layers)
-    heads = tuple(None if sizes == (config.num_key_value_heads, config.head_dim) else sizes for sizes in own)
-    return Plan(policies, spec, config.eos_token_ids, backend, here, heads)
+
+
+def _other_heads(config: ModelConfig) -> tuple[tuple[int, int] | None, ...]:
+    """Returns KV heads and their size of each layer that has others than the model's; None for one that has not."""
+    sizes = ((layer.kv_heads, layer.head_dim) for layer in config.layers)
+    return tuple(None if each == (config.num_key_value_heads, config.head_dim) else each for each in sizes)
 
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:

@@ -20,10 +20,11 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.sizes import CacheSpec
+from icejax.engine.buckets import bucket
 from icejax.engine.decode_step import DecodeState, Step, view_of
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import Place, embed, exact_with_experts, walk
-from icejax.engine.plan import Plan, ladder
+from icejax.engine.plan import Plan
 from icejax.engine.sampling import Sampling, row_keys, row_options
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
@@ -142,7 +143,7 @@ def _lengths(prompts: Sequence[Sequence[int]]) -> Int[Array, " B"]:
 
 def _padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
     """Returns prompts as the programs take them, i32[B, T], filled up with zeros on the right."""
-    tokens = np.zeros((len(prompts), min(spec.prompt_capacity, ladder(max(map(len, prompts))))), np.int32)
+    tokens = np.zeros((len(prompts), min(spec.prompt_capacity, bucket(max(map(len, prompts))))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     return tokens

@@ -76,11 +76,6 @@ class Reranked(Balanced):
         wanted = -(-(self._most_exact - self.window_of.sinks) // self.page_size) + 1
         return min(pages, times * pages_for(wanted, self.page_size, self.candidates))
 
-    def num_moved(self, pages: int) -> int:
-        if not self.keys_first:
-            return super().num_moved(pages)
-        return (self.num_ranked(pages) * self.page_size + self.num_fetched(pages)) // TWICE  # as slots of keys and values
-
     def look(self, state: PagedState, heads: Heads, near: Near, found: Found, view: View) -> tuple[Attended, Found, PagedState]:
         if not self.keys_first:
             return super().look(state, heads, near, found, view)

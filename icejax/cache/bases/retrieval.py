@@ -98,10 +98,6 @@ class Retrieval(CachePolicy):
         most = self.budget - self.window_of.sinks - self.window_of.slots
         return min(pages * self.page_size, most) // self._unit
 
-    def num_moved(self, pages: int) -> int:
-        """Returns what of `num_fetched` comes from the host in a step: all of it."""
-        return self.num_fetched(pages)
-
     @abc.abstractmethod
     def find(self, heads: Heads, index: Any, view: View) -> Found:
         """Returns what the queries of a decoded token need, without looking at the pool."""
