@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.needle import task
-from icejax.cache.bases.channel_scaling import balanced
+from icejax.cache.bases.channel_scaling import scaled
 from icejax.cache.protocol import Heads
 from icejax.engine.layers import Place, exact, walk
 from icejax.engine.plan import ladder
@@ -99,10 +99,10 @@ def _layer(
         factors = jnp.exp(uneven * jax.random.normal(key, (1, *k.shape[2:])))
         heads = Heads(q, k, v, lengths, layer.scoring)
         if balance:
-            made = balanced(heads, factors)
+            made = scaled(heads, factors)
             factors *= factors_of(made.q, made.k, lengths)
-        guessed = None if guess is None else balanced(replace(heads, q=guess), factors).q
-        heads = balanced(heads, factors)
+        guessed = None if guess is None else scaled(replace(heads, q=guess), factors).q
+        heads = scaled(heads, factors)
         return heads.q, heads.k, v, guessed
 
     return exact(layer, x, lengths, keep)

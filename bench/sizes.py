@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from icejax.cache.bases.reranking import Reranked
 from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.policies.clustered import Clustered
 from icejax.cache.pool.page_format import bits_dtype
 from icejax.engine.plan import Plan
 
@@ -35,6 +35,6 @@ def fetched_per_step(policy: Retrieval, pages: int) -> int:
 
     Where keys come first, slots of keys and of values count as halves.
     """
-    if isinstance(policy, Reranked) and policy.keys_first:
+    if isinstance(policy, Clustered) and policy.keys_first:
         return (policy.num_ranked(pages) * policy.page_size + policy.num_fetched(pages)) // 2
     return policy.num_fetched(pages)

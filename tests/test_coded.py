@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from icejax.cache.options import make_policy
 from icejax.cache.registry import Coded
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
@@ -72,11 +73,11 @@ def test_200_steps_equal_the_reference(monkeypatch, codes, singly):
     ("options", "message"),
     [
         (dict(codes=3), "codes must be one of 1, 2, 4, got 3"),
-        (dict(tail=False), "codes of keys need tail=true, got False: use the clustered cache"),
-        (dict(rerank=False), "codes of keys need rerank=true, got False: use the clustered cache"),
-        (dict(reuse=3), "codes of keys need reuse=1, got 3: use the clustered cache"),
+        (dict(tail=False), "cache 'coded' has no option 'tail': expected one of budget, "),
+        (dict(rerank=False), "cache 'coded' has no option 'rerank': expected one of budget, "),
+        (dict(reuse=3), "cache 'coded' has no option 'reuse': expected one of budget, "),
     ],
 )
 def test_what_leaves_nothing_to_rank_is_refused(options, message):
     with pytest.raises(InputError, match=message):
-        Coded(**options)
+        make_policy("coded", options)

@@ -25,7 +25,7 @@ from tests.test_command import run
     [
         (["--promt", "x"], "unrecognized arguments: --promt x (did you mean --prompt?)"),
         (["--cache", "clusterd"], "(did you mean clustered?)"),
-        (["--cache-option", "bugdet=3"], "prefetch (did you mean budget?)"),
+        (["--cache-option", "bugdet=3"], "reuse (did you mean budget?)"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_named(capsys, arguments, message):

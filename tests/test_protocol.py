@@ -126,7 +126,7 @@ def test_the_registry_names_policies_and_presets():
 def test_layers_have_policies_of_their_own(model):
     policy = Clustered(dense_layers=1, reuse=2)
     found = layer_policies(policy, replace(model.config, num_hidden_layers=4), capacity=600)
-    assert [type(each).__name__ for each in found] == ["Full", "Clustered", "Follower", "Clustered"]
+    assert [type(each).__name__ for each in found] == ["Full", "Clustered", "ClusteredFollower", "Clustered"]
     sliding = replace(model.config, layer_types=("full_attention", "sliding_attention") * 2, sliding_window=64)
     found = layer_policies(Quest(), sliding, capacity=600)
     assert [type(each).__name__ for each in found] == ["Quest", "Ring", "Quest", "Ring"]

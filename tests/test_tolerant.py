@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import icejax
+from icejax.cache.options import make_policy
 from icejax.cache.policies.tolerant import COVERED, Tolerant
 from icejax.cache.registry import Clustered
 from icejax.checks.errors import InputError
@@ -95,13 +96,13 @@ def gain(heads: list[Reference], q: np.ndarray, k: np.ndarray, v: np.ndarray, le
         (dict(tolerance=0), "tolerance must be a number above 0 and at most 1000, got 0"),
         (dict(tolerance=float("nan")), "tolerance must be a number above 0 and at most 1000, got nan"),
         (dict(max_budget=100), "max_budget must be at least 256, got 100"),
-        (dict(tail=False), "a tolerance needs tail=true, got False: use the clustered cache"),
-        (dict(resident=True), "a tolerance needs resident=false, got True: use the clustered cache"),
+        (dict(tail=False), "cache 'tolerant' has no option 'tail': expected one of budget, "),
+        (dict(resident=True), "cache 'tolerant' has no option 'resident': expected one of budget, "),
     ],
 )
 def test_what_leaves_nothing_to_estimate_is_refused(options, message):
     with pytest.raises(InputError, match=message):
-        Tolerant(**options)
+        make_policy("tolerant", options)
 
 
 @pytest.mark.slow

@@ -6,24 +6,26 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from icejax.cache.bases.reranking import at
-from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.bases.digest_pages import DigestPages
+from icejax.cache.bases.reranking import at, attend_best
+from icejax.cache.bases.retrieval import Near, Pages, Retrieval
 from icejax.cache.bases.selection import Found
 from icejax.cache.index.coded_digest_tree import CodedIndex, CodedTree
-from icejax.cache.policies.clustered import Clustered
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages import key_codes
 from icejax.ops.pages.code_reranking import second_look
+from icejax.ops.pages.digests import Score
 from icejax.ops.slots import joined
 
 LOOKED = 4  # times the pages that the clustered cache fetches are looked at; with twice as many error was left (pages.md)
 
 
 @dataclass(frozen=True)
-class Coded(Clustered):
+class Coded(DigestPages):
     """The clustered cache with a second look: tokens are ranked before they are fetched.
 
     Digests choose four times the pages that the clustered cache would fetch. The device keeps a few bits of every channel of
@@ -38,19 +40,21 @@ class Coded(Clustered):
             the bytes that keys and values of 16 bits take in host memory, of pages of 16 and heads of one size.
         singly: whether single tokens are fetched, not on TPU; else the pages that hold the best, as many as the clustered cache
             fetches, whose tokens are ranked once more by their keys.
+        score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
+        resident: whether what the newest step fetched stays on the device, so that only the rest is fetched.
 
     Raises:
         InputError: an option is out of range, or leaves nothing to be ranked.
     """
 
-    keys_first: bool | None = False
     codes: int = 4
     singly: bool = True
+    score: Score = "second-order"
+    resident: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("codes", self.codes, key_codes.BITS)
-        self._needs("codes of keys need", "use the clustered cache", rerank=True, tail=True, reuse=1, keys_first=False)
 
     @property
     def by_slot(self) -> bool:
@@ -62,17 +66,17 @@ class Coded(Clustered):
         return CodedTree(tree.dtype, tree.value_fit, self.page_size, self.codes)
 
     def num_fetched(self, pages: int) -> int:
-        return Retrieval.num_fetched(self, pages) if self.singly else super().num_fetched(pages)
+        return Retrieval.num_fetched(self, pages) if self.singly else self.pages_for(self.budget, pages)
 
     def num_ranked(self, pages: int) -> int:
-        return self._pages(pages, LOOKED)
+        return self.pages_for(self.budget, pages, times=LOOKED)
 
     def find(self, heads: Heads, index: CodedIndex, view: View) -> Found:
-        found = self._found(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
+        found = self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
         ids, p = found.ids, self.page_size
         pages = replace(at(index.levels[0], ids), count=found.counts)
         keys = key_codes.decode(at(index.codes, ids), p, self.codes)
-        guess = self._guess(heads, view)
+        guess = self.guess(heads, view)
         looked = second_look(
             joined(heads.by_group()),
             joined(keys),
@@ -87,3 +91,9 @@ class Coded(Clustered):
         best, counts, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
         page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
         return Found(page * p + best % p if self.singly else page, counts, None, rest, from_keys=found.from_keys)
+
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
+        if self.singly:
+            return super().attend(heads, near, pages, found)
+        most = self.most_exact(self.budget)
+        return attend_best(heads, near, pages, found, self.budget, most=most, tail=True)[:2]

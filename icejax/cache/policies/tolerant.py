@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.bases.channel_scaling import BalancedState, balanced
-from icejax.cache.bases.retrieval import NOTHING, Near, PagedState
+from icejax.cache.bases.channel_scaling import scaled
+from icejax.cache.bases.digest_pages import DigestPages, ScaledState
+from icejax.cache.bases.reranking import attend_best
+from icejax.cache.bases.retrieval import NOTHING, Near, PagedState, Pages
 from icejax.cache.bases.selection import Found
-from icejax.cache.policies.clustered import Clustered
+from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import number, whole
@@ -25,7 +27,7 @@ EVEN = 1e-6  # of weights that are no less even than rounding leaves them
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class EstimatedState(BalancedState):
+class EstimatedState(ScaledState):
     """What the device keeps of a layer that estimates its error.
 
     Attributes:
@@ -38,7 +40,7 @@ class EstimatedState(BalancedState):
 
 
 @dataclass(frozen=True)
-class Tolerant(Clustered):
+class Tolerant(DigestPages):
     """The clustered cache that estimates the error of every KV head, and fetches more pages where it is above a tolerance.
 
     The error is that of values of tokens not attended exactly. Were what keys do not tell of them independent of the scores,
@@ -55,7 +57,6 @@ class Tolerant(Clustered):
         InputError: an option is out of range, or leaves nothing to be estimated.
     """
 
-    keys_first: bool | None = False
     tolerance: float = 0.05
     max_budget: int | None = None
 
@@ -66,25 +67,25 @@ class Tolerant(Clustered):
             whole("budget", self.budget, most=2**28)  # four times as much may be attended to
         else:
             whole("max_budget", self.max_budget, least=self.budget, most=2**30)
-        needed = dict(rerank=True, tail=True, score="second-order", resident=False, reuse=1, keys_first=False)
-        self._needs("a tolerance needs", "use the clustered cache", **needed)
 
     @property
-    def _largest(self) -> Clustered:
-        """The clustered cache of the largest budget: with sinks and window of this one."""
-        window = self.window_of
-        budget = max(4 * self.budget, 1024) if self.max_budget is None else self.max_budget
-        return Clustered(
-            budget=budget, page_size=self.page_size, sinks=window.sinks, window=window.slots, candidates=self.candidates
-        )
+    def largest_budget(self) -> int:
+        """Tokens that a KV head attends to exactly at most."""
+        return max(4 * self.budget, 1024) if self.max_budget is None else self.max_budget
 
-    @property
-    def _most_exact(self) -> int:
-        return self._largest._most_exact
+    def num_ranked(self, pages: int) -> int:
+        return self.pages_for(self.largest_budget, pages)
 
-    def _first(self, pages: int) -> int:
-        """Returns how many of `pages` pages are fetched before the error is estimated."""
-        return replace(self._largest, budget=self.budget).num_fetched(pages)
+    def num_fetched(self, pages: int) -> int:
+        return self.num_ranked(pages)
+
+    def find(self, heads: Heads, index: Digested, view: View) -> Found:
+        return self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
+
+    def _attended(
+        self, heads: Heads, near: Near, pages: Pages, found: Found, budget: int | Int[Array, "B K"]
+    ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
+        return attend_best(heads, near, pages, found, budget, most=self.most_exact(self.largest_budget), tail=True)
 
     def init(self, spec: CacheSpec) -> EstimatedState:
         none = jnp.zeros(spec.batch_size)
@@ -93,7 +94,7 @@ class Tolerant(Clustered):
     def prefill(self, state: EstimatedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         outcome = super().prefill(state, heads, attended, view)
         state, lengths = outcome.state, Lengths.of(heads.new)
-        heads = balanced(heads, state.factors)
+        heads = scaled(heads, state.factors)
         planes = tuple(x.transpose(1, 2, 0, 3, 4) for x in jnp.unstack(outcome.pages, axis=3))  # [B, K, P, p, W]
 
         def one(back: jax.Array, sums: Float[Array, "3 B"]) -> Float[Array, "3 B"]:
@@ -103,8 +104,8 @@ class Tolerant(Clustered):
             if exact.shape[-1] != v.shape[-1]:  # of a latent layer, which attended with expanded heads
                 exact = _exact(heads, q, seen)
             token = Heads(q, k, v, jnp.ones_like(heads.new), heads.scoring)
-            near = self._near(state, token, lengths, seen)
-            found = self._found(token, state.index, view, self._first(self.index.counts(state.index).shape[-1]))
+            near = self._near_at(state, token, lengths, seen)
+            found = self.walked(token, state.index, view, self._first(state))
             pages = (jnp.take_along_axis(x, found.ids[..., None, None], axis=2) for x in planes)
             pages = self._of_planes(token, tuple(pages), found.counts)
             ours, _, uneven = self._attended(token, near, pages, found, self.budget)
@@ -119,7 +120,11 @@ class Tolerant(Clustered):
         gain = jnp.where(told > EVEN / jnp.maximum(norms, EVEN), true / jnp.maximum(told, 1e-30), norms / count)
         return replace(outcome, state=replace(state, gain=gain))
 
-    def _near(self, state: PagedState, heads: Heads, lengths: Lengths, seen: jax.Array) -> Near:
+    def _first(self, state: PagedState) -> int:
+        """Returns how many pages are fetched before the error is estimated."""
+        return self.pages_for(self.budget, self.index.counts(state.index).shape[-1])
+
+    def _near_at(self, state: PagedState, heads: Heads, lengths: Lengths, seen: jax.Array) -> Near:
         """Returns sinks and window as they were when so many tokens had been seen."""
         window = state.window
         masks = (per_head(x, heads.k.shape[2]) for x in self.window_of.masks(window, lengths, seen=seen))
@@ -130,9 +135,9 @@ class Tolerant(Clustered):
     def look(
         self, state: EstimatedState, heads: Heads, near: Near, found: Found, view: View
     ) -> tuple[Attended, Found, EstimatedState]:
-        first = self._first(self.index.counts(state.index).shape[-1])
+        first = self._first(state)
         with jax.named_scope("select"):
-            few = self._found(heads, state.index, view, first)
+            few = self.walked(heads, state.index, view, first)
         with jax.named_scope("fetch"):
             pages, fetched = view.pool.fetch_live(few.ids, few.counts > 0)
         with jax.named_scope("attend"):
@@ -155,7 +160,7 @@ class Tolerant(Clustered):
                 (tuple(few.rest), few.uneven),
             )
             whole = replace(found, ids=ids, counts=counts, rest=Attended(*rest), uneven=uneven)
-            budget = jnp.where(more, self._largest.budget, self.budget)
+            budget = jnp.where(more, self.largest_budget, self.budget)
             attended, weights, uneven = self._attended(heads, near, self._of_planes(heads, pages, counts), whole, budget)
             error = self._error(state, attended, uneven, whole).mean(1)
         return attended, whole, replace(state, weights=weights, fetched=fetched, error=error)
