@@ -42,13 +42,13 @@ from bench.needle import task
 from bench.needle.evaluate import SHORTEST
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Scoring
 from icejax.ops.pages.digests import score
 from icejax.ops.pages.key_scatter import along
 from icejax.ops.pages.tree_walk import uneven_of
-from icejax.ops.topk import chosen
+from icejax.ops.topk import mask_of
 from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
@@ -137,7 +137,7 @@ def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array
     near = jnp.concatenate([k[:, :sinks], k[:, k.shape[1] - window :]], axis=1)
     near = jnp.einsum("kgh,ksh->kgs", q, near) * scale
     tokens = jnp.where(mask[:, None], jnp.einsum("kgh,kmsh->kgms", q, keys) * scale, -jnp.inf)
-    taken = chosen(found.path[-1], digests.count.shape[2])[0]
+    taken = mask_of(found.path[-1], digests.count.shape[2])[0]
     lies = along(q[None], index.scatter, scoring=Scoring(scale))
     scores = score(q[None], digests, lies, scoring=Scoring(scale))
     scores = scores._replace(weight=jnp.where(taken[:, None], -jnp.inf, scores.weight))
@@ -202,7 +202,7 @@ def measured(model: CausalLM, arguments: argparse.Namespace, console: Console) -
     """Yields the steps of all prompts at all budgets."""
     lengths, tasks = numbers("--lengths", arguments.lengths, least=SHORTEST), listed("--tasks", arguments.tasks, TASKS)
     budgets = numbers("--budgets", arguments.budgets, most=min(lengths) // 2)
-    prompts, seeds = (whole(f"--{name}", getattr(arguments, name), least=1) for name in ("prompts", "seeds"))
+    prompts, seeds = (integer(f"--{name}", getattr(arguments, name), least=1) for name in ("prompts", "seeds"))
     jobs = list(itertools.product(lengths, range(seeds), tasks))
     for length, seed, name in track(jobs, "capture", console=console, disable=not console.is_terminal):
         rng = np.random.default_rng((seed, length, [*TASKS].index(name)))

@@ -11,8 +11,8 @@ import numpy as np
 from bench.needle import task
 from icejax.cache.bases.channel_scaling import scaled
 from icejax.cache.protocol import Heads
-from icejax.engine.layers import Place, exact, walk
-from icejax.engine.plan import ladder
+from icejax.engine.buckets import bucket
+from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.pages.channel_scaling import factors_of
 
@@ -53,14 +53,14 @@ def capture(
         uneven: deviation of the logarithms of factors that channels of keys are multiplied by before, and queries divided.
     """
     length, tokens = len(prompt), prompt + answer[:-1]
-    padded = np.zeros((1, ladder(len(tokens))), np.int32)
+    padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     asking, lengths, found = slice(length - last, len(tokens)), jnp.asarray([len(tokens)]), []
 
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
         return *_layer(layer, x, at.before, lengths, uneven, jax.random.key(at.number), balance=balance), None
 
-    for i, (_, (q, k, v, guess)) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
+    for i, (_, (q, k, v, guess)) in enumerate(run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
         if model.config.windows[i] is None:
             k, v = (y[0, :length].transpose(1, 0, 2).astype(jnp.float32) for y in (k, v))
             q, guess = (None if y is None else y[0, asking].astype(jnp.float32) for y in (q, guess))
@@ -105,4 +105,4 @@ def _layer(
         heads = scaled(heads, factors)
         return heads.q, heads.k, v, guessed
 
-    return exact(layer, x, lengths, keep)
+    return run_exact(layer, x, lengths, keep)

@@ -32,7 +32,7 @@ from bench.scopes import by_scope, python_ms, traced
 from bench.subjects import DotProduct, Icejax, Transformers
 from icejax.cache.options import cache_options, make_policy
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.runtime import compiler_options, devices
 from icejax.runtime.host_reads.choose import try_ahead
 
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
             compiler_options.OPTIONS[devices.platform()] = {name: value for name, value in chosen.items() if value != ""}
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names, contexts = listed("--policies", arguments.policies, SUBJECTS), numbers("--contexts", arguments.contexts)
-        batch, steps = (whole(f"--{name}", getattr(arguments, name)) for name in ("batch", "steps"))
+        batch, steps = (integer(f"--{name}", getattr(arguments, name)) for name in ("batch", "steps"))
         for place in (arguments.plot and arguments.plot.parent, arguments.profile):
             if place is not None:
                 make_folder(place)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 
 
 def flag(text: str) -> tuple[str, str | bool]:
@@ -30,7 +30,7 @@ def numbers(option: str, text: str, *, least: int = 1, most: int = 2**30) -> lis
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
-    return [whole(option, number, least=least, most=most) for number in found]
+    return [integer(option, number, least=least, most=most) for number in found]
 
 
 def make_folder(folder: Path) -> None:

@@ -14,12 +14,12 @@ from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import BoundsIndex, bound
 from icejax.ops.attention.dense import Attended, Scoring, merge_by_lse
 from icejax.ops.pages import key_codes, tree, tree_walk
-from icejax.ops.pages.code_reranking import Looked, second_look
+from icejax.ops.pages.code_reranking import RerankedTokens, rerank_by_codes
 from icejax.ops.pages.digests import NARROW, digest, score
 from icejax.ops.pages.key_scatter import along
 from icejax.ops.pages.packing import pack
 from icejax.ops.pages.paged_attention import attend_paged, attend_whole
-from icejax.ops.pages.ranked_attention import ranked
+from icejax.ops.pages.ranked_attention import rank_tokens
 from icejax.ops.pages.value_fit import FromKeys, fitted, sums_of, unfitted
 from icejax.ops.topk import best
 
@@ -102,7 +102,7 @@ class Method:
     keys_first: bool = False
     codes: int | None = None
     singly: bool = True
-    group: tree_walk.Group = "sum"
+    group: tree_walk.PageGroup = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
 
@@ -159,7 +159,7 @@ def from_keys_of(index: Digested) -> FromKeys | None:
 
 
 @jax.jit(static_argnames=("fetched", "method"))
-def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=None, path=None) -> tree_walk.Selection:
+def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=None, path=None) -> tree_walk.WalkResult:
     """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
     scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
     if method.walk:
@@ -177,7 +177,7 @@ def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=Non
         weighed = score(q, digests, lies, scoring=scoring)
         weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
         tail_out, tail_lse = tree_walk.tail_of([(weighed, digests)], lies, from_keys)
-    return tree_walk.Selection(
+    return tree_walk.WalkResult(
         chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, jnp.zeros_like(tail_lse), (chosen,)
     )
 
@@ -187,25 +187,25 @@ def look_again(
     q,
     codes: key_codes.KeyCodes,
     index: Digested,
-    found: tree_walk.Selection,
+    found: tree_walk.WalkResult,
     *,
     page_size: int,
     bits: int,
     wanted: int,
     whole: bool,
-) -> Looked:
+) -> RerankedTokens:
     """Returns of the pages found the tokens or the pages to fetch, and the tail with the rest of these."""
 
     def at(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
 
     pages = replace(jax.tree.map(at, index.levels[0]), count=found.counts[0])
-    keys = key_codes.decode(jax.tree.map(lambda x: at(x)[None], codes), page_size, bits)[0]
+    keys = key_codes.decode_keys(jax.tree.map(lambda x: at(x)[None], codes), page_size, bits)[0]
     rest, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
-    return second_look(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
+    return rerank_by_codes(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
 
 
-def of_pages(found: tree_walk.Selection, looked: Looked) -> tree_walk.Selection:
+def of_pages(found: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.WalkResult:
     """Returns the pages that a second look has left of those found."""
     ids = jnp.take_along_axis(found.page_ids, looked.best[None], axis=2)
     return replace(
@@ -214,7 +214,7 @@ def of_pages(found: tree_walk.Selection, looked: Looked) -> tree_walk.Selection:
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.Selection, looked: Looked, *, budget: int):
+def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.WalkResult, looked: RerankedTokens, *, budget: int):
     """Returns `attention` of tokens."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
@@ -232,7 +232,7 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.Selection, look
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.Selection, *, budget: int):
+def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.WalkResult, *, budget: int):
     """Returns `attention` where the keys of the pages found come first."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
@@ -242,7 +242,7 @@ def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.
 
     near, near_values = (jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all))
     keys, values = (at(x) for x in pages[:2])
-    known = ranked(
+    known = rank_tokens(
         q[0], (near, jnp.ones(near.shape[:2], bool)), keys, replace(jax.tree.map(at, index.levels[0]), count=found.counts[0]),
         Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index)),
         scoring=Scoring(size**-0.5), room=jnp.full(heads, budget - sinks - window), most=budget - sinks - window,
@@ -255,7 +255,7 @@ def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.
 
 
 @jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree_walk.Selection, from_keys: FromKeys | None, *, budget: int, tail: bool):
+def attention(q, k_all, v_all, pages, found: tree_walk.WalkResult, from_keys: FromKeys | None, *, budget: int, tail: bool):
     """Returns the output per query head, and the scores of the page tokens attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape

@@ -47,9 +47,9 @@ from bench.needle.evaluate import SHORTEST
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import TWICE, pages_for
 from icejax.cache.policies.coded import LOOKED
-from icejax.cache.pool.page_format import decode, encode
+from icejax.cache.pool.page_format import decode_pages, encode_pages
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.pages import key_codes
 from icejax.runtime import devices
 
@@ -94,9 +94,9 @@ def _measure(layers, paged, truth, *, budget: int, method: Method, prompts: int)
         fetched = min(pages[0].shape[2], most * (LOOKED if method.codes else TWICE if method.keys_first else 1))
         index = index_of(pages, dtype=method.digest_dtype)
         index = index if method.value_fit and method.tail else replace(index, fit=None)
-        codes = None if method.codes is None else key_codes.encode(pages[0], pages[2], method.codes)
+        codes = None if method.codes is None else key_codes.encode_keys(pages[0], pages[2], method.codes)
         if method.page_dtype is not None:
-            pages = (*(decode(encode(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
+            pages = (*(decode_pages(encode_pages(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
         for q, (out, outside, least, _, sharp) in zip(layer.q, each, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
 
@@ -156,8 +156,8 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     lengths = numbers("--lengths", "4096" if arguments.quick else arguments.lengths, least=SHORTEST)
     budgets = numbers("--budgets", "64,256" if arguments.quick else arguments.budgets, most=min(lengths) // 2)
     page_sizes = numbers("--page-sizes", arguments.page_sizes)
-    several, facts = (whole(f"--{name}", getattr(arguments, name)) for name in ("prompts", "facts"))
-    tile, seed = (whole(f"--{name}", getattr(arguments, name), least=0) for name in ("tile", "seed"))
+    several, facts = (integer(f"--{name}", getattr(arguments, name)) for name in ("prompts", "facts"))
+    tile, seed = (integer(f"--{name}", getattr(arguments, name), least=0) for name in ("tile", "seed"))
     every = "positional,tree-2048-greedy" if arguments.quick else ",".join(FORMATIONS)
     formations = listed("--formations", arguments.formations or every, FORMATIONS)
     methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]

@@ -25,7 +25,7 @@ from bench.flags import listed, numbers
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import DTYPES
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.engine import layers as walk
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         names, lengths = listed("--policies", arguments.policies, POLICIES), numbers("--lengths", arguments.lengths)
-        whole("--repeats", arguments.repeats, least=0)
+        integer("--repeats", arguments.repeats, least=0)
         raw = shapes.raw_config(arguments.shape, layers=arguments.layers)
         if "transformers" in names:
             shapes.as_llama(raw)

@@ -16,9 +16,9 @@ import icejax
 from icejax.api.generate import ASSETS
 from icejax.checkpoint.load import DTYPES
 from icejax.checkpoint.quantized.cpu_codes import for_cpu
-from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
@@ -81,7 +81,7 @@ def raw_config(name: str, *, layers: int | None = None) -> dict:
         return json.loads((ASSETS / "config.json").read_text()) if name == "bundled" else dict(SHAPES[name])
     if name == "bundled":
         raise InputError("--layers is for random weights of a shape: the bundled model has those that it was trained with")
-    return SHAPES[name] | dict(num_hidden_layers=whole("--layers", layers, most=1024))
+    return SHAPES[name] | dict(num_hidden_layers=integer("--layers", layers, most=1024))
 
 
 def as_llama(raw: dict) -> dict:
@@ -132,8 +132,10 @@ def drawn(model: CausalLM) -> CausalLM:
 
 
 def _on_a_cpu(x: jax.Array | Grouped) -> jax.Array | Grouped:
-    found = for_cpu(Codes(np.asarray(x.codes), np.asarray(x.scale), None) if isinstance(x, Grouped) else np.asarray(x))
-    return Grouped(jnp.asarray(found.codes), jnp.asarray(found.scale), None) if isinstance(found, Codes) else x
+    found = for_cpu(
+        QuantizedMatrix(np.asarray(x.codes), np.asarray(x.scale), None) if isinstance(x, Grouped) else np.asarray(x)
+    )
+    return Grouped(jnp.asarray(found.codes), jnp.asarray(found.scale), None) if isinstance(found, QuantizedMatrix) else x
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

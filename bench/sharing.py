@@ -26,7 +26,7 @@ from bench.flags import numbers
 from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
 from bench.needle.evaluate import SHORTEST
 from icejax.api.generate import ASSETS
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
@@ -106,8 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     try:
-        length = whole("--length", arguments.length, least=SHORTEST, most=16000)
-        seed, several = whole("--seed", arguments.seed, least=0), whole("--prompts", arguments.prompts)
+        length = integer("--length", arguments.length, least=SHORTEST, most=16000)
+        seed, several = integer("--seed", arguments.seed, least=0), integer("--prompts", arguments.prompts)
         budgets = numbers("--budgets", arguments.budgets, most=length // 2)
         model = panel.load(arguments.model, dtype="float32")
         rng = np.random.default_rng((seed, length))

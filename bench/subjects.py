@@ -20,7 +20,7 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import Plan, make_plan, reports
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
@@ -64,7 +64,7 @@ class Icejax:
             self._state, step, self._pool = prefill(model, prompts, self._plan)
             step.logits.block_until_ready()
             self.ttft_s = round(time.perf_counter() - started, 3)
-        self._decoding = Decoding(model, self._plan)
+        self._decoding = DecodePrograms(model, self._plan)
         self._policy, self._model = policy, model
         self._brought, self._fetched = None, []
 

@@ -15,12 +15,12 @@ from icejax.cache.protocol import CachePolicy
 from icejax.engine import extend as extending
 from icejax.engine import prefill as prefilling
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import Decoding
-from icejax.engine.layers import Place, embed, walk
+from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.layers import LayerPlace, embed, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.experts.offloaded_experts import on_device
+from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from tests import tolerances
 
 
@@ -37,11 +37,11 @@ def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> n
     padded[0, : len(prompt)] = prompt
     new = jnp.asarray([len(prompt)], jnp.int32)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
         sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
-        return prefilling._prefill_layer(on_device(layer), x, new, None, **sizes)[:3]
+        return prefilling._prefill_layer(with_experts_on_device(layer), x, new, None, **sizes)[:3]
 
-    *_, (x, _) = walk(model, embed(model, jnp.asarray(padded)), run)
+    *_, (x, _) = run_layers(model, embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]
 
 
@@ -61,7 +61,7 @@ def greedy(
     model = model.for_capacity(max(map(len, prompts)) + new_tokens)
     plan = plan_for(model, policy, prompts, new_tokens)
     state, step, pool = prefill(model, prompts, plan)
-    decoding, steps = Decoding(model, plan), [step]
+    decoding, steps = DecodePrograms(model, plan), [step]
     for _ in range(new_tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
@@ -76,7 +76,7 @@ def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expecte
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerances.LOGITS)
     close(all_logits(model, tokens[:prompt], policy), expected[:prompt])
     plan = plan_for(model, policy, [tokens[:prompt]], 1000)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     state, step, pool = prefilling.prefill(model, [tokens[:prompt]], plan)
     at = prompt
     for more in (extended, 0):

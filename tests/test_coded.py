@@ -20,10 +20,10 @@ def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
     rng = np.random.default_rng(bits)
     k, mask = rng.standard_normal((2, 3, 200, 8, 21)).astype(np.float32), np.arange(8) < rng.integers(0, 9, (2, 3, 200, 1))
     k[0, 0, 0, :, 0] = 3.0  # a channel that is the same everywhere
-    found = key_codes.encode(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
-    empty = key_codes.empty((2, 3, 200), 8, 21, bits, "float32")
+    found = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
+    empty = key_codes.empty_codes((2, 3, 200), 8, 21, bits, "float32")
     assert [(x.shape, x.dtype) for x in vars(found).values()] == [(x.shape, x.dtype) for x in vars(empty).values()]
-    keys = np.asarray(key_codes.decode(found, 8, bits))
+    keys = np.asarray(key_codes.decode_keys(found, 8, bits))
     for at in np.ndindex(2, 3, 200):
         if mask[at].any():
             expected = reference_coded.coded(k[at][mask[at]], bits)
@@ -47,9 +47,9 @@ def test_codes_go_where_their_pages_go():
     tree = Coded(page_size=8).index
     k, v = (jnp.asarray(rng.standard_normal(size), jnp.float32) for _ in range(2))
     index = tree.with_pages(tree.empty(spec, 6), tree.describe(k, v, jnp.ones(size[:-1], bool)), jnp.int32(0))
-    before = np.asarray(key_codes.decode(index.codes, 8, 4))
+    before = np.asarray(key_codes.decode_keys(index.codes, 8, 4))
     moved = tree.moved(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
-    after = np.asarray(key_codes.decode(moved.codes, 8, 4))
+    after = np.asarray(key_codes.decode_keys(moved.codes, 8, 4))
     np.testing.assert_array_equal(after[:, :, :3], before[:, :, [0, 1, 5]])
     assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()
 

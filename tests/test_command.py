@@ -128,7 +128,7 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
         seen.extend((each.prompt, each.special_tokens) for each in requests)
         raise InputError("seen")
 
-    monkeypatch.setattr(command, "encode", record)
+    monkeypatch.setattr(command, "encode_prompts", record)
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
     files = ["--model", str(tmp_path / "chat"), "--prompt-file", str(tmp_path / "p.jsonl")]
     assert run(capsys, *files, "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)[0] == 2
@@ -201,7 +201,7 @@ BAD = {
     "explain session": (["--explain", "seen.png", "--session", "kept", *SHORT], "leave --session out"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, rerank, tail, value_fit, balance, keys_first, score, group, digest_dtype, page_dtype, resident, opened, compact_every, dense_layers, reuse, prefetch",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, value_fit, balance, group, digest_dtype, page_dtype, opened, compact_every, dense_layers, prefetch, rerank, tail, keys_first, score, resident, reuse",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),

@@ -74,8 +74,8 @@ class Scripted:
         self.model.for_capacity = lambda tokens: self.model
         monkeypatch.setattr(module, "prefill", self.prefill)
         monkeypatch.setattr(module, "extend", self.extend)
-        monkeypatch.setattr(module, "stream", self.stream)
-        for name in ("make_plan", "Decoding", "run_constants"):
+        monkeypatch.setattr(module, "decode_rows", self.stream)
+        for name in ("make_plan", "DecodePrograms", "run_constants"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
         monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)

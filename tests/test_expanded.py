@@ -13,7 +13,7 @@ from bench.sizes import fetched_bytes
 from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
 from icejax.engine import prefill
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.models.registry import family
 from tests import families, tolerances
 from tests.policies import OF_BASES
@@ -38,7 +38,7 @@ def logits(model, policy):
     """Yields positions and logits [V] of a text that is decoded, taken at once and decoded again."""
     tokens, at = families.tokens(TOTAL), PROMPT
     plan = plan_for(model, policy, [tokens[:PROMPT]], 1000)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     state, step, pool = prefill.prefill(model, [tokens[:PROMPT]], plan)
     for more in (EXTENDED, 0):
         for token in tokens[at : at + DECODED]:

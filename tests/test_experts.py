@@ -26,12 +26,12 @@ OF_CODES = mixture.by_sum, mixture.one_by_one, mixture.in_blocks
 LIMITED = ExpertForm(limit=0.8, alpha=1.3, biased=True)
 
 
-def stack(rng) -> mixture.Stack:
+def stack(rng) -> mixture.ExpertWeights:
     shapes = (COUNT, INNER, HIDDEN), (COUNT, INNER, HIDDEN), (COUNT, HIDDEN, INNER)
-    return mixture.Stack(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
+    return mixture.ExpertWeights(*(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 for shape in shapes))
 
 
-def plain(x, weights: mixture.Stack, ids, form: ExpertForm = mixture.PLAIN) -> np.ndarray:
+def plain(x, weights: mixture.ExpertWeights, ids, form: ExpertForm = mixture.PLAIN) -> np.ndarray:
     """A float64 loop over tokens and their experts."""
     out = np.zeros((*ids.shape, HIDDEN))
     for t, k in np.ndindex(ids.shape):
@@ -74,7 +74,7 @@ def test_every_form_takes_codes(form, tokens, kind):
         groups = (codes.astype(np.float64) - zero[..., None]) * scale[..., None]
         wide.append(groups.swapaxes(1, 2).reshape(COUNT, rows, columns))
     ids, x = drawn(rng, tokens, 0.0), rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
-    found, expected = jax.jit(form)(x, mixture.Stack(*made), ids), plain(x, mixture.Stack(*wide), ids)
+    found, expected = jax.jit(form)(x, mixture.ExpertWeights(*made), ids), plain(x, mixture.ExpertWeights(*wide), ids)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
 
 
@@ -82,7 +82,7 @@ def test_every_form_takes_codes(form, tokens, kind):
 def test_every_form_takes_biases_and_limits(form):
     rng = np.random.default_rng(2)
     biases = (rng.standard_normal((COUNT, size)).astype(np.float32) for size in (INNER, INNER, HIDDEN))
-    weights, ids = mixture.Stack(*stack(rng)[:3], *biases), drawn(rng, 20, 1.0)
+    weights, ids = mixture.ExpertWeights(*stack(rng)[:3], *biases), drawn(rng, 20, 1.0)
     x = rng.standard_normal((20, HIDDEN)).astype(np.float32)
     found = jax.jit(functools.partial(form, form=LIMITED))(x, jax.tree.map(jnp.asarray, weights), ids)
     np.testing.assert_allclose(found, plain(x, weights, ids, LIMITED), rtol=0, atol=tolerances.EXACT)
@@ -93,7 +93,7 @@ def test_weights_are_those_of_the_experts(tokens):
     rng = np.random.default_rng(7)
     weights, ids = stack(rng), drawn(rng, tokens, 0.0)
     x, shares = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (HIDDEN, CHOSEN))
-    found = jax.jit(mixture.mixed)(x, jax.tree.map(jnp.asarray, weights), ids, shares)
+    found = jax.jit(mixture.mix_experts)(x, jax.tree.map(jnp.asarray, weights), ids, shares)
     expected = (plain(x, weights, ids) * shares[..., None]).sum(1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
 

@@ -78,19 +78,19 @@ def test_a_place_that_cannot_be_written_is_told_before_and_after(bundled, tmp_pa
     explanation = Explanation(bundled[0], [1] * 120, Clustered(budget=64), new_tokens=3)
     (tmp_path / blocked).mkdir()
     with pytest.raises(icejax.InputError, match=rf"^--explain: .*{blocked} is a folder: name a file$"):
-        attention_map.check(tmp_path / "seen.png")
+        attention_map.check_picture(tmp_path / "seen.png")
     with pytest.raises(icejax.InputError, match=r"^--explain: .*seen\.png cannot be written: "):
         explanation.save(tmp_path / "seen.png")
     assert [x.name for x in tmp_path.iterdir() if x.is_file() and x.name.startswith(".")] == []
     for length in (250, 300):
         with pytest.raises(icejax.InputError, match="cannot be written: File name too long"):
-            attention_map.check(tmp_path / f"{'n' * length}.png")
+            attention_map.check_picture(tmp_path / f"{'n' * length}.png")
 
 
 def test_bad_input(bundled, tmp_path):
     with pytest.raises(icejax.InputError, match="needs pages there, as of --cache clustered"):
         Explanation(bundled[0], [1] * 300, Full(), new_tokens=3)
     with pytest.raises(icejax.InputError, match=r"needs a file that ends in \.png"):
-        attention_map.check(tmp_path / "seen.txt")
+        attention_map.check_picture(tmp_path / "seen.txt")
     with pytest.raises(icejax.InputError, match="there is no folder"):
-        attention_map.check(tmp_path / "nowhere" / "seen.png")
+        attention_map.check_picture(tmp_path / "nowhere" / "seen.png")

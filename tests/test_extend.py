@@ -8,7 +8,7 @@ import pytest
 
 from icejax.cache.registry import Clustered, Full
 from icejax.engine import extend, prefill
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from tests import families, tolerances
 from tests.run import all_logits, greedy, plan_for
 
@@ -34,7 +34,7 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
     model = families.load(families.build(families.row(family)), tmp_path)
     tokens = families.tokens(sum(parts) + 20 * len(parts))
     plan = plan_for(model, policy, [tokens], 1500)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     expected = all_logits(model, tokens, Full())
     state, pool, at = None, None, 0
     for number, part in enumerate(parts):
@@ -61,7 +61,7 @@ def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     plan = plan_for(model, exact, [tokens], 1000)
     state, step, pool = prefill.prefill(model, [tokens[:300]], plan)
     state, step, pool = extend.extend(model, tokens[300:], plan, state, pool)
-    decoding, found = Decoding(model, plan), [int(step.tokens[0])]
+    decoding, found = DecodePrograms(model, plan), [int(step.tokens[0])]
     for _ in range(40):
         state, step, pool = decoding.step(state, pool)
         found.append(int(step.tokens[0]))

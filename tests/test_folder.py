@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from icejax.checkpoint.folder import resolve
 from icejax.checks.errors import InputError
-from icejax.files.atomic_folder import claim, present
+from icejax.files.atomic_folder import claim, current_folder
 from icejax.files.cache_home import cache_home
 from tests.crash import Killed, file_limit, killed_at
 
@@ -44,7 +44,7 @@ def save_killed(target: Path, version: str, step: int) -> bool:
 
 def version_of(target: Path) -> str | None:
     """Returns the version that a reader finds, all of it; None if there is no folder."""
-    folder = present(target)
+    folder = current_folder(target)
     if not folder.exists():
         return None
     (version,) = {(folder / name).read_text() for name in FILES}
@@ -110,13 +110,13 @@ def test_writers_killed_one_after_another_lose_nothing(tmp_path_factory, steps):
 def test_a_folder_between_two_names_is_found_and_put_back(tmp_path):
     save(tmp_path / "kept", "old")
     os.rename(tmp_path / "kept", tmp_path / ".kept.old")
-    assert present(tmp_path / "kept") == resolve(tmp_path / "kept") == tmp_path / ".kept.old"
+    assert current_folder(tmp_path / "kept") == resolve(tmp_path / "kept") == tmp_path / ".kept.old"
     with (
         pytest.raises(InputError, match="exists: choose another place, or give --force"),
         claim(tmp_path / "kept", mark=MARK, replace=False),
     ):
         pass
-    assert present(tmp_path / "kept") == tmp_path / "kept" and version_of(tmp_path / "kept") == "old"
+    assert current_folder(tmp_path / "kept") == tmp_path / "kept" and version_of(tmp_path / "kept") == "old"
 
 
 def test_what_others_keep_beside_it_is_left_alone(tmp_path):

@@ -13,7 +13,7 @@ import icejax
 import icejax.checkpoint
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, Full
-from icejax.engine.batch import nobody
+from icejax.engine.batch import empty_batch
 from icejax.engine.plan import make_plan
 from icejax.models.decoder import Embedding
 from icejax.models.parts.linear import RMSNorm
@@ -63,7 +63,7 @@ def test_few_tokens_are_kept_in_rings_of_their_size(tmp_path):
     assert plan.spec.capacity <= 512
     assert plan.pooled == (2,) and [type(policy) for policy in plan.policies[:2]] == [Ring, Ring]
     assert plan.spec_of(2) is plan.spec and (plan.spec.num_kv_heads, plan.spec.head_dim) == (1, 32)
-    ring = jax.eval_shape(lambda: nobody(plan)).cache.layers[0]
+    ring = jax.eval_shape(lambda: empty_batch(plan)).cache.layers[0]
     assert ring.k.shape == ring.v.shape == (2 * 2, 512, 16)
 
 

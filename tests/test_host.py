@@ -29,7 +29,7 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
 def test_fetch_brings_exact_bits(backend, planes, dtype):
     stored = bits((*SHAPE[:4], planes, *SHAPE[5:]), dtype)
-    pool = jax.device_put(stored, devices.on_host())
+    pool = jax.device_put(stored, devices.host_sharding())
     ids = np.random.default_rng(1).integers(0, PAGES, (ROWS, SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
@@ -54,7 +54,7 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
 
     read = BACKENDS[backend]
     monkeypatch.setitem(BACKENDS, backend, spied)
-    pool = jax.device_put(stored, devices.on_host())
+    pool = jax.device_put(stored, devices.host_sharding())
     ids = np.random.default_rng(1).integers(0, PAGES * SHAPE[5], (ROWS, SHAPE[3], 9)).astype(np.int32)
 
     @jax.jit
@@ -90,7 +90,7 @@ def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, m
         (found,) = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
         return jax.lax.bitcast_convert_type(found, stored.dtype)
 
-    found = np.asarray(fetched(jax.device_put(stored, devices.on_host()), jnp.asarray(ids)))
+    found = np.asarray(fetched(jax.device_put(stored, devices.host_sharding()), jnp.asarray(ids)))
     for at in np.ndindex(ids.shape):
         page, slot = divmod(ids[at], SHAPE[5]) if singly else (ids[at], slice(None))
         place = TABLE[at[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, at[1], plane, slot
@@ -99,7 +99,7 @@ def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, m
 
 
 def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
-    pool = jax.device_put(bits(SHAPE, "float32"), devices.on_host())
+    pool = jax.device_put(bits(SHAPE, "float32"), devices.host_sharding())
     rng = np.random.default_rng(1)
     batch, heads = ROWS, SHAPE[3]
     before, after = (rng.integers(60, 68, (batch, heads, 7)).astype(np.int32) for _ in range(2))  # in two extents
@@ -121,7 +121,7 @@ def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
 @pytest.mark.parametrize("ended", [[False, False], [False, True], [True, False], [True, True]], ids=str)
 @pytest.mark.parametrize("singly", [False, True])
 def test_rows_that_have_ended_fetch_nothing(ended, singly):
-    pool = jax.device_put(bits(SHAPE, "float32"), devices.on_host())
+    pool = jax.device_put(bits(SHAPE, "float32"), devices.host_sharding())
     ids = np.random.default_rng(1).integers(0, PAGES, (ROWS, SHAPE[3], 5)).astype(np.int32)
 
     @jax.jit
@@ -206,7 +206,7 @@ def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set
     assert os.environ[devices.PINNED_LIMIT] == "150"
     monkeypatch.setenv(devices.PINNED_LIMIT, "3")
     devices.raise_pinned_limit()
-    held = jax.device_put(np.zeros(2**28, np.uint8), devices.on_host())
+    held = jax.device_put(np.zeros(2**28, np.uint8), devices.host_sharding())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for taken, said in (([], ""), ([held], r" beside 0\.2 that are taken")):
         monkeypatch.setattr(jax, "live_arrays", lambda taken=taken: taken)

@@ -21,7 +21,7 @@ from icejax.checkpoint import load_model
 from icejax.commands import generate as command
 from icejax.commands.show import table
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.prefill import prefill
 from icejax.ops.experts import mixture, offloaded_experts
 from icejax.ops.quantized.products import Grouped
@@ -60,13 +60,13 @@ def test_codes_from_the_host_are_those_on_the_device(tokens):
     x, shares = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (HIDDEN, CHOSEN))
     reader = Reader(fetch_backend())
     there = [
-        offloaded_experts.serving(offloaded_experts.hosted(each, resident=RESIDENT, read=reader), jnp.asarray(live))
+        offloaded_experts.with_live_tokens(offloaded_experts.offload(each, resident=RESIDENT, read=reader), jnp.asarray(live))
         for each in matrices
     ]
-    found, missing = jax.jit(lambda x, m, i, w: (mixture.mixed(x, mixture.Stack(*m), i, w), m[0].missing(i)))(
+    found, missing = jax.jit(lambda x, m, i, w: (mixture.mix_experts(x, mixture.ExpertWeights(*m), i, w), m[0].missing(i)))(
         x, there, ids, shares
     )
-    expected = (plain(x, mixture.Stack(*wide), ids) * shares[..., None]).sum(1)
+    expected = (plain(x, mixture.ExpertWeights(*wide), ids) * shares[..., None]).sum(1)
     np.testing.assert_allclose(found[live], expected[live], rtol=0, atol=tolerances.EXACT * np.abs(expected).max())
     wanted, seen = np.zeros(ids.shape, bool), set(range(RESIDENT))
     for t, k in np.ndindex(ids.shape):
@@ -82,7 +82,7 @@ def decoded(model, prompts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Logits f32[n, B, V], tokens [n, B], and the experts taken and brought [n, 2, B] of greedy steps."""
     plan = plan_for(model, Full(), prompts, STEPS)
     state, step, pool = prefill(model, prompts, plan)
-    decoding, steps = Decoding(model, plan), [step]
+    decoding, steps = DecodePrograms(model, plan), [step]
     for _ in range(STEPS):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
@@ -160,7 +160,7 @@ def test_a_wide_batch_and_a_row_that_has_ended(tmp_path):
     plan = plan_for(model, Full(), prompts, STEPS)
     state, _, pool = prefill(model, prompts, plan)
     state = dataclasses.replace(state, done=state.done.at[1:].set(True))
-    _, step, _ = Decoding(model, plan).step(state, pool)
+    _, step, _ = DecodePrograms(model, plan).step(state, pool)
     counters = StepCounters.read(step.counters)
     assert counters.experts_taken[0] == 2
     assert not counters.experts_taken[1:].any() and not counters.experts_fetched[1:].any()

@@ -18,7 +18,7 @@ from icejax.cache.registry import Clustered, Full, layer_policies
 from icejax.engine import decode_step, extend, prefill
 from icejax.engine.buckets import bucket
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import make_plan
 from icejax.engine.sampling import Sampling
 from icejax.models.registry import family
@@ -46,7 +46,7 @@ def test_equal_plans_share_their_programs(tmp_path):
         greedy(model, policy, [prompt], 20)
     assert decode_step._programs.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
-    step, flush, flushed, compact = Decoding(model, plan)._programs
+    step, flush, flushed, compact = DecodePrograms(model, plan)._programs
     assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
 
 
@@ -54,7 +54,7 @@ def test_growth_compiles_each_program_once(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
     greedy(model, policy, [prompt], 200)
-    programs = Decoding(model, plan_for(model, policy, [prompt], 200))._programs
+    programs = DecodePrograms(model, plan_for(model, policy, [prompt], 200))._programs
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
@@ -83,7 +83,7 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     state = jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies))
     assert [len(layer.index.levels) for layer in state] == [2] * len(state)
     cache = KVCache(state, jax.eval_shape(lambda: Lengths.none(1)))
-    _, flush, flushed, _ = Decoding(model, plan)._programs
+    _, flush, flushed, _ = DecodePrograms(model, plan)._programs
     memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
     size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
@@ -97,7 +97,7 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, r
     prompts = [families.tokens(300), families.tokens(9)]
     plan = plan_for(model, row.small, prompts, 40)
     state, _, pool = prefill.prefill(model, prompts, plan)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     for _ in range(2 * plan.page_size - 1):  # the first page to leave begins a node of its own
         state, _, pool = decoding.step(state, pool)
     step, flush, *_ = decoding._programs
@@ -118,7 +118,7 @@ def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
     state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     program = decoding._programs[0].lower(decoding._leaves, state, pool).compile()
     aliased = re.search(r"input_output_alias={(.*?)}, entry", program.as_text().splitlines()[0])[1]
     assert aliased.count("alias)") == len(jax.tree.leaves(state))
@@ -160,7 +160,7 @@ def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
     sampling = Sampling(repetition_penalty=1e6)
     plan = make_plan(model, Full(), batch_size=1, prompt_tokens=30, new_tokens=30)
     state, step, pool = prefill.prefill(model, [prompt], plan, sampling=[sampling])
-    chosen, decoding = [int(state.last_tokens[0])], Decoding(model, plan)
+    chosen, decoding = [int(state.last_tokens[0])], DecodePrograms(model, plan)
     for _ in range(29):
         state, step, pool = decoding.step(state, pool)
         chosen.append(int(step.tokens[0]))
@@ -194,7 +194,7 @@ def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
 
     plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
     state, _, pool = prefill.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
-    decoding, fetched = Decoding(model, plan), []
+    decoding, fetched = DecodePrograms(model, plan), []
     for _ in range(47):
         state, step, pool = decoding.step(state, pool)
         fetched.append(StepCounters.read(step.counters).pages_fetched)

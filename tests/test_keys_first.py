@@ -12,7 +12,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.plan import make_plan
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages.digests import digest
-from icejax.ops.pages.ranked_attention import ranked
+from icejax.ops.pages.ranked_attention import rank_tokens
 from tests import tolerances
 from tests.layer import Layer, draw
 from tests.run import jitted
@@ -90,7 +90,7 @@ def test_the_rest_may_outweigh_all_that_was_fetched(lse):
     def attend(q, k, v, keys, values, there, rest):
         pages = jax.tree.map(lambda x: x[0], digest(keys[None], values[None], there[None]))
         room = dict(room=jnp.asarray([12]), most=12)
-        found = ranked(q, (k, jnp.ones((1, 6), bool)), keys, pages, rest, None, scoring=Scoring(1.0), **room)
+        found = rank_tokens(q, (k, jnp.ones((1, 6), bool)), keys, pages, rest, None, scoring=Scoring(1.0), **room)
         return found.attended(v, jnp.take_along_axis(values.reshape(1, 12, 8), found.best[..., None], axis=1))
 
     found = jitted(attend, q, k, v, keys, values, there, rest)

@@ -191,6 +191,6 @@ def test_errors_become_statuses(capsys, monkeypatch):
 def test_a_terminal_is_given_no_control_characters(monkeypatch):
     text = "a\tb\n\x1b[2J\r\x9b7m\x7f é\u00a0\u3000\u200d"
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert launch.harmless(text) == "a\tb\n\\x1b[2J\\r\\x9b7m\\x7f é\u00a0\u3000\u200d"
+    assert launch.escaped(text) == "a\tb\n\\x1b[2J\\r\\x9b7m\\x7f é\u00a0\u3000\u200d"
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
-    assert launch.harmless(text) == text
+    assert launch.escaped(text) == text

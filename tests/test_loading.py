@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from icejax.checkpoint import convert, load, load_model
-from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checkpoint.readers import huggingface
 from tests import families
@@ -47,9 +47,9 @@ def folder(case: str, path, dtype="bfloat16", **more):
     return max(huggingface.size(shape, kind) for _, _, shape, kind in huggingface.keys(huggingface.shards(path)))
 
 
-def size_of(parameter: np.ndarray | Codes) -> int:
+def size_of(parameter: np.ndarray | QuantizedMatrix) -> int:
     """Returns the bytes of a parameter."""
-    if isinstance(parameter, Codes):
+    if isinstance(parameter, QuantizedMatrix):
         return sum(size_of(x) for x in parameter[:3] if x is not None)
     return parameter.nbytes
 

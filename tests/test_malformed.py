@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from icejax.checkpoint import load
 from icejax.checkpoint.quantized import formats
-from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.readers import huggingface
-from icejax.checkpoint.tensors import opened
+from icejax.checkpoint.tensors import open_tensors
 from icejax.checks.errors import InputError
 from icejax.commands.options import parser
 from icejax.commands.requests import read_prompts
@@ -65,10 +65,10 @@ def read_config(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> None:
-    found = opened(folder, load.read_config(folder), SHAPES)
+    found = open_tensors(folder, load.read_config(folder), SHAPES)
     for key in found.sources:
         tensor = found.read(key)
-        assert (tensor.weights() if isinstance(tensor, Codes) else tensor).dtype.kind in "fV"
+        assert (tensor.weights() if isinstance(tensor, QuantizedMatrix) else tensor).dtype.kind in "fV"
 
 
 def read_jsonl(folder: Path) -> None:
@@ -77,7 +77,7 @@ def read_jsonl(folder: Path) -> None:
 
 
 def read_session(folder: Path) -> None:
-    found = storage.look(folder)
+    found = storage.read_session(folder)
     assert 0 < found.about.tokens <= found.about.context_length <= 2**24
     assert hash(found.policy) is not None
     found.verify()

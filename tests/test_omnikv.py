@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache.policies.follower import Follower
+from icejax.cache.policies.follower import PositionFollower
 from icejax.cache.registry import Full, OmniKV
 from icejax.engine import prefill as prefilling
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from tests import families, test_rows, tolerances
 from tests import reference_retrieval as reference
 from tests.layer import KV_HEADS, Layer, draw
@@ -29,7 +29,7 @@ def mirrored(heads):
     return replace(heads, k=heads.k * MIRROR[None, None, None])
 
 
-class Led(Follower):
+class Led(PositionFollower):
     """A filter and the layer behind it as one: they have the same queries, and keys that are mirrored."""
 
     filter = OmniKV(budget=40, generated=24)
@@ -89,7 +89,7 @@ def test_omnikv_attends_to_what_the_layer_before_it_ranks_highest(clock):
 
 def test_omnikv_has_filters_dense_layers_and_followers():
     def of_each(policy, layers):
-        named = {Full: "-", OmniKV: "O", Follower: "."}
+        named = {Full: "-", OmniKV: "O", PositionFollower: "."}
         return "".join(named[type(each)] for each in policy.for_layers(range(layers), of=layers))
 
     assert of_each(OmniKV(), 32) == "--O-......O-......O-......O-...."
@@ -111,7 +111,7 @@ def test_layers_behind_a_filter_fetch_the_same_tokens(model):
     plan = plan_for(model, OmniKV(budget=40, generated=16, first=0, every=4, wait=0), [families.tokens(300)], 80)
     assert plan.pooled == (1, 2, 3)
     state, _, pool = prefilling.prefill(model, [families.tokens(300)], plan)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     for _ in range(20):
         state, _, pool = decoding.step(state, pool)
         ids = [np.asarray(state.cache.layers[i].ids) for i in plan.pooled]
@@ -138,7 +138,7 @@ def test_omnikv_goes_on_after_more_text(tmp_path, model):
 def test_rows_come_and_go(model):
     """As those of every policy do, here with layers behind the filters."""
     plan = plan_for(model, test_rows.EXACT["omnikv"], [[1] * 300], 80)
-    assert [type(each) for each in plan.policies] == [OmniKV, Follower] * 2
+    assert [type(each) for each in plan.policies] == [OmniKV, PositionFollower] * 2
     test_rows.test_a_row_that_joins_at_any_step_goes_on_as_alone(model, "omnikv")
     test_rows.test_the_pages_of_new_tokens_are_filled_over_and_over(model, "omnikv")
     test_rows.test_more_text_is_put_behind_a_row_that_then_joins_again(model, "omnikv", 230)

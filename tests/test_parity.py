@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import icejax.checkpoint
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Clustered, Full
-from icejax.engine.layers import exact
+from icejax.engine.layers import run_exact
 from icejax.ops.attention import dense
 from tests import families, tolerances
 from tests.run import all_logits, greedy, jitted
@@ -109,7 +109,7 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     lengths, layer = jnp.asarray([250]), ours.model.layers[0]
 
     def output(layer, x):
-        return exact(layer, x, lengths)[0]
+        return run_exact(layer, x, lengths)[0]
 
     x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
     whole = jitted(output, layer, x)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from icejax.cache.pool import host_pool
 from icejax.cache.registry import Clustered
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree
 from tests import tolerances
 from tests.layer import KV_HEADS, SIZE, Layer, assert_digests, draw, stored
 
@@ -59,7 +59,7 @@ def test_every_token_is_in_exactly_one_place(lengths, steps, seed):
 @given(lengths=lengths, steps=st.integers(0, 120), seed=st.integers(0, 9))
 def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_walk, "TOP", 1)
+        patch.setattr(tree, "TOP", 1)
         layer, _ = grown(DEEP, lengths, steps, seed)
     assert len(layer.state.index.levels) == 3
     for row in range(2):

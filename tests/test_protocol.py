@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared, View
 from icejax.cache.registry import Clustered, Full, Quest, Streaming, layer_policies, name_of
 from icejax.config import RopeScaling
 from icejax.engine import prefill as prefilling
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import make_plan, reports
 from tests import families, tolerances
 from tests.layer import Layer, draw
@@ -46,10 +46,10 @@ class Filtered(Quest):
     follows = True
     per_query_head = False
 
-    def find(self, heads: Heads, index, view: View) -> Found:
+    def find(self, heads: Heads, index, view: View) -> Selection:
         ids = view.shared.choice
         held = jnp.take_along_axis(index.count, jnp.minimum(ids, index.count.shape[2] - 1), axis=2)
-        return Found(ids, jnp.where(ids < index.count.shape[2], held, 0))
+        return Selection(ids, jnp.where(ids < index.count.shape[2], held, 0))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
     plan = plan_for(model, InTurns(), [prompt], 40)
     assert plan.pooled == (1, 3)
     state, _, pool = prefilling.prefill(model, [prompt], plan)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     for _ in range(20):
         state, _, pool = decoding.step(state, pool)
         for layer in plan.pooled:
@@ -156,7 +156,7 @@ def test_a_report_counts_tokens_and_bytes(model):
     for policy, slots in ((Full(), [302, 22]), (Streaming(budget=64), [64, 22]), (Quest(budget=64), [2, 2])):
         plan = plan_for(model, policy, prompts, 10)
         state, _, pool = prefilling.prefill(model, prompts, plan)
-        decoding = Decoding(model, plan)
+        decoding = DecodePrograms(model, plan)
         for _ in range(2):
             state, _, pool = decoding.step(state, pool)
         found = policy.report(state.cache.layers[0], state.cache.lengths)

@@ -13,8 +13,8 @@ from icejax.cache.pool.extents import Extents
 from icejax.cache.registry import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.checks.errors import InputError
 from icejax.engine import batch as rows
-from icejax.engine.batch import end, extract, fork, insert, nobody, settle
-from icejax.engine.decode_step import Decoding
+from icejax.engine.batch import empty_batch, end, extract, fold_into_prompt, fork, insert
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
@@ -57,7 +57,7 @@ class Batch:
     def __init__(self, model, policy, *, rows: int, longest: int = 250, new: int = 250, extents: int = 40) -> None:
         self.model, self.plan = model, make_plan(model, policy, batch_size=rows, prompt_tokens=longest, new_tokens=new)
         self.alone = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
-        self.state, self.decoding, self.extents = nobody(self.plan), Decoding(model, self.plan), Extents(extents)
+        self.state, self.decoding, self.extents = empty_batch(self.plan), DecodePrograms(model, self.plan), Extents(extents)
         self.pool = host_pool.allocate(self.plan.pool_shape(extents), self.plan.pool_dtype) if self.plan.pooled else None
         self.logits: dict[int, list[np.ndarray]] = {}
 
@@ -166,11 +166,11 @@ def test_twins_that_settle_write_to_extents_of_their_own(model):
     twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
     rows_of, found = [batch.state, twin], []
     for i in range(2):
-        rows_of[i], batch.pool = settle(rows_of[i], batch.pool, batch.extents, plan=batch.plan, tokens=30)
+        rows_of[i], batch.pool = fold_into_prompt(rows_of[i], batch.pool, batch.extents, plan=batch.plan, tokens=30)
         own = [*more[i:], 7]
         rows_of[i], step, batch.pool = extend(model, own, batch.plan, rows_of[i], batch.pool)
         found.append((own, [np.asarray(step.logits)[0]]))
-    runs = [Decoding(model, batch.plan) for _ in rows_of]
+    runs = [DecodePrograms(model, batch.plan) for _ in rows_of]
     for _ in range(20):
         for i, run in enumerate(runs):
             rows_of[i], step, batch.pool = run.step(rows_of[i], batch.pool)
@@ -196,7 +196,7 @@ def test_a_row_taken_out_goes_on_alone(model, name):
         batch.join(families.tokens(length, seed=length), at)
         batch.step(7)
     (batch.state, row), kept = extract(batch.state, 1), batch.logits.pop(1)
-    alone = Decoding(model, batch.alone)
+    alone = DecodePrograms(model, batch.alone)
     alone.clock = batch.decoding.clock
     batch.join(families.tokens(60), 1)  # in its place
     for _ in range(40):
@@ -228,7 +228,7 @@ def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun)
     batch.step(45)
     text = [*prompt, *np.argmax(batch.logits.pop(1)[:-1], -1).tolist(), *more]
     batch.state, row = extract(batch.state, 1)
-    row, batch.pool = settle(row, batch.pool, batch.extents, plan=batch.alone, tokens=len(more))
+    row, batch.pool = fold_into_prompt(row, batch.pool, batch.extents, plan=batch.alone, tokens=len(more))
     row, step, batch.pool = extend(model, more, batch.alone, row, batch.pool)
     batch.step(3)
     batch.state, batch.logits[1] = insert(batch.state, row, 1, plan=batch.plan), [np.asarray(step.logits)[0]]
@@ -251,7 +251,7 @@ def test_a_row_that_has_become_too_long_is_told(model):
     batch.join(families.tokens(230), 0)
     batch.step(20)
     with pytest.raises(InputError, match="a row of .* pages does not fit prompts of at most 32: plan for longer prompts"):
-        settle(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.alone, tokens=10)
+        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.alone, tokens=10)
 
 
 @pytest.mark.parametrize("steps", [slow(5), slow(40), 250, slow(300)])
@@ -265,7 +265,7 @@ def test_a_fork_goes_on_in_its_own_way(model, name, steps):
     batch.step(min(steps, 40))
     where = None if batch.pool is None else batch.pool.unsafe_buffer_pointer()
     twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
-    other = Decoding(model, batch.plan)
+    other = DecodePrograms(model, batch.plan)
     other.clock, forced = batch.decoding.clock, jnp.asarray([7], jnp.int32)
     twin, told = replace(twin, last_tokens=forced), []
     for _ in range(50):  # in turns

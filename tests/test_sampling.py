@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax.checks.errors import InputError
 from icejax.engine import decode_step, first_token
-from icejax.engine.sampling import Sampling, Samplings, candidates, choose, kth_largest, penalised, row_keys
+from icejax.engine.sampling import RowSampling, Sampling, candidates, choose, kth_largest, penalised, row_keys
 from icejax.ops.threshold import ordered
 from tests.run import jitted
 
@@ -79,7 +79,7 @@ def test_draws_follow_transformers_probabilities(name):
     many = jitted(
         choose,
         jnp.broadcast_to(jnp.asarray(logits), (draws, VOCABULARY)),
-        Samplings.of([CASES[name]] * draws),
+        RowSampling.of([CASES[name]] * draws),
         keys=jax.random.split(jax.random.key(1), draws),
         seen=jnp.broadcast_to(jnp.asarray(held(text)), (draws, VOCABULARY)),
     )
@@ -105,7 +105,7 @@ def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
             logits = np.round(logits / (grain * scale)) * np.float32(grain * scale)
         rows = [ROWS[i] for i in rng.permutation(len(ROWS))]
         texts = rng.integers(0, VOCABULARY, (len(ROWS), 10))
-        found = ours_of(jnp.asarray(logits), jnp.asarray(held(texts)), Samplings.of(rows))
+        found = ours_of(jnp.asarray(logits), jnp.asarray(held(texts)), RowSampling.of(rows))
         for row, text, before, ours, own in zip(rows, texts, logits, *map(np.asarray, found), strict=True):
             if not row.samples:
                 assert np.isfinite(ours).all()
@@ -119,7 +119,7 @@ def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
 
 def test_equal_logits_at_the_kth_place_stay():
     logits = jnp.asarray([[3.0, 0.0, 1.0, -0.0, 1.0], [-2.0, -1.0, -2.0, -3.0, -2.0]])
-    found = jitted(candidates, logits, Samplings.of([Sampling(temperature=1.0, top_k=4), Sampling(temperature=2.0, top_k=2)]))
+    found = jitted(candidates, logits, RowSampling.of([Sampling(temperature=1.0, top_k=4), Sampling(temperature=2.0, top_k=2)]))
     np.testing.assert_array_equal(np.isfinite(found), [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]])
 
 
@@ -153,7 +153,7 @@ def test_greedy_with_penalty_equals_transformers():
         RepetitionPenaltyLogitsProcessor(r.repetition_penalty)(*map(torch.tensor, (t[None], x[None]))) for r, t, x in one
     ]
     for samples in (False, True):
-        ways = dataclasses.replace(Samplings.of(rows), samples=samples)
+        ways = dataclasses.replace(RowSampling.of(rows), samples=samples)
         found = jitted(
             choose, jnp.asarray(logits), ways, keys=jax.random.split(jax.random.key(0), 4),
             seen=jnp.asarray(held(text)),
@@ -162,7 +162,7 @@ def test_greedy_with_penalty_equals_transformers():
 
 
 def test_equal_keys_draw_equally_and_others_do_not():
-    logits, rows = jnp.zeros((3, 1000)), Samplings.of([Sampling(temperature=1.0)] * 3)
+    logits, rows = jnp.zeros((3, 1000)), RowSampling.of([Sampling(temperature=1.0)] * 3)
     keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]
     draw = [np.asarray(choose(logits, rows, keys=each, seen=None)) for each in keys]
     np.testing.assert_array_equal(draw[0], draw[1])
@@ -171,7 +171,7 @@ def test_equal_keys_draw_equally_and_others_do_not():
 
 def test_the_vocabulary_is_not_sorted_and_nothing_loops():
     """A sort takes long on an accelerator; a loop would end the CUDA graph of a step."""
-    made = jax.jit(candidates).lower(jnp.zeros((2, 5000)), Samplings.of([ROWS[0]] * 2))
+    made = jax.jit(candidates).lower(jnp.zeros((2, 5000)), RowSampling.of([ROWS[0]] * 2))
     assert not re.search(r"sort|top_k|while|case", made.as_text())
 
 

@@ -120,9 +120,9 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
         message = str(error)
         assert message.startswith(str(folder)) and "session" in message and "\n" not in message
         with pytest.raises(icejax.InputError):
-            storage.look(folder).verify()
+            storage.read_session(folder).verify()
     else:
-        storage.look(folder).verify()
+        storage.read_session(folder).verify()
         assert not cut and (change == 0 or name == storage.ABOUT)
         assert_same(loaded, session)
     shutil.rmtree(folder)
@@ -252,7 +252,7 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     assert "it has tokens that the model does not know" in refused(copy, bundled)
     lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
     cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
-    about = storage.About(**{field.name: fields[field.name] for field in dataclasses.fields(storage.About)})
+    about = storage.SessionInfo(**{field.name: fields[field.name] for field in dataclasses.fields(storage.SessionInfo)})
     storage.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)
     assert "its cache holds other tokens than it says" in refused(copy, bundled)
 
@@ -272,7 +272,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, whole, bun
                 died = False
             except Killed:
                 died = True
-        found = storage.find(target, bundled[0], None).about.messages
+        found = storage.open_session(target, bundled[0], None).about.messages
         if len(found) not in opened:
             assert_same(Session.load(target, *bundled), old if found == MESSAGES else new)
         opened.add(len(found))

@@ -309,8 +309,8 @@ def test_a_finished_answer_may_be_followed_inside_its_loop(bundled):
 def test_speed_counts_what_ran_and_time_begins_with_the_call(bundled, monkeypatch):
     session = Session(*bundled, cache=Full(), context_length=600)
     session.ask("a" * 300, max_new_tokens=2)
-    encode = module.encode
-    monkeypatch.setattr(module, "encode", lambda *some, **options: time.sleep(0.5) or encode(*some, **options))
+    encode = module.encode_prompts
+    monkeypatch.setattr(module, "encode_prompts", lambda *some, **options: time.sleep(0.5) or encode(*some, **options))
     answer = session.ask("b", max_new_tokens=2)
     assert answer.ttft_s > 0.5 and answer.prefill_tps * answer.ttft_s == pytest.approx(2)  # the text, and the last answer's end
 

@@ -15,7 +15,7 @@ from icejax.commands import sessions
 from icejax.engine.plan import make_plan
 from icejax.files.atomic_folder import claim
 from icejax.session import storage
-from icejax.session.fingerprint import damaged, identity
+from icejax.session.fingerprint import damaged, fingerprint
 from tests.test_saved import fields_of, seal
 
 
@@ -25,8 +25,8 @@ def whole(bundled, tmp_path_factory):
     folder, draw = tmp_path_factory.mktemp("sessions"), np.random.default_rng(0)
     plan = make_plan(bundled[0], Full(), batch_size=1, prompt_tokens=9, new_tokens=91)
     cache = jax.tree.map(lambda leaf: draw.integers(0, 99, leaf.shape).astype(leaf.dtype), storage._empty(plan))
-    about = storage.About(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
-    storage.write(folder, identity(bundled[0], Full()), about, range(13), cache, None)
+    about = storage.SessionInfo(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
+    storage.write(folder, fingerprint(bundled[0], Full()), about, range(13), cache, None)
     return folder
 
 
@@ -170,7 +170,7 @@ def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
 
 def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
     """Once, and by a writer that never rests."""
-    verify, left = storage.Saved.verify, [1]
+    verify, left = storage.StoredSession.verify, [1]
 
     def busy(self):
         if self.path.name == "book" and left:
@@ -181,7 +181,7 @@ def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeyp
             damaged(self.path, "the bytes of it are another's")
         verify(self)
 
-    monkeypatch.setattr(storage.Saved, "verify", busy)
+    monkeypatch.setattr(storage.StoredSession, "verify", busy)
     status, out, err = run(capsys, folder, "--verify")
     assert (status, err, left) == (0, "", []) and "damaged" not in out
     left += 99 * [1]

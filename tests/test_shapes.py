@@ -14,7 +14,7 @@ from jaxtyping import TypeCheckError
 import icejax
 from icejax.cache.pool import page_format
 from icejax.ops.attention.dense import merge_by_lse
-from icejax.ops.topk import chosen
+from icejax.ops.topk import mask_of
 
 
 def test_a_wrong_shape_is_told():
@@ -27,12 +27,12 @@ def test_a_wrong_shape_is_told():
 
 def test_a_wrong_dtype_is_told():
     with pytest.raises(TypeCheckError, match="parameter 'indices'"):
-        chosen(jnp.zeros((2, 4)), 8)
+        mask_of(jnp.zeros((2, 4)), 8)
 
 
 def test_a_wrong_result_is_told():
     with pytest.raises(TypeCheckError, match="return value of icejax.cache.pool.page_format.decode"):
-        page_format.decode(jnp.zeros((3, 4, 8), jnp.uint32), "int32")
+        page_format.decode_pages(jnp.zeros((3, 4, 8), jnp.uint32), "int32")
 
 
 def test_every_annotation_can_be_read():
@@ -52,6 +52,6 @@ def test_every_annotation_can_be_read():
 
 
 def test_nothing_is_checked_in_use():
-    code = "import numpy as np; from icejax.ops.topk import chosen; print(chosen(np.zeros((2, 4)), 8).shape)"
+    code = "import numpy as np; from icejax.ops.topk import mask_of; print(mask_of(np.zeros((2, 4)), 8).shape)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "(2, 8)\n"

@@ -11,8 +11,8 @@ from icejax.cache.protocol import Heads, Lengths, View
 from icejax.cache.registry import Clustered, Full
 from icejax.cache.sizes import CacheSpec
 from icejax.engine import prefill as prefilling
-from icejax.engine.decode_step import Decoding
-from icejax.engine.layers import Place, walk
+from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.layers import LayerPlace, run_layers
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages import tree, tree_walk
@@ -45,7 +45,7 @@ def test_room_for_all_tokens_is_still_the_full_cache(model, options):
 def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
     plan = plan_for(model, replace(SMALL, reuse=3, keys_first=False), [families.tokens(300)], 80)
     state, _, pool = prefilling.prefill(model, [families.tokens(300)], plan)
-    decoding = Decoding(model, plan)
+    decoding = DecodePrograms(model, plan)
     for _ in range(70):  # past flushes and compactions
         state, _, pool = decoding.step(state, pool)
         ids = [np.asarray(layer.ids) for layer in state.cache.layers]
@@ -119,11 +119,11 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
 
 
 def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found(model):
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
         assert layer is model.model.layers[at.number]
         return x + 1, (at.number, at.before, at.shared), f"found by {at.number}"
 
-    for number, (x, kept) in enumerate(walk(model, jnp.zeros((1, 1, 1)), run)):
+    for number, (x, kept) in enumerate(run_layers(model, jnp.zeros((1, 1, 1)), run)):
         assert x == number + 1
         assert kept == (number, number - 1, f"found by {number - 1}") if number else (0, None, None)
     assert number == LAYERS - 1

@@ -9,7 +9,7 @@ import pytest
 import icejax
 from bench.sizes import fetched_bytes
 from icejax.cache.bases.retrieval import Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
 from icejax.cache.registry import Full
@@ -65,7 +65,7 @@ class TopTokens(Retrieval):
         there = there.reshape(scores.shape)
         worth = jnp.where(there, scores, -jnp.inf)
         ids, _, (counts,) = best(worth, self.num_fetched(count.shape[2]), there.astype(jnp.int32))
-        return Found(ids, counts)
+        return Selection(ids, counts)
 
 
 def reference(prompt, new, row: int, step: int, wanted: int) -> tuple[list[np.ndarray], np.ndarray]:

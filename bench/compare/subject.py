@@ -14,7 +14,7 @@ import numpy as np
 from bench.compare.text import Text
 from bench.needle.reader import Reader
 from bench.sizes import fetched_bytes
-from icejax.cache.pool.extents import NOBODYS
+from icejax.cache.pool.extents import SCRATCH_EXTENT
 from icejax.cache.protocol import CachePolicy, Heads, KVCache
 from icejax.engine.decode_step import view_of
 from icejax.engine.plan import Plan, reports
@@ -72,7 +72,7 @@ class Subject(Reader):
     def sizes(self) -> dict[str, int]:
         """Returns bytes of the cache on the device, of what describes it there, and of the pool's pages of the text."""
         told, state = reports(self._plan, self._state.cache), self._state.cache
-        pages = 0 if state.table is None else int((np.asarray(state.table) != NOBODYS).sum())
+        pages = 0 if state.table is None else int((np.asarray(state.table) != SCRATCH_EXTENT).sum())
         return dict(
             device_bytes=sum(x.nbytes for x in jax.tree.leaves(state.layers)),
             digest_bytes=sum(each.digest_bytes for each in told),

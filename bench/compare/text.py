@@ -17,7 +17,7 @@ from icejax.cache.policies.full import Full
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
-from icejax.engine.layers import exact, walk
+from icejax.engine.layers import run_exact, run_layers
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import kept
 from icejax.models.decoder import CausalLM, DecoderLayer
@@ -58,7 +58,7 @@ class Text:
         padded[0, :count] = tokens
         lengths = jnp.asarray([count], jnp.int32)
         run = lambda layer, x, _: (*_exact(layer, x, lengths), None)  # noqa: E731
-        outputs, layers = zip(*walk(model, model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
+        outputs, layers = zip(*run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
         none = jax.tree.map(lambda x: jnp.zeros((1, SHORT, *x.shape[2:]), x.dtype), layers)
         chosen = int(_next(model, outputs[-1], lengths))
         return cls(model, list(tokens), count, layers, none, outputs[-1], chosen, time.perf_counter() - started)
@@ -70,7 +70,7 @@ class Text:
         padded[0, : len(tokens)] = tokens
         seen, new = (jnp.asarray([n], jnp.int32) for n in (self.base, len(tokens)))
         run = lambda layer, x, at: (*_behind(layer, x, self.layers[at.number][0], seen, new), None)  # noqa: E731
-        outputs, behind = zip(*walk(self.model, self.model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
+        outputs, behind = zip(*run_layers(self.model, self.model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
         chosen = int(_next(self.model, outputs[-1], new))
         seconds = self.seconds + time.perf_counter() - started
         every = [*self.tokens[: self.base], *tokens]
@@ -89,7 +89,7 @@ class Text:
 
 @jax.jit
 def _exact(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
-    return exact(layer, x, lengths, lambda q, k, v, attended: ((q, k, v), attended))
+    return run_exact(layer, x, lengths, lambda q, k, v, attended: ((q, k, v), attended))
 
 
 @jax.jit

@@ -42,7 +42,7 @@ def table(dtype: str, height: int, *, high: int) -> tuple[jax.Array, np.ndarray,
     asked = np.append(rng.choice(pages - 1, FETCHED - 1, replace=False), pages - 1).astype(np.int32)
     whole = np.zeros((pages, 2, height, 128), dtype)
     whole[asked] = rng.integers(0, np.iinfo(dtype).max, (FETCHED, 2, height, 128), dtype=dtype)
-    return jax.block_until_ready(jax.device_put(whole, devices.on_host())), asked, whole[asked]
+    return jax.block_until_ready(jax.device_put(whole, devices.host_sharding())), asked, whole[asked]
 
 
 def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -> dict:

@@ -18,7 +18,7 @@ import numpy as np
 
 import icejax
 from icejax.api.generate import ASSETS
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.runtime import devices
@@ -34,7 +34,7 @@ def greedy(cache: str, dtype: str, length: int, tokens: int) -> tuple[np.ndarray
     policy = icejax.Clustered(budget=64) if cache == "clustered" else icejax.Full()
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=tokens)
     state, step, pool = prefill(model, [prompt], plan)
-    decoding, steps = Decoding(model, plan), [step]
+    decoding, steps = DecodePrograms(model, plan), [step]
     for _ in range(tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)

@@ -26,8 +26,8 @@ from bench.needle import task
 from bench.needle.reader import Reader
 from icejax.api.generate import ASSETS
 from icejax.cache.options import cache_options, make_policy
-from icejax.cache.registry import shown_name
-from icejax.checks.numbers import whole
+from icejax.cache.registry import display_name
+from icejax.checks.numbers import integer
 from icejax.runtime import devices
 
 QUICK = dict(tasks="single,multikey-4,multivalue-4,hops", lengths="1024,4096", questions=8)
@@ -62,7 +62,7 @@ def evaluate(model, policy: icejax.CachePolicy, name: str, *, length: int, quest
     speeds = {name: round(1 / float(np.median(seconds)), 1) for name, seconds in ends.items()}
     return dict(
         task=name, length=length, questions=questions, contexts=contexts, exact=sum(hits) / questions,
-        low=round(low, 4), high=round(high, 4), cache=shown_name(policy), budget=policy.budget, seed=seed,
+        low=round(low, 4), high=round(high, 4), cache=display_name(policy), budget=policy.budget, seed=seed,
         tpot_s=round(float(np.median(reader.seconds)), 6), device=devices.device_name(),
         dtype=model.dtype, jax=jax.__version__,
     ) | speeds  # fmt: skip
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         policy = make_policy(arguments.cache, cache_options(arguments.cache_option, budget=arguments.budget))
         names, lengths = listed("--tasks", arguments.tasks, task.TASKS), numbers("--lengths", arguments.lengths, least=SHORTEST)
-        options = dict(questions=whole("--questions", arguments.questions), seed=whole("--seed", arguments.seed, least=0))
+        options = dict(questions=integer("--questions", arguments.questions), seed=integer("--seed", arguments.seed, least=0))
         for which, model in panel.models(arguments.model, panel=arguments.panel):
             for name, length in itertools.product(names, lengths):
                 row = evaluate(model, policy, name, length=length, **options)

@@ -19,8 +19,8 @@ from bench import panel
 from bench.needle import task
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
-from icejax.engine.layers import exact, walk
+from icejax.checks.numbers import integer
+from icejax.engine.layers import run_exact, run_layers
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
@@ -50,7 +50,7 @@ class Trigram:
 def _bits(model: CausalLM, tokens: jax.Array) -> jax.Array:
     """Returns the bits [B, T - 1] of tokens [B, T] but the first."""
     lengths = jnp.full(len(tokens), tokens.shape[1])
-    *_, (x, _) = walk(model, model.model.embed_tokens(tokens), lambda layer, x, _: (*exact(layer, x, lengths), None))
+    *_, (x, _) = run_layers(model, model.model.embed_tokens(tokens), lambda layer, x, _: (*run_exact(layer, x, lengths), None))
     likely = jax.nn.log_softmax(model.logits(x)[:, :-1])
     return -jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
 
@@ -78,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pieces", type=int, default=64, help="of each kind of text (default: %(default)s)")
     arguments = parser.parse_args(argv)
     try:
-        some = pieces(whole("--length", arguments.length, least=UNCOUNTED + 1, most=2**16), whole("--pieces", arguments.pieces))
+        some = pieces(
+            integer("--length", arguments.length, least=UNCOUNTED + 1, most=2**16), integer("--pieces", arguments.pieces)
+        )
         model = panel.load(arguments.model, dtype="float32")
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

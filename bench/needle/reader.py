@@ -15,7 +15,7 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents, extents_for
 from icejax.engine.batch import fork
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import begin, keep_layers, prefill
 from icejax.runtime import devices
@@ -33,7 +33,7 @@ class Reader:
     def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
         self._model = model
         self._plan = make_plan(model, policy, batch_size=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-        self._decoding = Decoding(model, self._plan)
+        self._decoding = DecodePrograms(model, self._plan)
         self._pool = self._extents = self._state = None
         self.seconds: list[float] = []
         self.moved: list[int] = []

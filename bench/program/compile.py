@@ -26,15 +26,15 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.rounding import Method
-from icejax.checks.errors import InputError, meant
+from icejax.checks.errors import InputError, suggestion
 from icejax.engine import decode_step as decoding
-from icejax.engine.batch import nobody
+from icejax.engine.batch import empty_batch
 from icejax.engine.decode_step import DecodeState
 from icejax.engine.plan import Plan, make_plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
-from icejax.ops.experts.offloaded_experts import Hosted, is_hosted, packed
+from icejax.ops.experts.offloaded_experts import OffloadedExperts, is_offloaded, packed
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS
@@ -104,12 +104,12 @@ def abstract_model(
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves.values()))
 
 
-def hosted_shapes(matrices: jax.ShapeDtypeStruct | Grouped, resident: int) -> Hosted:
+def hosted_shapes(matrices: jax.ShapeDtypeStruct | Grouped, resident: int) -> OffloadedExperts:
     """Returns matrices of experts in host memory, with shapes for arrays."""
     table, count = jax.eval_shape(packed, matrices), jax.tree.leaves(matrices)[0].shape[0]
     some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((resident, *x.shape[1:]), x.dtype), matrices)
     table = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=_pinned())
-    return Hosted(table, some, jax.ShapeDtypeStruct((count,), "int32"), None, Reader(""))
+    return OffloadedExperts(table, some, jax.ShapeDtypeStruct((count,), "int32"), None, Reader(""))
 
 
 def _codes(shape: tuple[int, ...], rounding: Method) -> Grouped:
@@ -122,7 +122,7 @@ def _codes(shape: tuple[int, ...], rounding: Method) -> Grouped:
 
 def abstract_state(plan: Plan) -> DecodeState:
     """Returns the state of a decode step, with shapes for arrays."""
-    return jax.eval_shape(lambda: nobody(plan))
+    return jax.eval_shape(lambda: empty_batch(plan))
 
 
 def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
@@ -156,10 +156,12 @@ def decode_step(
         InputError: there is no such backend, or the policy needs what the platform does not have.
     """
     if backend is not None and backend not in BACKENDS:
-        raise InputError(f"--fetch-backend must be of {', '.join(BACKENDS)}, got {backend!r}{meant(backend, BACKENDS)}")
+        raise InputError(f"--fetch-backend must be of {', '.join(BACKENDS)}, got {backend!r}{suggestion(backend, BACKENDS)}")
     graph, weights = nnx.split(model)
     reader = Reader(backend or ORDER[target.platform][0])
-    weights = jax.tree.map(lambda x: dataclasses.replace(x, read=reader) if is_hosted(x) else x, weights, is_leaf=is_hosted)
+    weights = jax.tree.map(
+        lambda x: dataclasses.replace(x, read=reader) if is_offloaded(x) else x, weights, is_leaf=is_offloaded
+    )
     leaves, tree = jax.tree.flatten(weights)
     sizes = dict(batch_size=batch, prompt_tokens=context, new_tokens=new_tokens)
     plan = make_plan(model, policy, platform=target.platform, **sizes)

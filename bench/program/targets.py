@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from icejax.checks.errors import InputError, meant
+from icejax.checks.errors import InputError, suggestion
 
 # What XLA reads of a GPU. Without the versions it takes the driver for one that is too old, and captures less in graphs.
 _GPU = """
@@ -72,5 +72,5 @@ TARGETS = {
 def target(name: str) -> Target:
     """Returns the target of a name; InputError that lists them for another."""
     if name not in TARGETS:
-        raise InputError(f"--target must be of {', '.join(TARGETS)}, got {name!r}{meant(name, TARGETS)}")
+        raise InputError(f"--target must be of {', '.join(TARGETS)}, got {name!r}{suggestion(name, TARGETS)}")
     return TARGETS[name]

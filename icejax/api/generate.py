@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax.api.prompts import check_context, encode
+from icejax.api.prompts import check_context, encode_prompts
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import checked as checked_policy
+from icejax.cache.registry import checked_policy
 from icejax.checkpoint.load import Progress, load_model, open_checkpoint
-from icejax.engine.decode_loop import Row, Run, run_constants, stream
-from icejax.engine.decode_step import DecodeState, Decoding
+from icejax.engine.decode_loop import Row, Run, decode_rows, run_constants
+from icejax.engine.decode_step import DecodePrograms, DecodeState
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Prompt, Request, requests
@@ -42,7 +42,7 @@ def load(
     """
     devices.raise_pinned_limit()
     try_ahead()
-    devices.check()
+    devices.check_device()
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.folder)
     options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=progress)
@@ -83,7 +83,7 @@ def stream_generate(
     own = [each.options(answer) for each in asked]
     context_length = check_context(model, context_length)
     started = Mark.now()
-    ids = encode(model, tokenizer, asked, special_tokens=answer.special_tokens, context_length=context_length)
+    ids = encode_prompts(model, tokenizer, asked, special_tokens=answer.special_tokens, context_length=context_length)
     limits = [min(each.max_new_tokens, context_length - len(row)) for each, row in zip(own, ids, strict=True)]
     sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
     model = model.for_capacity(sizes["prompt_tokens"] + sizes["new_tokens"])
@@ -95,8 +95,8 @@ def stream_generate(
         for request, each, row, limit in zip(asked, own, ids, limits, strict=True)
     ]
     begun = prefill(model, ids, plan, sampling=sampling, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
-    run = Run(Decoding(model, plan), *begun, watch)
-    yield from stream(rows, run_constants(model, cache, plan, run), run, started, logprobs=answer.logprobs)
+    run = Run(DecodePrograms(model, plan), *begun, watch)
+    yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started, logprobs=answer.logprobs)
 
 
 def generate(

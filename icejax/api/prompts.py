@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.checks.errors import InputError, quoted, told
-from icejax.checks.numbers import POSITIONS, is_unicode, whole
+from icejax.checks.errors import InputError, input_error_from, quoted
+from icejax.checks.numbers import POSITIONS, integer, is_unicode
 from icejax.engine.request import Request
 from icejax.models.decoder import CausalLM
 from icejax.text.chat_template import render
@@ -22,10 +22,10 @@ SLOWEST = 1e-3  # seconds for a character; those of published models take some 1
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
     """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none, refuses or fails."""
-    return render(tokenizer, [*opening(system), message("user", prompt)])
+    return render(tokenizer, [*first_messages(system), message("user", prompt)])
 
 
-def opening(system: str | None) -> list[dict[str, str]]:
+def first_messages(system: str | None) -> list[dict[str, str]]:
     """Returns the messages that a chat begins with."""
     return [] if system is None else [message("system", system)]
 
@@ -39,7 +39,7 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def encode(
+def encode_prompts(
     model: CausalLM,
     tokenizer: Any,
     requests: Sequence[Request],
@@ -92,7 +92,7 @@ def _checked_ids(name: str, prompt: Any) -> list[int]:
         ids = [operator.index(token) for token in prompt]
     except TypeError:
         raise InputError(f"{name} must be text or token ids, got {quoted(prompt)}") from None
-    return [whole(f"a token id of {name}", token, least=0) for token in ids]
+    return [integer(f"a token id of {name}", token, least=0) for token in ids]
 
 
 def check_context(model: CausalLM, context_length: int | None) -> int:
@@ -110,7 +110,7 @@ def check_context(model: CausalLM, context_length: int | None) -> int:
 def _context(model: CausalLM, context_length: int | None) -> int:
     if context_length is None:
         return model.config.context_length
-    return whole("context_length", context_length, most=POSITIONS)
+    return integer("context_length", context_length, most=POSITIONS)
 
 
 def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
@@ -123,7 +123,7 @@ def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -
     probed = (n for n in PROBED if n < 2 * enough)
     for characters in itertools.chain(probed, (2 * enough * 4**i for i in itertools.count())):
         started = time.perf_counter()
-        with told("the tokenizer fails"):
+        with input_error_from("the tokenizer fails"):
             ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
         seconds, count = time.perf_counter() - started, min(characters, len(prompt))
         if seconds > 2 + count * SLOWEST:

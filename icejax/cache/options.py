@@ -12,7 +12,7 @@ from typing import Any
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, named, names
-from icejax.checks.errors import InputError, meant, quoted
+from icejax.checks.errors import InputError, quoted, suggestion
 
 
 def described(name: str) -> dict[str, str]:
@@ -39,7 +39,7 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     """
     entry = named(name) if isinstance(name, str) else None
     if entry is None:
-        raise InputError(f"unknown cache {quoted(name)}: expected one of {', '.join(names())}{meant(str(name), names())}")
+        raise InputError(f"unknown cache {quoted(name)}: expected one of {', '.join(names())}{suggestion(str(name), names())}")
     if not isinstance(options, Mapping):
         raise InputError(f"options of a cache must be an object of names and values, got {quoted(options)}")
     policy, values = entry[0], dict(entry[1])
@@ -47,7 +47,7 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     for key, value in options.items():
         if key not in valid:
             expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
-            raise InputError(f"cache {name!r} has no option {quoted(key)}: {expected}{meant(str(key), valid)}")
+            raise InputError(f"cache {name!r} has no option {quoted(key)}: {expected}{suggestion(str(key), valid)}")
         values[key] = _parse(key, value, kinds[key]) if isinstance(value, str) else value
     return policy(**values)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.sizes import CacheSpec, PoolSpec
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.slots import by_head
 
@@ -270,4 +270,4 @@ class CachePolicy(abc.ABC):
 def check_dense_layers(dense: int | None) -> None:
     """Raises InputError for a number of dense layers that there cannot be."""
     if dense is not None:
-        whole("dense_layers", dense, least=0, most=1024)
+        integer("dense_layers", dense, least=0, most=1024)

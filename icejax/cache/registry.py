@@ -98,12 +98,12 @@ def name_of(policy: CachePolicy) -> str | None:
     return matching[-1] if matching else None
 
 
-def shown_name(policy: CachePolicy) -> str:
+def display_name(policy: CachePolicy) -> str:
     """Returns the name of `policy`, or what its class is called."""
     return name_of(policy) or type(policy).__name__.lower()
 
 
-def checked(cache: CachePolicy | None) -> CachePolicy:
+def checked_policy(cache: CachePolicy | None) -> CachePolicy:
     """Returns the cache policy that a caller gave, or the default; InputError for what is none."""
     if cache is not None and not isinstance(cache, CachePolicy):
         raise InputError(f"cache must be a policy such as icejax.Clustered(budget=256), got {quoted(cache)}")
@@ -124,5 +124,5 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     own = dict.fromkeys(full, Full()) | dict(zip(behind, policy.for_layers(behind, of=layers), strict=True))
     policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
     if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
-        LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", shown_name(policy))
+        LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", display_name(policy))
     return policies

@@ -14,7 +14,7 @@ from icejax.checkpoint.folder import COMPANIONS, ORBAX, companions, resolve
 from icejax.checkpoint.load import Progress, abstract, read_config
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checkpoint.readers import huggingface, orbax
-from icejax.checkpoint.tensors import Tensors, opened
+from icejax.checkpoint.tensors import Tensors, open_tensors
 from icejax.checks.errors import InputError, listed
 from icejax.files.atomic_folder import claim
 
@@ -82,7 +82,7 @@ def _convert(
         raise InputError(f"{target} is in the source {folder}: choose another place")
     config = read_config(folder)
     shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
-    found = opened(folder, config, shapes, quantize=quantize)
+    found = open_tensors(folder, config, shapes, quantize=quantize)
     if whole := [key for key, source in found.sources.items() if source.method is not None and len(source.shape) == 3]:
         raise InputError(f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(whole)})")
     about, beside = found.about(), companions(folder)

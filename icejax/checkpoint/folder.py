@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from icejax.checks.errors import InputError, told
+from icejax.checks.errors import InputError, input_error_from
 from icejax.checks.json_file import MOST_BYTES
-from icejax.files.atomic_folder import present
+from icejax.files.atomic_folder import current_folder
 
 ORBAX = "orbax"  # the folder's parameters, in icejax's own form
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -26,8 +26,8 @@ def resolve(model: str | Path) -> Path:
         InputError: there is no such folder, it cannot be read, it holds GGUF instead of safetensors, or the hub does not bring
             it.
     """
-    with told(f"{model} cannot be read"):
-        folder = present(Path(model).expanduser())
+    with input_error_from(f"{model} cannot be read"):
+        folder = current_folder(Path(model).expanduser())
         if _is_gguf(folder):
             raise InputError(f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize")
         if folder.is_dir():
@@ -38,7 +38,7 @@ def resolve(model: str | Path) -> Path:
             raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
     from huggingface_hub import snapshot_download
 
-    with told(f"{model}: no such folder, and the hub does not bring it"):
+    with input_error_from(f"{model}: no such folder, and the hub does not bring it"):
         return Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, "model*.safetensors", "*.index.json"]))
 
 

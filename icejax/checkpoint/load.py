@@ -15,17 +15,17 @@ from flax import nnx
 
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.quantized.formats import HEAD
-from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.readers import huggingface
-from icejax.checkpoint.tensors import Tensors, opened, stored_in
+from icejax.checkpoint.tensors import Tensors, open_tensors, stored_tensors
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
 from icejax.models.hf.fields import Fields
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
-from icejax.ops.experts.offloaded_experts import hosted, table_bytes
+from icejax.ops.experts.offloaded_experts import offload, table_bytes
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import fetch_backend
@@ -67,7 +67,7 @@ def read_config(folder: Path) -> ModelConfig:
     of = family(raw)
     config = of.read_config(raw)
     # What text models in others say of their heads is not to be trusted: transformers looks for one, too.
-    if len(of.forms) > 1 and config.tie_word_embeddings and any(key.endswith(HEAD) for key, _ in stored_in(folder)):
+    if len(of.forms) > 1 and config.tie_word_embeddings and any(key.endswith(HEAD) for key, _ in stored_tensors(folder)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a link that leads nowhere is told
@@ -125,8 +125,8 @@ def load_model(
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype)
-    found = opened(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
-    kept = {key for key, stack in found.stacks.items() if codes and not key.endswith(BY_HEAD) and found.alike(stack)}
+    found = open_tensors(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
+    kept = {key for key, stack in found.mappings.items() if codes and not key.endswith(BY_HEAD) and found.alike(stack)}
     _tell(found, kept)
     on_cpu = devices.platform() == "cpu"
 
@@ -140,7 +140,7 @@ def load_model(
             if not any(other in leaves for other in experts):
                 need = table_bytes(leaf) * len(experts)
                 devices.check_room("experts need", need, advice="use fewer bits, as by --quantize int4")
-            leaf = jax.block_until_ready(hosted(leaf, resident=resident, read=reader))
+            leaf = jax.block_until_ready(offload(leaf, resident=resident, read=reader))
         leaves[key] = leaf
         del leaf
         if progress is not None:
@@ -158,7 +158,7 @@ def _resident(config: ModelConfig, asked: int | bool | None) -> int | None:
         raise InputError(f"experts_on_host needs a model with experts, and this {config.model_type} has none: leave it out")
     if config.experts.count == 1:
         raise InputError("experts_on_host needs a model with several experts, and this one has 1: leave it out")
-    return config.experts.count // 2 if asked is True else whole("experts_on_host", asked, most=config.experts.count - 1)
+    return config.experts.count // 2 if asked is True else integer("experts_on_host", asked, most=config.experts.count - 1)
 
 
 def of_experts(key: str) -> bool:
@@ -170,15 +170,15 @@ def _tell(found: Tensors, kept: set[str]) -> None:
     """Tells how many quantised matrices stay codes, and why the others do not."""
     coded = {key for key, source in found.sources.items() if source.layout is not None}
     if found.quantised is not None:
-        kept = {each for key in kept for each in found.stacks[key].keys}
+        kept = {each for key in kept for each in found.mappings[key].keys}
         others = len(coded - kept)
         why = "of experts in several forms, or taken head by head" if kept else "codes=False"
         rest = f", {others} are dequantised as they are read ({why})" if others else ""
         LOG.info("of %d matrices %s %d stay codes%s", len(coded), found.quantised, len(coded & kept), rest)
 
 
-def _to_device(tensor: np.ndarray | Codes) -> jax.Array | Grouped:
-    if isinstance(tensor, Codes):
+def _to_device(tensor: np.ndarray | QuantizedMatrix) -> jax.Array | Grouped:
+    if isinstance(tensor, QuantizedMatrix):
         return Grouped(*(None if x is None else _to_device(x) for x in (tensor.codes, tensor.scale, tensor.zero)))
     # Waited for, so that one tensor at a time is on its way: each is there twice until it has arrived.
     return jax.block_until_ready(jax.device_put(tensor))

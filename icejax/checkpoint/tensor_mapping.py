@@ -10,13 +10,13 @@ import numpy as np
 
 from icejax.checkpoint.quantized.cpu_codes import for_cpu
 from icejax.checkpoint.quantized.float4 import doubled
-from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.models.registry import Family
 
 
 @dataclass(frozen=True)
-class Stack:
+class TensorMapping:
     """Where a parameter stands in a Hugging Face folder.
 
     Attributes:
@@ -42,13 +42,13 @@ class Stack:
 
     def join(
         self,
-        matrices: Iterable[np.ndarray | Codes],
+        matrices: Iterable[np.ndarray | QuantizedMatrix],
         *,
         dtype: np.dtype,
         codes: bool,
         on_cpu: bool,
         method: Method | None = None,
-    ) -> np.ndarray | Codes:
+    ) -> np.ndarray | QuantizedMatrix:
         """Returns the parameter of its tensors, or of the matrices in the one of all experts, of which one is there at a time.
 
         Args:
@@ -68,19 +68,21 @@ class Stack:
                 of_all[i] = x
         return _like(own, made)
 
-    def _own(self, matrix: np.ndarray | Codes, dtype: np.dtype, codes: bool, method: Method | None) -> np.ndarray | Codes:
-        if self.turned and not isinstance(matrix, Codes):
+    def _own(
+        self, matrix: np.ndarray | QuantizedMatrix, dtype: np.dtype, codes: bool, method: Method | None
+    ) -> np.ndarray | QuantizedMatrix:
+        if self.turned and not isinstance(matrix, QuantizedMatrix):
             matrix = matrix.T
         if self.rows is not None:
             matrix = _like(matrix, [x[self.rows] for x in _arrays(matrix)])
         if method is not None:
             matrix = method.rounded(matrix)
-        if isinstance(matrix, Codes) and codes:
+        if isinstance(matrix, QuantizedMatrix) and codes:
             return _grouped(matrix if self.experts else doubled(matrix))
-        return np.asarray(matrix.weights() if isinstance(matrix, Codes) else matrix, dtype, order="C")
+        return np.asarray(matrix.weights() if isinstance(matrix, QuantizedMatrix) else matrix, dtype, order="C")
 
 
-def _grouped(matrix: Codes) -> Codes:
+def _grouped(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Returns a matrix with its groups first, in the dtypes that a device has: codes [G, O, g], scale and zero [G, O]."""
     codes = matrix.codes.reshape(*matrix.scale.shape, -1).swapaxes(0, 1)
     by_group = [np.ascontiguousarray(x.T) for x in _arrays(matrix)[1:]]
@@ -88,17 +90,23 @@ def _grouped(matrix: Codes) -> Codes:
     return _like(matrix, [np.asarray(codes, dtype, order="C"), *by_group])
 
 
-def _arrays(tensor: np.ndarray | Codes) -> list[np.ndarray]:
-    if not isinstance(tensor, Codes):
+def _arrays(tensor: np.ndarray | QuantizedMatrix) -> list[np.ndarray]:
+    if not isinstance(tensor, QuantizedMatrix):
         return [tensor]
     return [tensor.codes, tensor.scale] + ([] if tensor.zero is None else [tensor.zero])
 
 
-def _like(tensor: np.ndarray | Codes, arrays: list[np.ndarray]) -> np.ndarray | Codes:
-    return tensor._replace(**dict(zip(Codes._fields, arrays, strict=False))) if isinstance(tensor, Codes) else arrays[0]
+def _like(tensor: np.ndarray | QuantizedMatrix, arrays: list[np.ndarray]) -> np.ndarray | QuantizedMatrix:
+    return (
+        tensor._replace(**dict(zip(QuantizedMatrix._fields, arrays, strict=False)))
+        if isinstance(tensor, QuantizedMatrix)
+        else arrays[0]
+    )
 
 
-def stacks(shapes: dict[str, tuple[int, ...]], family: Family, form: tuple[tuple[str, str], ...] = ()) -> dict[str, Stack]:
+def tensor_mappings(
+    shapes: dict[str, tuple[int, ...]], family: Family, form: tuple[tuple[str, str], ...] = ()
+) -> dict[str, TensorMapping]:
     """Returns where each parameter, of these shapes by key, stands in a folder of a family, in one of its forms."""
     whole = any(key.startswith("experts.") for key in family.fused)
     together: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -111,7 +119,7 @@ def stacks(shapes: dict[str, tuple[int, ...]], family: Family, form: tuple[tuple
             key = key.replace(own, their)
         return key
 
-    def stack(key: str, shape: tuple[int, ...]) -> Stack:
+    def stack(key: str, shape: tuple[int, ...]) -> TensorMapping:
         module, name, kind = ("", *key.split("."))[-3:]
         path, count, own = key.removesuffix(f"{name}.{kind}"), shape[0] if module == "experts" else 0, None
         stored, names = together.get(f"{module}.{name}", (name, (name,)))
@@ -121,11 +129,11 @@ def stacks(shapes: dict[str, tuple[int, ...]], family: Family, form: tuple[tuple
             own = slice(at, None, len(names)) if family.turned else slice(sum(rows[:at]), sum(rows[: at + 1]))
             shape = (sum(rows), *shape[1:])
         if not count:
-            return Stack((theirs(f"{path}{stored}.{kind}"),), shape, rows=own)
+            return TensorMapping((theirs(f"{path}{stored}.{kind}"),), shape, rows=own)
         if not whole:
-            return Stack(tuple(theirs(f"{path}{i}.{stored}.{kind}") for i in range(count)), shape, count, rows=own)
+            return TensorMapping(tuple(theirs(f"{path}{i}.{stored}.{kind}") for i in range(count)), shape, count, rows=own)
         turned, suffix = family.turned and kind == "weight", "" if kind == "weight" else f"_{kind}"
         shape = (count, *(shape[::-1] if turned else shape))
-        return Stack((theirs(f"{path}{stored}{suffix}"),), shape, count, whole, own, turned)
+        return TensorMapping((theirs(f"{path}{stored}{suffix}"),), shape, count, whole, own, turned)
 
     return {key: stack(key, tuple(shape)) for key, shape in shapes.items()}

@@ -14,10 +14,10 @@ import numpy as np
 from icejax.checkpoint.folder import ORBAX
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.formats import EMBEDDING, HEAD, Source
-from icejax.checkpoint.quantized.layouts import FLOATS, Codes, Part
+from icejax.checkpoint.quantized.layouts import FLOATS, Part, QuantizedMatrix
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checkpoint.readers import huggingface, orbax
-from icejax.checkpoint.tensor_mapping import Stack, stacks
+from icejax.checkpoint.tensor_mapping import TensorMapping, tensor_mappings
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed
 from icejax.config import ModelConfig
@@ -46,36 +46,36 @@ class Tensors:
 
     Attributes:
         quantised: how matrices come to be codes; None: none do.
-        stacks: of which of them each parameter is made, by its key.
+        mappings: of which of them each parameter is made, by its key.
         sources: what each of those is read from, by its key.
         stored: what there is, by key.
     """
 
     quantised: str | None
-    stacks: dict[str, Stack]
+    mappings: dict[str, TensorMapping]
     sources: dict[str, Source]
     stored: dict[str, Stored]
 
-    def read(self, key: str) -> np.ndarray | Codes:
+    def read(self, key: str) -> np.ndarray | QuantizedMatrix:
         """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
         return self.sources[key].read(self._parts(key))
 
     def parameters(
         self, dtypes: Mapping[str, np.dtype], *, kept: Set[str], on_cpu: bool
-    ) -> Iterator[tuple[str, np.ndarray | Codes]]:
+    ) -> Iterator[tuple[str, np.ndarray | QuantizedMatrix]]:
         """Yields every parameter with its key, in `dtypes`, or as codes if it is of `kept`; reads every tensor once.
 
         `on_cpu` says that narrow numbers of `kept` take the forms that a CPU needs.
         """
         together: dict[tuple[str, ...], list[str]] = {}
-        for key, stack in self.stacks.items():
+        for key, stack in self.mappings.items():
             together.setdefault(stack.keys, []).append(key)
         for keys, made in together.items():
             source, parts = self.sources[keys[0]], {}
-            if self.stacks[made[0]].whole or len(made) > 1:
+            if self.mappings[made[0]].whole or len(made) > 1:
                 parts = self._parts(keys[0])
             for key in made:
-                stack = self.stacks[key]
+                stack = self.mappings[key]
                 if stack.whole:
                     matrices = (source.read(parts, expert=i) for i in range(stack.experts))
                 else:
@@ -84,7 +84,7 @@ class Tensors:
                 yield key, stack.join(matrices, **how)
             del parts, matrices  # or they would be there beside the next ones
 
-    def alike(self, stack: Stack) -> bool:
+    def alike(self, stack: TensorMapping) -> bool:
         """Says whether all tensors of a parameter are of one form: no codes, or codes in one layout with the same parts."""
         return len(set(map(self._form, stack.keys))) == 1
 
@@ -110,7 +110,9 @@ class Tensors:
         return {part: self.stored[part].read() for part in self.sources[key].parts if part in self.stored}
 
 
-def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None) -> Tensors:
+def open_tensors(
+    folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None
+) -> Tensors:
     """Returns the tensors of `folder`, of which none but a tied head has been read.
 
     Args:
@@ -123,8 +125,8 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     """
     raw = huggingface.read_json(folder / "config.json")
     of, method = family(raw), formats.method(raw)
-    ignored, there = of.ignored_keys(raw), list(stored_in(folder))
-    forms, keys = [stacks(shapes, of, form) for form in of.forms], {key for key, _ in there}
+    ignored, there = of.ignored_keys(raw), list(stored_tensors(folder))
+    forms, keys = [tensor_mappings(shapes, of, form) for form in of.forms], {key for key, _ in there}
     made_of = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
     each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
     if quantize is not None:
@@ -165,7 +167,7 @@ def opened(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
     return Tensors(quantised, made_of, sources, stored)
 
 
-def stored_in(folder: Path) -> Iterator[tuple[str, Stored]]:
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
     """Yields key and tensor of all that a folder holds, in either form."""
     path = folder / ORBAX
     if path.is_dir():

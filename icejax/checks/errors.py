@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
+def input_error_from(what: str) -> Iterator[None]:
     """Tells any fault of a library that reads what anyone may have written in one line, which begins with `what`.
 
     A panic of Rust is no Exception.
@@ -57,7 +57,7 @@ def listed(faults: list[str]) -> str:
     return "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns a question after the known name that is most like `name`, to stand behind a message; nothing if none is."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -11,7 +11,7 @@ LARGEST = 2**31 - 1  # what an int32 holds, as token ids are
 POSITIONS = 2**24  # tokens whose positions are whole numbers in float32, in which RoPE turns by them
 
 
-def whole(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
+def integer(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
     """Returns a whole number; InputError for another type, truth values included, or one that is out of range."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{name} must be a whole number, got {quoted(value)}")
@@ -24,7 +24,7 @@ def whole(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
 
 def power_of_two(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
     """Returns a whole number that is a power of two; InputError for anything else, or one that is out of range."""
-    if whole(name, value, least=least, most=most) & (value - 1):
+    if integer(name, value, least=least, most=most) & (value - 1):
         raise InputError(f"{name} must be a power of two, got {value}")
     return value
 

@@ -1,7 +1,7 @@
 """What ``icejax`` says of itself: its commands, its version, and that there is no such command."""
 
 from icejax import __version__
-from icejax.checks.errors import InputError, meant
+from icejax.checks.errors import InputError, suggestion
 from icejax.commands import COMMANDS
 from icejax.commands.process import ending, write
 
@@ -18,5 +18,5 @@ def main(argv: list[str], *, name: str) -> int:
 def _tell(asked: str) -> None:
     if asked not in ANSWERS:
         known = [*COMMANDS, *ANSWERS]
-        raise InputError(f"there is no command {asked!r}: expected one of {', '.join(COMMANDS)}{meant(asked, known)}")
+        raise InputError(f"there is no command {asked!r}: expected one of {', '.join(COMMANDS)}{suggestion(asked, known)}")
     write(ANSWERS[asked])

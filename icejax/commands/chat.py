@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from icejax.api.prompts import opening
-from icejax.checks.errors import InputError, meant
+from icejax.api.prompts import first_messages
+from icejax.checks.errors import InputError, suggestion
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import go_on, go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
-from icejax.commands.process import OutputError, ending, harmless, instead_of_ending, write
+from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, write
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
 from icejax.engine.request import AnswerOptions
@@ -77,7 +77,7 @@ class Chat:
         self._console = Console(stderr=True, highlight=False)
         self._arguments, self._answer, self._held, self._name = arguments, answer, held, name
         self._model, self._tokenizer = load(arguments, self._console)
-        render(self._tokenizer, [*opening(arguments.system), {"role": "user", "content": "-"}])  # a fault is told now
+        render(self._tokenizer, [*first_messages(arguments.system), {"role": "user", "content": "-"}])  # a fault is told now
         self._session = self._chatting(go_on_or_begin(arguments, self._model, self._tokenizer))
         self._keeping = held is not None  # not once the conversation is another than the one in `held`
         self._files: list[str] = []
@@ -111,7 +111,7 @@ class Chat:
     def _do(self, word: str, rest: str = "") -> None:
         if word not in self._commands:
             known = [*self._commands, "/quit"]
-            raise InputError(f"there is no {word}: expected a message or one of {', '.join(known)}{meant(word, known)}")
+            raise InputError(f"there is no {word}: expected a message or one of {', '.join(known)}{suggestion(word, known)}")
         if "\0" in rest:
             raise InputError(f"{word} takes the name of a file, which has no zero byte")
         self._commands[word](rest.rstrip())
@@ -134,7 +134,7 @@ class Chat:
             try:
                 for piece in session.stream_chat(text, progress=done, kept_in=kept_in, **vars(self._answer)):
                     bars.stop()  # the text is progress enough, and shares the terminal
-                    write(harmless(piece.text))
+                    write(escaped(piece.text))
                     pieces.append(piece)
                     if pressed.is_set():
                         break

@@ -35,7 +35,7 @@ def measure(name: str) -> dict[str, Any]:
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
     pool = host_pool.allocate((PAGES // host_pool.EXTENT, 1, host_pool.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
-    pool = jax.device_put(pool, devices.on_host())
+    pool = jax.device_put(pool, devices.host_sharding())
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(BACKENDS[name]), []
     jax.block_until_ready(read(pool, rows))
@@ -93,7 +93,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     arguments = parser.parse_args(argv)
     devices.raise_pinned_limit()
     choose.try_ahead()
-    devices.check()
+    devices.check_device()
     report = examine()
     if arguments.json:
         write(json.dumps(report) + "\n")

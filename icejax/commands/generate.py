@@ -9,10 +9,10 @@ import logging
 from rich.console import Console
 
 from icejax.api.generate import stream_generate
-from icejax.api.prompts import encode
+from icejax.api.prompts import encode_prompts
 from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.commands import options
 from icejax.commands.loading import go_on_or_begin, load
 from icejax.commands.memory import out_of_memory_told
@@ -21,7 +21,7 @@ from icejax.commands.requests import PromptLine, read_prompts
 from icejax.commands.show import answer, answers, progress, table
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse
-from icejax.evaluation.attention_map import Explanation, check
+from icejax.evaluation.attention_map import Explanation, check_picture
 from icejax.files.atomic_folder import Claim, claim
 from icejax.models.decoder import CausalLM
 from icejax.session.storage import ABOUT
@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         raise InputError("--system needs --chat: it is a message of the chat template")
     if arguments.logprobs is not None and not arguments.json:
         raise InputError("--logprobs needs --json: a text has no place for them")
-    whole("--batch-size", arguments.batch_size, most=2**63)
+    integer("--batch-size", arguments.batch_size, most=2**63)
     options.memory_limit(arguments)
     if arguments.explain is not None:
-        check(arguments.explain)
+        check_picture(arguments.explain)
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
     prompts = read_prompts(arguments)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     model, tokenizer = load(arguments, console)
     template = dict(in_template=arguments.chat, system=arguments.system)
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
-    ids = encode(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
+    ids = encode_prompts(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
     requests = [dataclasses.replace(each, prompt=tokens) for each, tokens in zip(requests, ids, strict=True)]
     explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}

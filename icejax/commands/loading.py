@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from icejax.api import generate
-from icejax.api.prompts import opening
+from icejax.api.prompts import first_messages
 from icejax.checks.errors import InputError
 from icejax.commands import options
 from icejax.commands.show import progress
@@ -49,6 +49,6 @@ def go_on_or_begin(arguments: argparse.Namespace, model: CausalLM, tokenizer: An
     session = go_on(arguments, arguments.session, model, tokenizer)
     if length not in (None, session.context_length):
         raise InputError("a session's context length is set when it begins: leave --context-length out")
-    if system is not None and session.messages[:1] != opening(system):
+    if system is not None and session.messages[:1] != first_messages(system):
         raise InputError("a session's system message is set when it begins: leave --system out")
     return session

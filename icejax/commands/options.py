@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from icejax.cache.options import cache_options, described, make_policy
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
-from icejax.checks.errors import InputError, meant, printable
+from icejax.checks.errors import InputError, printable, suggestion
 from icejax.checks.numbers import number
 from icejax.commands.process import write
 from icejax.engine.request import AnswerOptions
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(flag, self._option_string_actions)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(flag, self._option_string_actions)}")
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -109,7 +109,7 @@ def write(text: str) -> None:
         raise OutputError(f"stdout cannot be written ({error.strerror}): choose another place for the answer") from None
 
 
-def harmless(text: str) -> str:
+def escaped(text: str) -> str:
     """Returns text of a model as stdout may have it: on a terminal, which would obey them, control characters are escaped."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text) if sys.stdout.isatty() else text
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from icejax.api.generate import ASSETS
-from icejax.api.prompts import chat, opening
+from icejax.api.prompts import chat, first_messages
 from icejax.checks import json_file
-from icejax.checks.errors import InputError, meant, quoted
-from icejax.checks.numbers import is_unicode, whole
+from icejax.checks.errors import InputError, quoted, suggestion
+from icejax.checks.numbers import integer, is_unicode
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import Sampling
 from icejax.text.chat_template import render
@@ -60,7 +60,7 @@ class PromptLine:
         text, special_tokens = self.prompt, not in_template
         if self.messages is not None:
             begun = self.messages[0]["role"] == "system"
-            text, special_tokens = render(tokenizer, [*([] if begun else opening(system)), *self.messages]), False
+            text, special_tokens = render(tokenizer, [*([] if begun else first_messages(system)), *self.messages]), False
         elif in_template:
             text = chat(tokenizer, text, system=system)
         options = self.options(others)
@@ -108,8 +108,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "prompt": _text,
     "messages": _messages,
     "id": _id,
-    "max_new_tokens": whole,
-    "seed": lambda name, value: whole(name, value, least=0, most=2**32 - 1),
+    "max_new_tokens": integer,
+    "seed": lambda name, value: integer(name, value, least=0, most=2**32 - 1),
     "temperature": _told_of(lambda value: Sampling(temperature=value).temperature),
     "stop": _told_of(stop_strings),
 }
@@ -157,7 +157,7 @@ def _line(source: str, line: str) -> PromptLine:
     fields = {name: value for name, value in json_file.parse(line, source=source).items() if value is not None}
     for name in fields:
         if name not in FIELDS:
-            raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{meant(name, FIELDS)}")
+            raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{suggestion(name, FIELDS)}")
     if ("prompt" in fields) == ("messages" in fields):
         given = "both" if "prompt" in fields else "neither"
         raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {given}")

@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from icejax.checks.errors import InputError, meant, printable, quoted
+from icejax.checks.errors import InputError, printable, quoted, suggestion
 from icejax.commands.options import Parser
 from icejax.commands.process import ending, write
 from icejax.commands.show import progress
-from icejax.files.atomic_folder import claim, kept, present
+from icejax.files.atomic_folder import claim, current_folder, marked_folders
 from icejax.session.fingerprint import Damaged, damaged
-from icejax.session.storage import ABOUT, ARRAYS, Saved, look
+from icejax.session.storage import ABOUT, ARRAYS, StoredSession, read_session
 
 HEAD = ["name", "size", "model", "cache", "tokens", "messages", "age"]
 # What is shown of a session's identity: by which name, under which key, of which kinds.
@@ -63,10 +63,10 @@ def _run(argv: list[str] | None, name: str) -> int:
 
 def _find(folder: Path) -> dict[str, Path]:
     """Returns the sessions in `folder` by name, or `folder` if it is one."""
-    if os.path.exists(present(folder) / ABOUT):
+    if os.path.exists(current_folder(folder) / ABOUT):
         return {Path(os.path.realpath(folder)).name: folder}
     try:
-        return kept(folder, mark=ABOUT)
+        return marked_folders(folder, mark=ABOUT)
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({error.strerror}): expected a folder that holds sessions") from None
 
@@ -77,32 +77,40 @@ def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[st
     Args:
         turns: how often it is looked at, at most, while another process saves it anew.
     """
-    row, kept = dict[str, Any](name=name), None
+    row, stored = dict[str, Any](name=name), None
     try:
-        with os.scandir(present(path)) as files:
+        with os.scandir(current_folder(path)) as files:
             row["bytes"] = sum(file.stat(follow_symlinks=False).st_size for file in files)
-        row["saved"] = (present(path) / ABOUT).stat().st_mtime
-        kept = look(path)
+        row["saved"] = (current_folder(path) / ABOUT).stat().st_mtime
+        stored = read_session(path)
         said = {}
         for shown, key, kinds in IDENTITY:
-            said[shown] = kept.identity.get(key)
+            said[shown] = stored.identity.get(key)
             if type(said[shown]) not in kinds:
                 damaged(path, f"{key} is {quoted(said[shown])}")
         if verify:
-            kept.verify()
-        with kept.open():  # it is there and has its size
+            stored.verify()
+        with stored.open():  # it is there and has its size
             pass
-        return row | said | dict(tokens=kept.about.tokens, messages=len(kept.about.messages), started=kept.about.started)
+        return (
+            row
+            | said
+            | dict(
+                tokens=stored.about.tokens,
+                messages=len(stored.about.messages),
+                started=stored.about.started,
+            )
+        )
     except (OSError, InputError) as error:
-        if turns > 1 and _saved_anew(path, kept):
+        if turns > 1 and _saved_anew(path, stored):
             return _describe(name, path, verify=verify, turns=turns - 1)
         return row | dict(damaged=error.strerror if isinstance(error, OSError) else _why(error, path))
 
 
-def _saved_anew(path: Path, kept: Saved | None) -> bool:
+def _saved_anew(path: Path, stored: StoredSession | None) -> bool:
     """Says whether a session is sound, and not the one any more that was looked at."""
     with contextlib.suppress(InputError, OSError):
-        return look(path) != kept
+        return read_session(path) != stored
     return False
 
 
@@ -110,7 +118,7 @@ def _remove(folder: Path, folders: dict[str, Path], names: list[str]) -> list[di
     """Removes sessions one by one and returns what became of each; InputError, and none is removed, if one is not there."""
     for name in names:
         if name not in folders:
-            raise InputError(f"{folder} holds no session {name!r}, and nothing was removed{meant(name, folders)}")
+            raise InputError(f"{folder} holds no session {name!r}, and nothing was removed{suggestion(name, folders)}")
     rows = []
     for name in names:
         try:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from icejax.commands.process import harmless, is_unicode, write
+from icejax.commands.process import escaped, is_unicode, write
 from icejax.engine.response import GenerationResponse, join
 from icejax.runtime.compile_clock import clock
 
@@ -46,7 +46,7 @@ def answers(
         done += 1
         if streaming:
             bars.stop()  # the text is progress enough, and shares the terminal
-            write(harmless(piece.text))
+            write(escaped(piece.text))
         elif tokens is None:
             tokens = bars.add_task("tokens", total=limit * rows, completed=done)
         else:
@@ -61,12 +61,12 @@ def answers(
 def answer(response: GenerationResponse, arguments: argparse.Namespace, name: Any = None) -> None:
     """Prints a whole answer, as text or as JSON with the id it was asked under."""
     if not arguments.json:
-        return write(harmless(response.text) + "\n")
+        return write(escaped(response.text) + "\n")
     fields = dataclasses.asdict(response)
     fields |= fields.pop("run")
     del fields["row"]  # the order of the lines
     fields = fields if name is None else {"id": name} | fields
-    write(harmless(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
+    write(escaped(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
 
 
 def table(responses: list[GenerationResponse], console: Console) -> RenderableType:

@@ -12,21 +12,21 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
-from icejax.cache.pool.extents import NOBODYS, Extents, extents_for
+from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.decode_step import DecodeState
 from icejax.engine.plan import Plan
-from icejax.engine.sampling import Sampling, Samplings, row_keys
+from icejax.engine.sampling import RowSampling, Sampling, row_keys
 from icejax.runtime import devices
 
 
-def nobody(plan: Plan) -> DecodeState:
+def empty_batch(plan: Plan) -> DecodeState:
     """Returns the state of a batch in which no row lives yet."""
     batch = plan.spec.batch_size
     none = jnp.zeros(batch, jnp.int32)
     lengths = Lengths.of(none, plan.prompt_pages)
-    table = jnp.full((batch, extents_for(plan.pool.pages)), NOBODYS, jnp.int32) if plan.pooled else None
+    table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
     layers = tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
     state = DecodeState(KVCache(layers, lengths, table), none, none == 0, row_keys([(0, 0)] * batch), none)
     # Buffers of their own, as a step takes them all, and bound to the device as what it gives is.
@@ -50,7 +50,7 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
     """
     if plan.joining_tokens < 1:
         raise InputError(f"rows cannot join a batch with room for {plan.spec.new_capacity} new tokens: plan for more")
-    if not bool(state.done[at]) or (plan.pooled and (np.asarray(state.cache.table[at]) != NOBODYS).any()):
+    if not bool(state.done[at]) or (plan.pooled and (np.asarray(state.cache.table[at]) != SCRATCH_EXTENT).any()):
         raise InputError(f"row {at} of the batch is taken: end it first, or take it out")
     if int(row.cache.lengths.clock):
         raise InputError("a row that has decoded cannot join a batch: take it out, settle it and put new text behind it first")
@@ -90,7 +90,7 @@ def _extract(state: DecodeState, at: Int[Array, ""]) -> DecodeState:
     return _with(state, jax.tree.map(taken, _by_row(state)))
 
 
-def settle(
+def fold_into_prompt(
     row: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan, tokens: int
 ) -> tuple[DecodeState, jax.Array | None]:
     """Returns a row that was taken out as if what it has decoded were of its prompt, and the pool; takes both.
@@ -119,7 +119,7 @@ def settle(
         raise InputError(f"a row of {end} pages does not fit prompts of at most {behind}: plan for longer prompts")
     # Own ones to write to: where it has none yet, and where a fork reads them too.
     touched = (np.arange(table.shape[1]) >= used // host_pool.EXTENT) & (np.arange(table.shape[1]) < extents_for(end))
-    pool, table = _owned(pool, table, touched & ((table == NOBODYS) | extents.shared(table)), extents)
+    pool, table = _owned(pool, table, touched & ((table == SCRATCH_EXTENT) | extents.shared(table)), extents)
     row, there = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
     pages, layers = _moving(row.cache, pool, jnp.asarray(ids, jnp.int32), there, jnp.int32(used), plan=plan)
     pool = host_pool.write_pages(pool, pages, table, jnp.int32(used))
@@ -146,7 +146,7 @@ def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
 
 def _emptied(state: DecodeState, at: int) -> DecodeState:
     table = state.cache.table
-    table = None if table is None else table.at[at].set(NOBODYS)
+    table = None if table is None else table.at[at].set(SCRATCH_EXTENT)
     return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))
 
 
@@ -169,7 +169,7 @@ def fork(
     if not plan.pooled:
         return twin, pool
     table = np.array(state.cache.table)
-    mine = (np.arange(table.shape[1]) >= plan.prompt_pages // host_pool.EXTENT) & (table != NOBODYS)
+    mine = (np.arange(table.shape[1]) >= plan.prompt_pages // host_pool.EXTENT) & (table != SCRATCH_EXTENT)
     extents.share(table)
     pool, table = _owned(pool, table, mine, extents)
     return replace(twin, cache=replace(twin.cache, table=table)), pool
@@ -179,7 +179,7 @@ def _owned(pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Exte
     """Returns the pool, and the table with extents of its own where they are `wanted`; they hold what those before did."""
     own = np.where(wanted, extents.take(wanted), table)
     for old, new in zip(table[wanted], own[wanted], strict=True):
-        if old != NOBODYS:
+        if old != SCRATCH_EXTENT:
             pool = host_pool.write_extent(pool, host_pool.read_extent(pool, jnp.int32(old)), jnp.int32(new))
     extents.give_back(table[wanted])
     return pool, jnp.asarray(own, jnp.int32)
@@ -207,7 +207,7 @@ def _alike(*states: DecodeState) -> list[DecodeState]:
     for state in states:
         own, seen = state.sampling, state.seen
         if sampling:
-            own = replace(own or Samplings.of([Sampling()] * len(state.done)), samples=samples)
+            own = replace(own or RowSampling.of([Sampling()] * len(state.done)), samples=samples)
         if vocabulary and seen is None:
             seen = jnp.zeros((len(state.done), vocabulary[0]), bool)
         completed.append(replace(state, sampling=own, seen=seen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SHORTEST = 256  # tokens
 STEP = 8192  # tokens between the sizes of long prompts, where doubling would cost memory
-EVEN = 1024  # tokens
+LONG_MULTIPLE = 1024  # tokens
 
 
 def bucket(tokens: int) -> int:
@@ -24,4 +24,4 @@ def room_for(new_tokens: int, *, prompt: int) -> int:
     values of all in every step if they do not divide.
     """
     new = bucket(new_tokens)
-    return new if prompt < 2 * STEP else -(-new // EVEN) * EVEN
+    return new if prompt < 2 * STEP else -(-new // LONG_MULTIPLE) * LONG_MULTIPLE

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.protocol import CachePolicy, KVCache
-from icejax.cache.registry import shown_name
+from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.engine.counters import MILLION, NOT_FINITE, NOTHING, StepCounters, pack_token
-from icejax.engine.decode_step import DecodeState, Decoding, Step
+from icejax.engine.decode_step import DecodePrograms, DecodeState, Step
 from icejax.engine.logprobs import token_logprobs
 from icejax.engine.nonfinite import not_finite
 from icejax.engine.plan import Plan, reports
@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 class Run:
     """A generation on its way: its programs, and what changes from step to step."""
 
-    decoding: Decoding
+    decoding: DecodePrograms
     state: DecodeState
     step: Step
     pool: jax.Array | None
@@ -78,14 +78,14 @@ class Run:
         return [] if token == NOT_FINITE else [token]
 
 
-def taken_up(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None) -> Run:
+def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None) -> Run:
     """Returns the run of one row whose cache was saved, to put a text behind it."""
     none = jnp.zeros(1, jnp.int32)
     state = DecodeState(cache, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
-    return Run(Decoding(model, plan), state, Step(pack_token(none), jnp.zeros((1, 1))), pool)
+    return Run(DecodePrograms(model, plan), state, Step(pack_token(none), jnp.zeros((1, 1))), pool)
 
 
-def stream(
+def decode_rows(
     rows: Sequence[Row], constants: RunConstants, run: Run, started: Mark, *, logprobs: int | None = None
 ) -> Iterator[GenerationResponse]:
     """Decodes until every row has ended, and yields what comes; `run` is up to date whenever the caller has control."""
@@ -214,7 +214,7 @@ def run_constants(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> 
     digest_bytes = sum(report.digest_bytes for report in reports(plan, run.state.cache))
     device_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state.cache.layers))
     report = RunReport(
-        cache=shown_name(cache),
+        cache=display_name(cache),
         budget=cache.budget,
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,

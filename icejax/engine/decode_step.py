@@ -15,11 +15,11 @@ from jaxtyping import Array, Int
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.engine.counters import MILLION, NOT_FINITE, pack
-from icejax.engine.layers import Place, walk
+from icejax.engine.layers import LayerPlace, run_layers
 from icejax.engine.plan import Plan
-from icejax.engine.sampling import Samplings, choose, folded
+from icejax.engine.sampling import RowSampling, choose, fold_in
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.experts.offloaded_experts import serving
+from icejax.ops.experts.offloaded_experts import with_live_tokens
 from icejax.runtime import compiler_options
 
 
@@ -44,7 +44,7 @@ class DecodeState:
     done: jax.Array  # bool[B]
     key: jax.Array  # key[B]
     began: jax.Array  # i32[B]
-    sampling: Samplings | None = None
+    sampling: RowSampling | None = None
     seen: jax.Array | None = None  # bool[B, V]
 
 
@@ -67,9 +67,9 @@ class Step:
         return self.counters[0]
 
 
-def chosen(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
+def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
-    keys = folded(state.key, state.cache.lengths.seen - state.began)
+    keys = fold_in(state.key, state.cache.lengths.seen - state.began)
     tokens = choose(logits, state.sampling, keys=keys, seen=state.seen)
     # As an index it would be that of the last token; the caller is to stop before anything comes of it.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
@@ -88,7 +88,7 @@ def view_of(
     return View(lengths, pages, shared, guess, layer.turn, layer.project)
 
 
-class Decoding:
+class DecodePrograms:
     """The decode programs of one model and plan. Weights are passed flat: walking a module takes longer than a step.
 
     Attributes:
@@ -165,11 +165,11 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         # A session goes on with its only row, whose end mark comes into the cache when it has ended: nothing is left out.
         ended = state.done if len(state.done) > 1 else None
         live = jnp.ones_like(state.done) if ended is None else ~ended
-        model = nnx.merge(graph, serving(jax.tree.unflatten(tree, leaves), live))
+        model = nnx.merge(graph, with_live_tokens(jax.tree.unflatten(tree, leaves), live))
         lengths = state.cache.lengths
         where = lengths.seen[:, None], lengths.seen + 1
 
-        def run(layer: DecoderLayer, x: jax.Array, at: Place):
+        def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
             guess = None if at.before is None else lambda: layer.enter(at.before, *where).q
             heads = Heads(*layer.enter(x, *where)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
             view = view_of(layer, lengths, plan.pages(at.number, pool, state.cache.table, ended), at.shared, guess)
@@ -177,11 +177,11 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             x, experts = layer.leave(x, outcome.attended)
             return x, (outcome.state, _experts(layer, experts, live)), outcome.shared or at.shared
 
-        outputs, kept = zip(*walk(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
+        outputs, kept = zip(*run_layers(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
         states, experts = zip(*kept, strict=True)
         logits = model.logits(outputs[-1])[:, 0]
         cache = KVCache(states, dataclasses.replace(lengths, clock=lengths.clock + 1), state.cache.table)
-        state = chosen(logits, dataclasses.replace(state, cache=cache), plan)
+        state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
         pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
         reports = [plan.policies[i].report(states[i], cache.lengths) for i in plan.pooled]
         pages = sum((report.found for report in reports), pages)

@@ -14,11 +14,11 @@ from icejax.cache.pool import host_pool
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths
 from icejax.engine.decode_step import DecodeState, Step, view_of
 from icejax.engine.first_token import choose_first
-from icejax.engine.layers import Place, embed, walk
+from icejax.engine.layers import LayerPlace, embed, run_layers
 from icejax.engine.plan import Plan
-from icejax.engine.sampling import folded
+from icejax.engine.sampling import fold_in
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.experts.offloaded_experts import on_device
+from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
 
 
@@ -38,12 +38,12 @@ def extend(
     first = jax.device_put(embed(model, jnp.asarray(padded)), devices.device())
     states, used = [], jnp.int32(0)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
         i, pages = at.number, plan.pages(at.number, pool, table)  # of the pool with the pages of the layers before
-        layer = on_device(layer)
+        layer = with_experts_on_device(layer)
         return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, at.shared, policy=plan.policies[i])
 
-    for i, (x, (layer_state, pages, filled)) in enumerate(walk(model, first, run)):
+    for i, (x, (layer_state, pages, filled)) in enumerate(run_layers(model, first, run)):
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
@@ -53,7 +53,7 @@ def extend(
             progress(i + 1)
     lengths = Lengths.of(lengths.seen + new, lengths.pages + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
-    cache, key = KVCache(tuple(states), lengths, table), folded(state.key, lengths.seen)
+    cache, key = KVCache(tuple(states), lengths, table), fold_in(state.key, lengths.seen)
     began = jnp.copy(lengths.seen)
     state = dataclasses.replace(state, cache=cache, done=began < 0, key=key, began=began, seen=seen)
     return *choose_first(model, x, new, state, plan), pool

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.engine.counters import pack_token
-from icejax.engine.decode_step import DecodeState, Step, chosen
+from icejax.engine.decode_step import DecodeState, Step, choose_next
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -38,4 +38,4 @@ def _last_logits(model: CausalLM, x: jax.Array, lengths: jax.Array) -> jax.Array
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _choose(logits: jax.Array, state: DecodeState, *, plan: Plan) -> DecodeState:
-    return chosen(logits, state, plan)
+    return choose_next(logits, state, plan)

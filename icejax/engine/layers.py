@@ -24,7 +24,7 @@ def embed(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     return model.model.embed_tokens(tokens)
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a walk is.
 
     Attributes:
@@ -38,10 +38,10 @@ class Place(NamedTuple):
     shared: Any
 
 
-def walk(
+def run_layers(
     model: CausalLM,
     x: Float[Array, "B T D"],
-    run: Callable[[DecoderLayer, jax.Array, Place], tuple[jax.Array, Kept, Any]],
+    run: Callable[[DecoderLayer, jax.Array, LayerPlace], tuple[jax.Array, Kept, Any]],
 ) -> Iterator[tuple[Float[Array, "B T D"], Kept]]:
     """Yields the output of every layer and what was kept of it, from the first layer to the last.
 
@@ -51,19 +51,19 @@ def walk(
     """
     before = shared = None
     for number, layer in enumerate(model.model.layers):
-        before, (x, kept, shared) = x, run(layer, x, Place(number, before, shared))
+        before, (x, kept, shared) = x, run(layer, x, LayerPlace(number, before, shared))
         yield x, kept
 
 
-def nothing(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> None:
+def keep_nothing(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> None:
     """Keeps nothing."""
 
 
-def exact(
+def run_exact(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     lengths: Int[Array, " B"],
-    keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept] = nothing,
+    keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept] = keep_nothing,
 ) -> tuple[Float[Array, "B T D"], Kept]:
     """Runs a layer over right-padded texts from their beginning, where a token attends to all that the layer lets it see.
 
@@ -75,10 +75,10 @@ def exact(
     Returns:
         The layer's output, and what `keep` returned.
     """
-    return exact_with_experts(layer, x, lengths, keep)[:2]
+    return run_exact_with_experts(layer, x, lengths, keep)[:2]
 
 
-def exact_with_experts(
+def run_exact_with_experts(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     lengths: Int[Array, " B"],

@@ -12,9 +12,9 @@ from flax import nnx
 from jax import lax
 
 from icejax.engine.buckets import bucket
-from icejax.engine.layers import exact, walk
+from icejax.engine.layers import run_exact, run_layers
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.experts.offloaded_experts import is_hosted, on_device
+from icejax.ops.experts.offloaded_experts import is_offloaded, with_experts_on_device
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
@@ -22,13 +22,13 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
 
     Takes a pass over the weights, and, where all of them are finite, another prefill.
     """
-    paths = jax.tree.leaves_with_path(nnx.state(model), is_leaf=is_hosted)
+    paths = jax.tree.leaves_with_path(nnx.state(model), is_leaf=is_offloaded)
     weights = {
         jax.tree_util.keystr(path, simple=True, separator=".").replace(".value", "").replace(".codes", ""): leaf
         for path, leaf in paths
     }
     for name in sorted(weights, key=lambda name: name.startswith("lm_head")):  # the head comes last, as it runs
-        for part in jax.tree.leaves(on_device(weights[name])):
+        for part in jax.tree.leaves(with_experts_on_device(weights[name])):
             part = lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
             if not jnp.isfinite(part).all():
                 return f"{name} holds {'NaN' if jnp.isnan(part).any() else 'an infinity'}: fetch the checkpoint again"
@@ -36,8 +36,10 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
     padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths = jnp.asarray([len(tokens)], jnp.int32)
-    outputs = walk(
-        model, model.model.embed_tokens(jnp.asarray(padded)), lambda layer, x, _: _output(on_device(layer), x, lengths)
+    outputs = run_layers(
+        model,
+        model.model.embed_tokens(jnp.asarray(padded)),
+        lambda layer, x, _: _output(with_experts_on_device(layer), x, lengths),
     )
     for i, (x, _) in enumerate(outputs):
         if not jnp.isfinite(x[:, : len(tokens)]).all():
@@ -49,4 +51,4 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
 
 @functools.partial(jax.jit, donate_argnames="x")
 def _output(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
-    return *exact(layer, x, lengths), None
+    return *run_exact(layer, x, lengths), None

@@ -17,14 +17,14 @@ from icejax.cache.pool.extents import extents_for, row_extents
 from icejax.cache.pool.host_pool import EXTENT, PoolLayer
 from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
-from icejax.cache.registry import layer_policies, shown_name
+from icejax.cache.registry import display_name, layer_policies
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
 from icejax.config import ModelConfig
 from icejax.engine.buckets import SHORTEST, bucket, room_for
 from icejax.models.decoder import CausalLM
-from icejax.ops.rope import check_turn
+from icejax.ops.rope import check_rerotation
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend
 
@@ -213,14 +213,14 @@ def _check(policies: Sequence[CachePolicy], spec: CacheSpec, policy: CachePolicy
     """Raises InputError for policies that do not fit each other, the model or the platform."""
     if any(each.turns for each in policies):
         for layer in config.layers:
-            check_turn(layer.rope)
+            check_rerotation(layer.rope)
     pools = {pool for pool in (each.pool(spec) for each in policies) if pool is not None}
     if len(pools) > 1:
         raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")
     if platform == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
     if platform == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there
-        raise InputError(f"{shown_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
+        raise InputError(f"{display_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
 
 
 def _other_heads(config: ModelConfig) -> tuple[tuple[int, int] | None, ...]:
@@ -235,5 +235,5 @@ def _by_layer(policies: tuple[CachePolicy, ...]) -> str:
     for policy, layers in itertools.groupby(range(len(policies)), key=policies.__getitem__):
         numbers = list(layers)
         several = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-        parts.append(f"{several} {shown_name(policy)}")
+        parts.append(f"{several} {display_name(policy)}")
     return ", ".join(parts)

@@ -23,12 +23,12 @@ from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
 from icejax.engine.decode_step import DecodeState, Step, view_of
 from icejax.engine.first_token import choose_first
-from icejax.engine.layers import Place, embed, exact_with_experts, walk
+from icejax.engine.layers import LayerPlace, embed, run_exact_with_experts, run_layers
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import Sampling, row_keys, row_options
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
-from icejax.ops.experts.offloaded_experts import on_device
+from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
 
 Kept = tuple[Any, jax.Array | None]  # the state of a layer, and its pages [P, B, K, planes, p, W] for the pool
@@ -66,7 +66,7 @@ def prefill(
         InputError: the host has not enough memory for the pool; raised before anything runs.
     """
     pool, table = _pool_for(prompts, plan, host_memory_limit) if into is None else (into[0], jnp.asarray(into[1]))
-    layers = run_layers(model, prompts, plan)
+    layers = prefill_layers(model, prompts, plan)
     x, states, pool = keep_layers(layers, plan, pool, table, progress=progress)
     sampling, draws = tuple(sampling), draws or [(0, i) for i in range(len(prompts))]
     state, step = begin(model, prompts, plan, x, states, table, sampling=sampling, draws=draws)
@@ -81,12 +81,14 @@ def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -
     return host_pool.allocate(plan.pool_shape(count), plan.pool_dtype, limit=limit), jnp.asarray(table)
 
 
-def run_layers(model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan) -> Iterable[tuple[Float[Array, "B T D"], Kept]]:
+def prefill_layers(
+    model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan
+) -> Iterable[tuple[Float[Array, "B T D"], Kept]]:
     """Yields the output of every layer over prompts, and what its policy keeps of them."""
     lengths = _lengths(prompts)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
-        sizes, whole = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number)), on_device(layer)
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
+        sizes, whole = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number)), with_experts_on_device(layer)
         *out, taken = _prefill_layer(whole, x, lengths, at.shared, **sizes)
         if layer.hosted is not None:
             layer.experts.settle(whole.experts, taken)
@@ -94,7 +96,7 @@ def run_layers(model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan) ->
 
     # As in `extend`, and because experts from the host are bound to the device too.
     first = jax.device_put(embed(model, jnp.asarray(_padded(prompts, plan.spec))), devices.device())
-    return walk(model, first, run)
+    return run_layers(model, first, run)
 
 
 def keep_layers(
@@ -162,7 +164,7 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         return kept(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
-    x, outcome, experts = exact_with_experts(layer, x, new, keep)
+    x, outcome, experts = run_exact_with_experts(layer, x, new, keep)
     taken = None if experts is None else _counted(experts, new, layer.config.experts.count)
     return x, (outcome.state, outcome.pages), outcome.shared or shared, taken
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral
 
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import whole
-from icejax.engine.sampling import Sampling, checked
+from icejax.checks.numbers import integer
+from icejax.engine.sampling import Sampling, checked_sampling
 from icejax.text.detokenize import stop_strings
 
 Prompt = str | Sequence[int]
@@ -39,13 +39,13 @@ class AnswerOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sampling", checked(self.sampling))
-        whole("max_new_tokens", self.max_new_tokens, most=2**63)
-        whole("seed", self.seed, least=0, most=2**32 - 1)
+        object.__setattr__(self, "sampling", checked_sampling(self.sampling))
+        integer("max_new_tokens", self.max_new_tokens, most=2**63)
+        integer("seed", self.seed, least=0, most=2**32 - 1)
         object.__setattr__(self, "stop", stop_strings(self.stop))
         _check_special_tokens(self.special_tokens)
         if self.logprobs is not None:
-            whole("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
+            integer("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class Request:
     index: int | None = None
 
     def __post_init__(self) -> None:
-        checked(self.sampling)
+        checked_sampling(self.sampling)
         if self.index is not None:
-            whole("index", self.index, least=0, most=2**32 - 1)
+            integer("index", self.index, least=0, most=2**32 - 1)
         if self.special_tokens is not None:
             _check_special_tokens(self.special_tokens)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.threshold import least_of, ordered, threshold
 
 
@@ -39,7 +39,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        whole("top_k", self.top_k, least=0)
+        integer("top_k", self.top_k, least=0)
         number("top_p", self.top_p, least=0, most=1, above=True)
         number("min_p", self.min_p, least=0, most=1)
         number("repetition_penalty", self.repetition_penalty, least=1e-6, most=1e6)
@@ -57,7 +57,7 @@ class Sampling:
         return self.repetition_penalty != 1.0
 
 
-def checked(sampling: Sampling | None) -> Sampling:
+def checked_sampling(sampling: Sampling | None) -> Sampling:
     """Returns the options, greedy ones for None; InputError for anything else."""
     if sampling is not None and not isinstance(sampling, Sampling):
         raise InputError(f"sampling must be an icejax.Sampling(...), got {quoted(sampling)}")
@@ -66,7 +66,7 @@ def checked(sampling: Sampling | None) -> Sampling:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Samplings:
+class RowSampling:
     """A value per row of each option of `Sampling`: arrays, so that no program is compiled for a value.
 
     Attributes:
@@ -81,7 +81,7 @@ class Samplings:
     samples: bool = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> Samplings:
+    def of(cls, rows: Sequence[Sampling]) -> RowSampling:
         """Returns the options of rows, f32[B] each, but for `top_k` i32[B]."""
         values = {each.name: [getattr(row, each.name) for row in rows] for each in fields(Sampling)}
         arrays = {name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()}
@@ -90,7 +90,7 @@ class Samplings:
 
 def row_options(
     rows: Sequence[Sampling], texts: Sequence[Sequence[int]], vocabulary: int
-) -> tuple[Samplings | None, Bool[Array, "B V"] | None]:
+) -> tuple[RowSampling | None, Bool[Array, "B V"] | None]:
     """Returns the options of rows and which tokens their texts hold; None for what no row needs."""
     seen = None
     if any(row.needs_seen for row in rows):
@@ -98,12 +98,12 @@ def row_options(
         for row, text in zip(seen, texts, strict=True):
             row[np.asarray(text)] = True
         seen = jnp.asarray(seen)
-    return Samplings.of(rows) if seen is not None or any(row.samples for row in rows) else None, seen
+    return RowSampling.of(rows) if seen is not None or any(row.samples for row in rows) else None, seen
 
 
 def choose(
     logits: Float[Array, "B V"],
-    rows: Samplings | None,
+    rows: RowSampling | None,
     *,
     keys: Key[Array, " B"],
     seen: Bool[Array, "B V"] | None,
@@ -129,7 +129,7 @@ def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Fl
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def candidates(logits: Float[Array, "B V"], rows: Samplings) -> Float[Array, "B V"]:
+def candidates(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, "B V"]:
     """Returns the logits f32[B, V] less the largest, over the temperature; -inf for what top-k, top-p and min-p cut away.
 
     Nothing is sorted: over a vocabulary that takes an accelerator longer than to count a few dozen times.
@@ -172,6 +172,6 @@ def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:
     return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
 
 
-def folded(keys: Key[Array, " B"], numbers: Int[Array, " B"]) -> Key[Array, " B"]:
+def fold_in(keys: Key[Array, " B"], numbers: Int[Array, " B"]) -> Key[Array, " B"]:
     """Returns the keys of the same rows for another number of each."""
     return jax.vmap(jax.random.fold_in)(keys, numbers)

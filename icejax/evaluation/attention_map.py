@@ -19,12 +19,12 @@ from icejax.cache.protocol import CachePolicy, Heads, Outcome
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.engine.decode_step import DecodeState
-from icejax.engine.layers import Place, exact, walk
+from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import kept
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
-from icejax.ops.experts.offloaded_experts import on_device
+from icejax.ops.experts.offloaded_experts import with_experts_on_device
 
 BINS = 480  # columns of the picture
 
@@ -107,7 +107,7 @@ class Explanation:
             plt.close(figure)
 
 
-def check(picture: Path) -> None:
+def check_picture(picture: Path) -> None:
     """Raises InputError if a picture cannot be written to `picture`, before anything runs."""
     try:
         import matplotlib  # noqa: F401
@@ -134,14 +134,14 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     padded[0, : len(prompt)] = prompt
     new = jnp.asarray([len(prompt)], jnp.int32)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: Place):
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
         policy = plan.policies[at.number] if at.number in plan.pooled else None
         # With a plane for the positions, which 16 bits do not hold; tokens are packed by their keys in 32 bits always.
         spec = replace(plan.spec_of(at.number), latent=False, dtype="float32")
-        return _layer(on_device(layer), x, new, at.shared, policy=policy, spec=spec)
+        return _layer(with_experts_on_device(layer), x, new, at.shared, policy=policy, spec=spec)
 
     positions = {}
-    for i, (_, pages) in enumerate(walk(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
+    for i, (_, pages) in enumerate(run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
         if pages is not None:
             positions[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
     return positions
@@ -151,12 +151,12 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy | None, spec: CacheSpec):
     """Runs a layer, and packs its keys with their positions in the place of their values, if a policy packs them."""
     if policy is None:
-        return exact(layer, x, new)[0], None, shared
+        return run_exact(layer, x, new)[0], None, shared
 
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
         heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), where, new, layer.scoring)
         return kept(layer, heads, attended, shared, policy=policy, spec=spec)
 
-    x, outcome = exact(layer, x, new, keep)
+    x, outcome = run_exact(layer, x, new, keep)
     return x, outcome.pages, outcome.shared or shared

@@ -23,27 +23,27 @@ OWN = re.compile(r"\.(.+)\.(part|old|lock)")
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
 
 
-def place(path: str | os.PathLike) -> Path:
+def as_path(path: str | os.PathLike) -> Path:
     """Returns the path of a folder; InputError for what is none."""
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise InputError(f"the path of a folder must be a text or a path, got {quoted(path)}")
     return Path(path)
 
 
-def present(path: Path) -> Path:
+def current_folder(path: Path) -> Path:
     """Returns where the folder `path` is: there, or beside it if its writer was killed while the two changed places."""
     target = Path(os.path.realpath(path))
     old = _beside(target, "old")
     return old if os.path.isdir(old) and not os.path.lexists(target) else path
 
 
-def kept(folder: Path, *, mark: str) -> dict[str, Path]:
+def marked_folders(folder: Path, *, mark: str) -> dict[str, Path]:
     """Returns the folders in `folder` that hold the file `mark`, by name; OSError if it cannot be read."""
     folders = {}
     for name in os.listdir(folder):
         own = OWN.fullmatch(name)
         path = folder / (own[1] if own is not None and own[2] == "old" else name)
-        if not OWN.fullmatch(path.name) and os.path.exists(present(path) / mark):
+        if not OWN.fullmatch(path.name) and os.path.exists(current_folder(path) / mark):
             folders[path.name] = path
     return dict(sorted(folders.items()))
 

@@ -18,7 +18,7 @@ from icejax.models.parts.latent_attention import Expanded, LatentAttention
 from icejax.models.parts.linear import Linear, norm_of, normalised
 from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
-from icejax.ops.experts.offloaded_experts import Hosted
+from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product, rows
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
@@ -184,7 +184,7 @@ class DecoderLayer(nnx.Module):
         return (self.beside if self.config.experts.beside else self.mlp).experts
 
     @property
-    def hosted(self) -> Hosted | None:
+    def hosted(self) -> OffloadedExperts | None:
         """Matrices of its experts, if they are in host memory."""
         return None if self.experts is None else self.experts.hosted
 

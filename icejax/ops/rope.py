@@ -70,13 +70,13 @@ def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B 
     Raises:
         InputError: the frequencies are not fixed.
     """
-    check_turn(rope)
+    check_rerotation(rope)
     angles = by[..., None].astype(jnp.float32) * inverse_frequencies(rope).reshape((1,) * by.ndim + (-1,))
     angles = jnp.concatenate([angles, angles], axis=-1)
     return rotate(x, jnp.cos(angles), jnp.sin(angles))
 
 
-def check_turn(rope: Rope) -> None:
+def check_rerotation(rope: Rope) -> None:
     """Raises InputError if such heads cannot be turned to other positions."""
     if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
         raise InputError(

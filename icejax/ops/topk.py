@@ -59,7 +59,7 @@ def inverse(order: Int[Array, "*R n"]) -> Int[Array, "*R n"]:
     return found.reshape(order.shape)
 
 
-def chosen(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R {size}"]:
+def mask_of(indices: Int[Array, "*R m"], size: int) -> Bool[Array, "*R {size}"]:
     """Returns which of `size` values the indices name."""
     values = jnp.arange(size, dtype=jnp.int32).reshape(*(1,) * (indices.ndim - 1), size, 1)
     return (values == indices[..., None, :]).any(-1)

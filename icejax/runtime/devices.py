@@ -10,8 +10,8 @@ import psutil
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jax.sharding import SingleDeviceSharding
 
-from icejax.checks.errors import InputError, told
-from icejax.checks.numbers import whole
+from icejax.checks.errors import InputError, input_error_from
+from icejax.checks.numbers import integer
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 PINNED = "pinned_host"  # the kind of the host's memory that programs read
@@ -23,9 +23,9 @@ def started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def check() -> None:
+def check_device() -> None:
     """Raises InputError where JAX has no device, as without a driver; its backend starts here."""
-    with told(
+    with input_error_from(
         f"JAX finds no device, with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: look at it and at the drivers"
     ):
         jax.devices()
@@ -59,12 +59,12 @@ def devices() -> list[dict[str, Any]]:
     ]
 
 
-def on_device(named: jax.Device | None = None) -> SingleDeviceSharding:
+def device_sharding(named: jax.Device | None = None) -> SingleDeviceSharding:
     """Returns the sharding of arrays in the memory of a device; of `device()`, if none is given."""
     return SingleDeviceSharding(named or device())
 
 
-def on_host() -> SingleDeviceSharding:
+def host_sharding() -> SingleDeviceSharding:
     """Returns the sharding of arrays in host memory that programs read."""
     return SingleDeviceSharding(device(), memory_kind=PINNED)
 
@@ -111,4 +111,4 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
 
 def check_limit(limit: int | None) -> int | None:
     """Returns the bytes of host memory that a cache may take, None for what is free; InputError for what is no such number."""
-    return None if limit is None else whole("host_memory_limit", limit, most=2**63)
+    return None if limit is None else integer("host_memory_limit", limit, most=2**63)

@@ -25,7 +25,7 @@ PIECE = 1024  # numbers of every weight
 SCALARS = {int, float, str, bool, type(None)}
 
 
-def identity(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
+def fingerprint(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
     """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
     config = dict(_flat("config", dataclasses.asdict(model.config)))
     policy = policy.settled(devices.platform(), latent=model.config.latent is not None)

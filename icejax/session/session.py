@@ -10,25 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax.api.prompts import check_context, encode, message, opening
+from icejax.api.prompts import check_context, encode_prompts, first_messages, message
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import checked as checked_policy
-from icejax.cache.registry import name_of
+from icejax.cache.registry import checked_policy, name_of
 from icejax.checks.errors import InputError
-from icejax.engine.decode_loop import Row, Run, run_constants, stream, taken_up
-from icejax.engine.decode_step import Decoding
+from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
+from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import row_keys, row_options
-from icejax.files.atomic_folder import Claim, claim, place
+from icejax.files.atomic_folder import Claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.session import storage
-from icejax.session.fingerprint import identity
+from icejax.session.fingerprint import fingerprint
 from icejax.text.chat_turns import next_turn, with_one_end
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Session:
         self._model = model.for_capacity(self.context_length)
         self._limit = devices.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
-        self.messages = opening(system)
+        self.messages = first_messages(system)
         self.started = time.time()
         self._rewritten = False  # whether it was told that the template rewrites
         self._first = 0  # tokens of the first text
@@ -157,7 +156,7 @@ class Session:
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         request = Request(prompt=text, special_tokens=special_tokens and self._run is None, index=0)  # before the first text
-        return encode(self._model, self._tokenizer, [request], context_length=self.context_length)[0]
+        return encode_prompts(self._model, self._tokenizer, [request], context_length=self.context_length)[0]
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
@@ -189,13 +188,13 @@ class Session:
             options, seen = row_options([answer.sampling], [held], self._model.config.vocab_size)
             state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=options, seen=seen)
             begun = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
-        self._run = run = Run(Decoding(self._model, self._plan), *begun)
+        self._run = run = Run(DecodePrograms(self._model, self._plan), *begun)
         self.token_ids = held + new
         self.messages += turn
         self._newest = row
         try:
             constants = run_constants(self._model, self._cache, self._plan, run)
-            for piece in stream([row], constants, run, started, logprobs=answer.logprobs):
+            for piece in decode_rows([row], constants, run, started, logprobs=answer.logprobs):
                 self.token_ids += piece.token_ids
                 for reply in turn[1:]:
                     reply["content"] += piece.text
@@ -253,7 +252,7 @@ class Session:
                 f"a session with a {type(self._cache).__name__} cache cannot be saved: register it in icejax.POLICIES"
             )
         cache = self._run.state.cache
-        about = storage.About(
+        about = storage.SessionInfo(
             context_length=self.context_length,
             first=self._first,
             tokens=len(self.token_ids),
@@ -261,8 +260,8 @@ class Session:
             started=self.started,
             messages=self.messages,
         )
-        same = identity(self._model, self._cache)
-        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(place(path), mark=storage.ABOUT)
+        same = fingerprint(self._model, self._cache)
+        claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
         with claimed as held, held.writing() as part:
             storage.write(part, same, about, self.token_ids, cache, self._run.pool)
 
@@ -286,7 +285,7 @@ class Session:
             InputError: there is none, it is damaged, or it was saved with another model or cache; the message names the
                 difference.
         """
-        stored = storage.find(place(path), model, cache if cache is None else checked_policy(cache))
+        stored = storage.open_session(as_path(path), model, cache if cache is None else checked_policy(cache))
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
@@ -294,5 +293,5 @@ class Session:
         session.token_ids, kept, pool = stored.read(
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
-        session._run = taken_up(model, plan, kept, pool)
+        session._run = resumed_run(model, plan, kept, pool)
         return session

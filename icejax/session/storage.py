@@ -32,10 +32,10 @@ from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
 from icejax.engine.plan import Plan
-from icejax.files.atomic_folder import present
+from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
-from icejax.session.fingerprint import check_same, damaged, identity, policy_of
+from icejax.session.fingerprint import check_same, damaged, fingerprint, policy_of
 
 VERSION = 15
 ABOUT, ARRAYS = "session.json", "arrays"
@@ -43,7 +43,7 @@ BLOCK = 2**25  # bytes that are verified at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class SessionInfo:
     """What a session is besides its arrays.
 
     Attributes:
@@ -64,7 +64,7 @@ class About:
 
 
 def write(
-    part: Path, identity: dict[str, Any], about: About, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
+    part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
 ) -> None:
     """Writes a session into the empty folder `part`."""
     arrays = {}
@@ -88,7 +88,7 @@ def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pa
 
 
 @dataclass(frozen=True)
-class Saved:
+class StoredSession:
     """A session in a folder, of which the description has been read and the arrays have not.
 
     Attributes:
@@ -97,7 +97,7 @@ class Saved:
     """
 
     path: Path
-    about: About
+    about: SessionInfo
     identity: dict[str, Any]
     arrays: dict[str, list[int]]
 
@@ -169,7 +169,7 @@ class Saved:
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
-        with _reading(self.path), open(_checked(self.path, present(self.path) / ARRAYS), "rb") as file:
+        with _reading(self.path), open(_checked(self.path, current_folder(self.path) / ARRAYS), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != self._size:
                 damaged(self.path, f"{ARRAYS} has {size} bytes, expected {self._size}")
@@ -184,24 +184,24 @@ class Saved:
             damaged(self.path, f"the bytes of {name} are not those that were saved")
 
 
-def find(path: Path, model: CausalLM, cache: CachePolicy | None) -> Saved:
+def open_session(path: Path, model: CausalLM, cache: CachePolicy | None) -> StoredSession:
     """Returns the session at `path`, which can be gone on from here.
 
     Raises:
         InputError: there is none, it is damaged or of another version, or it was saved with another model or cache than
             `cache` (None: whatever it is); the message names the difference.
     """
-    kept = look(path)
+    kept = read_session(path)
     model = model.for_capacity(kept.about.context_length)  # as it was saved, whose RoPE may depend on the length
-    check_same(path, kept.identity, identity(model, kept.policy if cache is None else cache))
+    check_same(path, kept.identity, fingerprint(model, kept.policy if cache is None else cache))
     return kept
 
 
-def look(path: Path) -> Saved:
+def read_session(path: Path) -> StoredSession:
     """Returns the session at `path`, whatever it was saved with; InputError if there is none, or its description is damaged."""
     try:
         with _reading(path):
-            text = _checked(path, present(path) / ABOUT, most=MOST_BYTES).read_text(encoding="utf-8")
+            text = _checked(path, current_folder(path) / ABOUT, most=MOST_BYTES).read_text(encoding="utf-8")
         fields = json.loads(text)
         if not isinstance(fields, dict):
             damaged(path, f"{ABOUT} holds no object")
@@ -212,7 +212,7 @@ def look(path: Path) -> Saved:
             raise InputError(f"{path} was saved by a newer icejax: use that, or another folder")
         if version != VERSION or fields.pop("checksum", None) != _checksum(fields):
             damaged(path, f"{ABOUT} is not as it was saved")
-        return Saved(path, _about(path, fields), fields["identity"], fields["arrays"])
+        return StoredSession(path, _about(path, fields), fields["identity"], fields["arrays"])
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
@@ -226,13 +226,13 @@ def size(plan: Plan, *, tokens: int, pages: int) -> int:
     return 4 * tokens + sum(leaf.size * leaf.dtype.itemsize for _, leaf in _leaves(_empty(plan))) + pages * page
 
 
-def _about(path: Path, fields: dict[str, Any]) -> About:
+def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
     """Returns what is said of the session in `fields`, if all of it can be true."""
-    for name, kind in typing.get_type_hints(About).items():
+    for name, kind in typing.get_type_hints(SessionInfo).items():
         value = fields.get(name)
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
             damaged(path, f"{name} is {value!r:.40}")
-    about = About(**{field.name: fields.get(field.name) for field in dataclasses.fields(About)})
+    about = SessionInfo(**{field.name: fields.get(field.name) for field in dataclasses.fields(SessionInfo)})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
     if not isinstance(about.messages, list) or not all(map(_is_message, about.messages)):
@@ -257,7 +257,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        if (present(path) / ABOUT).exists():
+        if (current_folder(path) / ABOUT).exists():
             damaged(path, f"{ARRAYS} is missing")
         raise InputError(f"{path} is no session: expected a folder that Session.save or --session wrote") from None
     except OSError as error:

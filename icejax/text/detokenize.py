@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from icejax.checks.errors import InputError, quoted, told
+from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.numbers import is_unicode
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
@@ -31,7 +31,7 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
     """Returns the text of tokens, a question mark for what no output takes; InputError where the tokenizer fails."""
-    with told("the tokenizer fails"):
+    with input_error_from("the tokenizer fails"):
         return tokenizer.decode(tokens, **options).encode(errors="replace").decode()
 
 

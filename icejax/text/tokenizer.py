@@ -11,7 +11,7 @@ from typing import Any
 
 from icejax.checkpoint.folder import companions
 from icejax.checkpoint.readers.huggingface import read_json
-from icejax.checks.errors import InputError, told
+from icejax.checks.errors import InputError, input_error_from
 
 MOST_GROWTH = 100  # times the text, of all that a tokenizer replaces; those of published models at most some tens
 
@@ -35,7 +35,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: the tokenizer needs the folder's own code (auto_map in {file.name}), which is never run: "
             "expected a tokenizer_class that transformers has"
         )
-    with told(f"{folder} has no tokenizer that loads"):
+    with input_error_from(f"{folder} has no tokenizer that loads"):
         # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
         of = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else PreTrainedConfig
         kind = of(tokenizer_class=config.get("tokenizer_class"))

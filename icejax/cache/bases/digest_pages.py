@@ -13,19 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.bases.channel_scaling import scaled
 from icejax.cache.bases.reranking import pages_for
 from icejax.cache.bases.retrieval import PagedState, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.digest_tree import Digested, DigestTree
 from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import one_of, power_of_two, whole
+from icejax.checks.numbers import integer, one_of, power_of_two
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages import tree
 from icejax.ops.pages.channel_scaling import factors_of
 from icejax.ops.pages.digests import NARROW, Score
 from icejax.ops.pages.packing import pack
-from icejax.ops.pages.tree_walk import Group, WalkRules, walk
+from icejax.ops.pages.tree_walk import PageGroup, WalkRules, walk
 
 RANGES = dict(
     budget=(1, 2**30), page_size=(4, 128), sinks=(0, 2**20), window=(1, 2**20), candidates=(1, 2**20), opened=(1, 2**20),
@@ -82,7 +82,7 @@ class DigestPages(Retrieval):
     candidates: int | None = None
     value_fit: bool = True
     balance: bool = True
-    group: Group = "sum"
+    group: PageGroup = "sum"
     digest_dtype: str | None = None
     page_dtype: str | None = None
     opened: int = 88
@@ -97,11 +97,11 @@ class DigestPages(Retrieval):
         for name, default in ((field.name, field.default) for field in dataclasses.fields(self)):
             value = getattr(self, name)
             if name in RANGES and not (value is None and default is None):
-                whole(name, value, least=RANGES[name][0], most=RANGES[name][1])
+                integer(name, value, least=RANGES[name][0], most=RANGES[name][1])
             if isinstance(default, bool) and not isinstance(value, bool):
                 raise InputError(f"{name} must be true or false, got {quoted(value)}")
         one_of("score", self.score, typing.get_args(Score))
-        one_of("group", self.group, typing.get_args(Group))
+        one_of("group", self.group, typing.get_args(PageGroup))
         one_of("digest_dtype", self.digest_dtype, (None, *NARROW))
         one_of("page_dtype", self.page_dtype, (None, "int8"))
         power_of_two("page_size", self.page_size)
@@ -149,7 +149,7 @@ class DigestPages(Retrieval):
         """Returns of how many of `pages` pages the tokens are ranked."""
         return self.pages_for(self.budget, pages)
 
-    def walked(self, heads: Heads, index: Digested, view: View, fetched: int) -> Found:
+    def walked(self, heads: Heads, index: Digested, view: View, fetched: int) -> Selection:
         """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
         most = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)
@@ -170,7 +170,7 @@ class DigestPages(Retrieval):
             from_keys=from_keys,
         )
         rest = Attended(found.tail_out[..., : heads.v.shape[-1]], found.tail_lse)  # of a latent layer whole keys
-        return Found(found.page_ids, found.counts, None, rest, found.tail_uneven, from_keys, found.path)
+        return Selection(found.page_ids, found.counts, None, rest, found.tail_uneven, from_keys, found.path)
 
     def guess(self, heads: Heads, view: View) -> Float[Array, "B K G H"] | None:
         """Returns the queries to select by in the place of the layer's own, if there are any."""

@@ -18,7 +18,7 @@ from icejax.ops.slots import apart, append_apart, by_head, joined, per_head
 from icejax.ops.topk import largest
 
 NO_TOKEN = -1
-Group = Literal["mean", "max", "sum"]
+ScoreGroup = Literal["mean", "max", "sum"]
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +61,7 @@ class Slots:
         return Slots(k, v, *(jnp.concatenate(pair, axis=2) for pair in pairs), self.room)
 
 
-def grouped(weights: Float[Array, "B K G S"], group: Group) -> Float[Array, "B K S"]:
+def grouped(weights: Float[Array, "B K G S"], group: ScoreGroup) -> Float[Array, "B K S"]:
     """Returns what the query heads of a KV head agree on."""
     return dict(mean=jnp.mean, max=jnp.max, sum=jnp.sum)[group](weights, axis=2)
 

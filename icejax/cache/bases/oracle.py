@@ -45,7 +45,7 @@ class Oracle(AllTokens):
         return Outcome(state, attended, tokens=jnp.stack(counts))
 
 
-class Ranked(Oracle):
+class TokenOracle(Oracle):
     """An oracle whose tokens weigh what they do in exact attention."""
 
     @abc.abstractmethod

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.cache.bases.retrieval import Near, Pages
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.protocol import Heads
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.digests import Digests
 from icejax.ops.pages.paged_attention import attend_paged
-from icejax.ops.pages.ranked_attention import ranked
+from icejax.ops.pages.ranked_attention import rank_tokens
 from icejax.ops.slots import joined
 
 LEAST_FETCHED = 896  # tokens of fetched pages; with a quarter of them look-ups were missed (bench/results/pages.md)
@@ -30,7 +30,7 @@ def pages_for(wanted: int, page_size: int, candidates: int | None) -> int:
 
 
 def attend_best(
-    heads: Heads, near: Near, pages: Pages, found: Found, budget: int | Int[Array, "B K"], *, most: int, tail: bool
+    heads: Heads, near: Near, pages: Pages, found: Selection, budget: int | Int[Array, "B K"], *, most: int, tail: bool
 ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
     """Returns what `attend_paged` does, of every row and KV head.
 
@@ -54,8 +54,8 @@ def attend_best(
 
 
 def attend_keys_first(
-    heads: Heads, near: Near, digests: Digests, found: Found, pool: PoolLayer, *, budget: int, page_size: int, most: int
-) -> tuple[Attended, Found, Float[Array, "R m"], Int[Array, " B"]]:
+    heads: Heads, near: Near, digests: Digests, found: Selection, pool: PoolLayer, *, budget: int, page_size: int, most: int
+) -> tuple[Attended, Selection, Float[Array, "R m"], Int[Array, " B"]]:
     """Fetches the keys of the pages found, and then the values of their best tokens alone.
 
     For the bytes of keys and values of one page the keys of two come.
@@ -73,7 +73,7 @@ def attend_keys_first(
     with jax.named_scope("fetch"):
         (keys,), pages = replace(pool, plane=KEYS).fetch_live(ids, found.counts > 0)
     with jax.named_scope("attend"):
-        known = ranked(
+        known = rank_tokens(
             joined(heads.by_group()),
             (joined(near[0]), joined(near[2])),
             joined(keys[..., : heads.k.shape[-1]]),

@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.pool_attention import attend_pages
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Planes, Window, WindowState
 from icejax.cache.index.base import PageIndex
 from icejax.cache.pool.host_pool import Fetched
-from icejax.cache.pool.page_format import stacked
+from icejax.cache.pool.page_format import stack_planes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
@@ -54,7 +54,7 @@ class PagedState:
     fetched: jax.Array  # i32[B]
 
 
-def _counted(near: Bool[Array, "B K S"], found: Found, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
+def _counted(near: Bool[Array, "B K S"], found: Selection, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
     """Returns how many tokens a step attended to exactly: by a query head, and by any of a KV head; means over heads."""
     near = near.sum(-1, dtype=jnp.float32)
     several = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
@@ -99,7 +99,7 @@ class Retrieval(CachePolicy):
         return min(pages * self.page_size, most) // self._unit
 
     @abc.abstractmethod
-    def find(self, heads: Heads, index: Any, view: View) -> Found:
+    def find(self, heads: Heads, index: Any, view: View) -> Selection:
         """Returns what the queries of a decoded token need, without looking at the pool."""
 
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K S"] | None:
@@ -107,7 +107,7 @@ class Retrieval(CachePolicy):
         del k, valid
         return None
 
-    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         """Returns what the queries attend to, f32[B, K, G, Hv] and f32[B, K, G], and what the tokens of the pages weighed.
 
         That is summed over query heads. Here all that was found is attended to. Every row has a token in sinks and window.
@@ -173,7 +173,9 @@ class Retrieval(CachePolicy):
         attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
         return Outcome(state, attended, tokens=_counted(mask, found, state.weights), shared=Shared(choice=found.choice))
 
-    def look(self, state: PagedState, heads: Heads, near: Near, found: Found, view: View) -> tuple[Attended, Found, PagedState]:
+    def look(
+        self, state: PagedState, heads: Heads, near: Near, found: Selection, view: View
+    ) -> tuple[Attended, Selection, PagedState]:
         """Returns what the queries of a decoded token attend to, what was looked at for it, and the state with that."""
         with jax.named_scope("fetch"):
             there, pool = found.counts > 0, replace(view.pool, singly=self.by_slot)
@@ -227,7 +229,7 @@ class Retrieval(CachePolicy):
         else:
             parts = (jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 3)), axis=2) for x in parts)
         *pages, mask = (x.reshape(*x.shape[:2], -1, self.page_size, *x.shape[3:]) for x in parts)
-        return stacked(pages).transpose(2, 0, 1, 3, 4, 5), self._described(pages, mask), shared
+        return stack_planes(pages).transpose(2, 0, 1, 3, 4, 5), self._described(pages, mask), shared
 
     def _described(self, pages: Sequence[Float[Array, "B K P p _"]], mask: Bool[Array, "B K P p"]) -> Any:
         """Returns what the index keeps of pages, given plane by plane."""
@@ -244,7 +246,7 @@ class Retrieval(CachePolicy):
         """
         page, mask = self.window_of.oldest(state.window, lengths)
         described = self._described([x[:, :, None] for x in page], mask[:, :, None])
-        return stacked(page), self.index.prepared(state.index, described, lengths.pages)
+        return stack_planes(page), self.index.prepared(state.index, described, lengths.pages)
 
     def flushed(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
         """Returns the state after that page has left it; `lengths` are those that `flush` was given.

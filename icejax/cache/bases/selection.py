@@ -15,7 +15,7 @@ from icejax.ops.pages.value_fit import FromKeys
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Found:
+class Selection:
     """What a query is to attend to beside sinks and window: pages, or single slots of them as if each were a page of one.
 
     Attributes:
@@ -37,7 +37,7 @@ class Found:
     choice: Any = None
 
 
-def of_query_heads(ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"], which: Bool[Array, "B K G P"]) -> Found:
+def of_query_heads(ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"], which: Bool[Array, "B K G P"]) -> Selection:
     """Returns the pages that each query head found for itself, with how many tokens they hold, as the KV head's.
 
     A page that several found counts once, and each head sees its own.
@@ -50,4 +50,4 @@ def of_query_heads(ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"], wh
     found_by = jnp.take_along_axis(which, ids[:, :, None], axis=3)
     earlier = jnp.arange(heads)[:, None] < jnp.repeat(jnp.arange(heads), most)[None, :]
     again = (found_by & earlier[None, None]).any(2)
-    return Found(ids, jnp.where(again, 0, counts), bias=jnp.where(found_by, 0.0, -jnp.inf))
+    return Selection(ids, jnp.where(again, 0, counts), bias=jnp.where(found_by, 0.0, -jnp.inf))

@@ -42,13 +42,13 @@ class CodedTree(DigestTree):
 
     def empty(self, spec: CacheSpec, pages: int) -> CodedIndex:
         shape = (spec.batch_size, spec.num_kv_heads, pages)
-        codes = key_codes.empty(shape, self.page_size, spec.head_dim, self.bits, spec.dtype)
+        codes = key_codes.empty_codes(shape, self.page_size, spec.head_dim, self.bits, spec.dtype)
         return CodedIndex(**vars(super().empty(spec, pages)), codes=codes)
 
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
     ) -> Described:
-        return *super().describe(k, v, mask), key_codes.encode(k, mask, self.bits)
+        return *super().describe(k, v, mask), key_codes.encode_keys(k, mask, self.bits)
 
     def of_prompt(self, index: CodedIndex, described: Described) -> CodedIndex:
         codes = PageIndex.put(self, index.codes, described[2], jnp.int32(0))

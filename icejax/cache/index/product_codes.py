@@ -17,7 +17,7 @@ from icejax.ops.pages.kmeans import kmeans, nearest
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Codes:
+class ProductCodes:
     """Centroids of each part of the keys, and which of them every token has.
 
     Attributes:
@@ -34,7 +34,7 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class CodesIndex(CodesPerToken):
+class ProductCodesIndex(CodesPerToken):
     """k-means over the keys of a row's first text, part by part; later tokens go to the nearest centroids there are.
 
     Attributes:
@@ -51,16 +51,16 @@ class CodesIndex(CodesPerToken):
     iterations: int
     cosine: bool = False
 
-    def empty(self, spec: CacheSpec, pages: int) -> Codes:
+    def empty(self, spec: CacheSpec, pages: int) -> ProductCodes:
         shape, size = (spec.batch_size, spec.num_kv_heads), spec.head_dim // self.parts
-        return Codes(
+        return ProductCodes(
             jnp.zeros((*shape, self.parts, self.centroids, size)),
             jnp.zeros(shape, bool),
             jnp.zeros((*shape, pages, self.page_size, self.parts), np.min_scalar_type(self.centroids - 1)),
             jnp.zeros((*shape, pages), jnp.int32),
         )
 
-    def prepared(self, index: Codes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Codes:
+    def prepared(self, index: ProductCodes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> ProductCodes:
         keys, mask = described
         batch, heads, _, p, size = keys.shape
         keys = keys.reshape(batch, heads, -1, self.parts, size // self.parts).swapaxes(2, 3)
@@ -73,10 +73,10 @@ class CodesIndex(CodesPerToken):
         centroids = jax.lax.cond(index.made.all(), lambda: index.centroids, made_now)
         codes = nearest(keys, centroids, cosine=self.cosine).swapaxes(2, 3).reshape(batch, heads, -1, p, self.parts)
         count = mask.sum(-1, dtype=jnp.int32)
-        return Codes(centroids, index.made | (count > 0).any(-1), codes.astype(index.codes.dtype), count)
+        return ProductCodes(centroids, index.made | (count > 0).any(-1), codes.astype(index.codes.dtype), count)
 
 
-def approximate(q: Float[Array, "B K G H"], index: Codes) -> Float[Array, "B K G S"]:
+def approximate(q: Float[Array, "B K G H"], index: ProductCodes) -> Float[Array, "B K G S"]:
     """Returns the products of queries with the centroids in the place of keys, of the slots of all pages; fp32."""
     batch, heads, group, _ = q.shape
     parts = index.centroids.shape[2]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.cache.bases.retrieval import Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.policies.quest import Bounds, BoundsIndex, bound
 from icejax.cache.protocol import Heads, View, check_dense_layers
-from icejax.checks.numbers import one_of, power_of_two, whole
+from icejax.checks.numbers import integer, one_of, power_of_two
 from icejax.ops.topk import best
 
 Together = Literal["layer", "kv"]
@@ -64,9 +64,9 @@ class ArkVale(Retrieval):
 
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, least=4, most=128)
-        whole("sinks", self.sinks, least=0, most=1024)
-        whole("window", self.window, least=2, most=1024)
-        whole("budget", self.budget, least=(self.sinks + self.window + 1) * self.page_size)
+        integer("sinks", self.sinks, least=0, most=1024)
+        integer("window", self.window, least=2, most=1024)
+        integer("budget", self.budget, least=(self.sinks + self.window + 1) * self.page_size)
         one_of("heads", self.heads, typing.get_args(Together))
         check_dense_layers(self.dense_layers)
 
@@ -78,9 +78,9 @@ class ArkVale(Retrieval):
     def index(self) -> CuboidIndex:
         return CuboidIndex()
 
-    def find(self, heads: Heads, index: Bounds, view: View) -> Found:
+    def find(self, heads: Heads, index: Bounds, view: View) -> Selection:
         together = (1, 2) if self.heads == "layer" else 2
         worth = bound(heads.by_group(), index).mean(together, keepdims=True)
         worth = jnp.broadcast_to(worth[:, :, 0], index.count.shape)
         page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), index.count)
-        return Found(page_ids, counts)
+        return Selection(page_ids, counts)

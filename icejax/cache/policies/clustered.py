@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from icejax.cache.bases.digest_pages import DigestPages, ScaledState
 from icejax.cache.bases.reranking import TWICE, attend_best, attend_keys_first
 from icejax.cache.bases.retrieval import Near, Pages
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
 from icejax.checks.errors import InputError, quoted
@@ -89,13 +89,13 @@ class Clustered(DigestPages):
             return min(self.num_ranked(pages) * self.page_size, self.most_exact(self.budget))
         return self.num_ranked(pages) if self.rerank else super().num_fetched(pages)
 
-    def find(self, heads: Heads, index: Digested, view: View) -> Found:
+    def find(self, heads: Heads, index: Digested, view: View) -> Selection:
         pages = index.levels[0].count.shape[-1]
         return self.walked(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
 
     def look(
-        self, state: ScaledState, heads: Heads, near: Near, found: Found, view: View
-    ) -> tuple[Attended, Found, ScaledState]:
+        self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View
+    ) -> tuple[Attended, Selection, ScaledState]:
         if not self.keys_first:
             return super().look(state, heads, near, found, view)
         digests = state.index.levels[0]
@@ -105,7 +105,7 @@ class Clustered(DigestPages):
         )
         return attended, found, replace(state, weights=weights.reshape(state.weights.shape), fetched=fetched)
 
-    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
             return super().attend(heads, near, pages, found)
         most = self.most_exact(self.budget)

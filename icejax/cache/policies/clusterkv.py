@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from icejax.cache.bases.retrieval import PAGE, Retrieval
-from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.selection import Selection, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
-from icejax.cache.index.product_codes import Codes, CodesIndex, approximate
+from icejax.cache.index.product_codes import ProductCodes, ProductCodesIndex, approximate
 from icejax.cache.protocol import Heads, View, check_dense_layers
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.topk import best
 
 
@@ -44,10 +44,10 @@ class ClusterKV(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("budget", self.budget, least=self.sinks + PAGE + 1)
-        whole("clusters", self.clusters, most=2**16)
-        whole("iterations", self.iterations, least=0, most=1000)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("budget", self.budget, least=self.sinks + PAGE + 1)
+        integer("clusters", self.clusters, most=2**16)
+        integer("iterations", self.iterations, least=0, most=1000)
         check_dense_layers(self.dense_layers)
 
     page_size = PAGE
@@ -59,10 +59,10 @@ class ClusterKV(Retrieval):
         return Window(self.sinks, PAGE, PAGE)  # a text leaves nothing in it
 
     @property
-    def index(self) -> CodesIndex:
-        return CodesIndex(PAGE, 1, self.clusters, self.iterations, cosine=True)
+    def index(self) -> ProductCodesIndex:
+        return ProductCodesIndex(PAGE, 1, self.clusters, self.iterations, cosine=True)
 
-    def find(self, heads: Heads, index: Codes, view: View) -> Found:
+    def find(self, heads: Heads, index: ProductCodes, view: View) -> Selection:
         # A token is worth what its cluster is: the best are whole clusters, and of the last one the earliest tokens.
         there = slots_there(index.count, PAGE)[:, :, None]
         worth = jnp.where(there, approximate(heads.by_group(), index), -jnp.inf)

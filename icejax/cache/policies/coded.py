@@ -11,13 +11,13 @@ from jaxtyping import Array, Float
 from icejax.cache.bases.digest_pages import DigestPages
 from icejax.cache.bases.reranking import at, attend_best
 from icejax.cache.bases.retrieval import Near, Pages, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.index.coded_digest_tree import CodedIndex, CodedTree
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages import key_codes
-from icejax.ops.pages.code_reranking import second_look
+from icejax.ops.pages.code_reranking import rerank_by_codes
 from icejax.ops.pages.digests import Score
 from icejax.ops.slots import joined
 
@@ -71,13 +71,13 @@ class Coded(DigestPages):
     def num_ranked(self, pages: int) -> int:
         return self.pages_for(self.budget, pages, times=LOOKED)
 
-    def find(self, heads: Heads, index: CodedIndex, view: View) -> Found:
+    def find(self, heads: Heads, index: CodedIndex, view: View) -> Selection:
         found = self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
         ids, p = found.ids, self.page_size
         pages = replace(at(index.levels[0], ids), count=found.counts)
-        keys = key_codes.decode(at(index.codes, ids), p, self.codes)
+        keys = key_codes.decode_keys(at(index.codes, ids), p, self.codes)
         guess = self.guess(heads, view)
-        looked = second_look(
+        looked = rerank_by_codes(
             joined(heads.by_group()),
             joined(keys),
             jax.tree.map(joined, pages),
@@ -90,9 +90,9 @@ class Coded(DigestPages):
         )
         best, counts, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
         page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
-        return Found(page * p + best % p if self.singly else page, counts, None, rest, from_keys=found.from_keys)
+        return Selection(page * p + best % p if self.singly else page, counts, None, rest, from_keys=found.from_keys)
 
-    def attend(self, heads: Heads, near: Near, pages: Pages, found: Found) -> tuple[Attended, Float[Array, "B K M p"]]:
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if self.singly:
             return super().attend(heads, near, pages, found)
         most = self.most_exact(self.budget)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from icejax.cache.bases.eviction import Eviction, Slots
 from icejax.cache.protocol import Heads, View
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring
 from icejax.ops.slots import apart
 
@@ -44,9 +44,9 @@ class ExpectedAttention(Eviction):
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("budget", self.budget, least=self.sinks + 1)
-        whole("future", self.future, most=2**12)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("budget", self.budget, least=self.sinks + 1)
+        integer("future", self.future, most=2**12)
         number("epsilon", self.epsilon, least=0, most=1)
 
     on_top = True

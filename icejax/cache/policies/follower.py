@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.retrieval import PAGE, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
 from icejax.cache.protocol import Heads, View
@@ -46,7 +46,7 @@ class PlacesIndex(PageIndex):
 
 
 @dataclass(frozen=True)
-class Follower(Retrieval):
+class PositionFollower(Retrieval):
     """A layer that attends to the tokens chosen by one before it, which hands on their positions i32[B, M]; some below 0: none.
 
     Those that stay chosen stay on the device. So do those decoded since a page left the window, chosen or not.
@@ -68,7 +68,7 @@ class Follower(Retrieval):
     def num_fetched(self, pages: int) -> int:
         return min(self.budget, pages * self.page_size) + self.generated
 
-    def find(self, heads: Heads, index: Places, view: View) -> Found:
+    def find(self, heads: Heads, index: Places, view: View) -> Selection:
         position = view.shared.choice[:, :, None]
         first, count = index.first[:, :1], index.count[:, :1]  # of the first KV head: in all of them the same
         within = (position >= first) & (position < first + count)
@@ -77,4 +77,4 @@ class Follower(Retrieval):
         ids = jnp.where(there, slot, 0)
         shape = (*index.count.shape[:2], ids.shape[1])
         ids, counts = (jnp.broadcast_to(x[:, None].astype(jnp.int32), shape) for x in (ids, there))
-        return Found(ids, counts, choice=view.shared.choice)
+        return Selection(ids, counts, choice=view.shared.choice)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.bases.eviction import Eviction, Group, Slots, grouped
+from icejax.cache.bases.eviction import Eviction, ScoreGroup, Slots, grouped
 from icejax.cache.protocol import Heads, View
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import BLOCK, Attended
 from icejax.ops.attention.key_attention_sums import column_sums
 from icejax.ops.attention.recent_attention import observed
@@ -39,13 +39,13 @@ class H2O(Eviction):
 
     budget: int = 256
     recent: int | None = None
-    group: Group = "mean"
+    group: ScoreGroup = "mean"
 
     def __post_init__(self) -> None:
-        whole("budget", self.budget)
+        integer("budget", self.budget)
         if self.recent is not None:
-            whole("recent", self.recent, least=0, most=self.budget - 1)
-        one_of("group", self.group, typing.get_args(Group))
+            integer("recent", self.recent, least=0, most=self.budget - 1)
+        one_of("group", self.group, typing.get_args(ScoreGroup))
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         batch, text, num_heads, _ = heads.k.shape

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from icejax.cache.bases.retrieval import PAGE, PagedState, Retrieval
-from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.selection import Selection, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.partial_keys import Partial, PartialIndex, directions_of
 from icejax.cache.protocol import Heads, Outcome, View, check_dense_layers
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import EINSUM, Attended
 from icejax.ops.topk import best
 
@@ -54,7 +54,7 @@ class InfiniGen(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("budget", self.budget, least=self.window_of.slots + 1)
+        integer("budget", self.budget, least=self.window_of.slots + 1)
         number("ratio", self.ratio, least=0, most=1, above=True)
         number("alpha", self.alpha, least=0, most=1e9)
         if not isinstance(self.prefetch, bool):
@@ -79,7 +79,7 @@ class InfiniGen(Retrieval):
         directions = directions_of(queries, heads.new, count=state.index.directions.shape[3])
         return super().prefill(replace(state, index=replace(state.index, directions=directions)), heads, attended, view)
 
-    def find(self, heads: Heads, index: Partial, view: View) -> Found:
+    def find(self, heads: Heads, index: Partial, view: View) -> Selection:
         if self.prefetch and view.guess is not None:
             heads = replace(heads, q=view.guess())
         q = EINSUM("bkgh,bkhd->bkgd", heads.by_group().astype(jnp.float32), index.directions)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from icejax.cache.bases.eviction import Eviction, Slots
 from icejax.cache.protocol import Heads, View
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import apart
 
@@ -31,7 +31,7 @@ class KeyDiff(Eviction):
     budget: int = 256
 
     def __post_init__(self) -> None:
-        whole("budget", self.budget)
+        integer("budget", self.budget)
 
     on_top = True
 

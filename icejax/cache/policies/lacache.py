@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from icejax.cache.bases.eviction import NO_TOKEN, Eviction, Slots
 from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import LARGEST, whole
+from icejax.checks.numbers import LARGEST, integer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import apart, by_head, joined, order
 
@@ -46,11 +46,11 @@ class LaCache(Eviction):
     layer = 0  # no option
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
+        integer("sinks", self.sinks, least=0, most=2**20)
         if self.recent is not None:
-            whole("recent", self.recent, least=0, most=2**20)
-        whole("rungs", self.rungs, least=2, most=1024)
-        whole("budget", self.budget, least=self.sinks + (self.recent or 0) + 2, most=LARGEST // self.rungs)
+            integer("recent", self.recent, least=0, most=2**20)
+        integer("rungs", self.rungs, least=2, most=1024)
+        integer("budget", self.budget, least=self.sinks + (self.recent or 0) + 2, most=LARGEST // self.rungs)
         if not isinstance(self.reassign, bool):
             raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from icejax.cache.bases.retrieval import PAGE, Near, Pages, Retrieval
-from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.selection import Selection, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.hashes import Hashes, HashIndex
 from icejax.cache.protocol import Heads, View, check_dense_layers
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import EINSUM, Attended
 from icejax.ops.topk import best
 
@@ -23,7 +23,7 @@ LEAST = 1e-4  # what its code adds to the probability of a token, so that none w
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sampled(Found):
+class Sampled(Selection):
     """Tokens that were found by chance, and the mean that their keys were hashed around."""
 
     mean: jax.Array | None = None  # f32[B, K, H]
@@ -61,12 +61,12 @@ class MagicPIG(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("window", self.window, least=PAGE, most=2**20)
-        whole("budget", self.budget, least=self.sinks + self.window + 1)
-        whole("bits", self.bits, most=16)
-        whole("tables", self.tables, least=2, most=4096)
-        whole("seed", self.seed, least=0)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("window", self.window, least=PAGE, most=2**20)
+        integer("budget", self.budget, least=self.sinks + self.window + 1)
+        integer("bits", self.bits, most=16)
+        integer("tables", self.tables, least=2, most=4096)
+        integer("seed", self.seed, least=0)
         check_dense_layers(self.dense_layers)
 
     page_size = PAGE

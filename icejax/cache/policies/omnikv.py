@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.bases.retrieval import PAGE
-from icejax.cache.policies.follower import Follower
+from icejax.cache.policies.follower import PositionFollower
 from icejax.cache.policies.full import Full
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
 from icejax.cache.sizes import CacheSpec
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, masked_scores
 from icejax.ops.slots import joined
 from icejax.ops.topk import best
@@ -59,16 +59,16 @@ class OmniKV(Full):
     wait: int = 1
 
     def __post_init__(self) -> None:
-        whole("budget", self.budget)
-        whole("generated", self.generated, least=PAGE, most=2**20)
+        integer("budget", self.budget)
+        integer("generated", self.generated, least=PAGE, most=2**20)
         if self.first is not None:
-            whole("first", self.first, least=0, most=1024)
-        whole("wait", self.wait, least=0, most=1024)
-        whole("every", self.every, least=self.wait + 2, most=2048)
+            integer("first", self.first, least=0, most=1024)
+        integer("wait", self.wait, least=0, most=1024)
+        integer("every", self.every, least=self.wait + 2, most=2048)
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
         first = (2 if of >= 16 else 0) if self.first is None else self.first
-        follower, found = Follower(self.budget, self.generated), []
+        follower, found = PositionFollower(self.budget, self.generated), []
         for rank in range(len(full)):
             behind = (rank - first) % self.every
             dense = rank < first or 0 < behind <= self.wait

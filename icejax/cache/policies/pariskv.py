@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.retrieval import PAGE, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.signs import BLOCK, Signs, SignsIndex, estimated, patterns
 from icejax.cache.protocol import Heads, View, check_dense_layers
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.topk import best, largest, ranks
 
@@ -54,10 +54,10 @@ class ParisKV(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("window", self.window, least=PAGE, most=2**20)
-        whole("budget", self.budget, least=self.sinks + self.window + 1)
-        whole("seed", self.seed, least=0)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("window", self.window, least=PAGE, most=2**20)
+        integer("budget", self.budget, least=self.sinks + self.window + 1)
+        integer("seed", self.seed, least=0)
         check_dense_layers(self.dense_layers)
 
     page_size = PAGE
@@ -71,7 +71,7 @@ class ParisKV(Retrieval):
     def index(self) -> SignsIndex:
         return SignsIndex(PAGE, self.seed)
 
-    def find(self, heads: Heads, index: Signs, view: View) -> Found:
+    def find(self, heads: Heads, index: Signs, view: View) -> Selection:
         q = self.index.turned(heads.by_group().astype(jnp.float32).mean(2))
         there, wanted = slots_there(index.count, PAGE), self.num_fetched(index.count.shape[2])
         tokens = there.sum(-1, dtype=jnp.int32)
@@ -81,7 +81,7 @@ class ParisKV(Retrieval):
         candidates = there & largest(votes.astype(jnp.float32), room, most=there.shape[-1])
         worth = jnp.where(candidates, estimated(q, index), -jnp.inf)
         ids, _, (counts,) = best(worth, wanted, candidates.astype(jnp.int32))
-        return Found(ids, counts)
+        return Selection(ids, counts)
 
 
 def _shares(tokens: Int[Array, "B K"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from icejax.cache.bases.retrieval import PAGE, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
-from icejax.cache.index.product_codes import Codes, CodesIndex, approximate
+from icejax.cache.index.product_codes import ProductCodes, ProductCodesIndex, approximate
 from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.topk import best
 
 
@@ -52,13 +52,13 @@ class PQCache(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
+        integer("sinks", self.sinks, least=0, most=2**20)
         if self.window is not None:
-            whole("window", self.window, least=PAGE + 1, most=2**20)
-        whole("budget", self.budget, least=self.sinks + (self.window or PAGE + 1) + 1)
-        whole("parts", self.parts, most=1024)
-        whole("bits", self.bits, most=12)
-        whole("iterations", self.iterations, least=0, most=1000)
+            integer("window", self.window, least=PAGE + 1, most=2**20)
+        integer("budget", self.budget, least=self.sinks + (self.window or PAGE + 1) + 1)
+        integer("parts", self.parts, most=1024)
+        integer("bits", self.bits, most=12)
+        integer("iterations", self.iterations, least=0, most=1000)
         check_dense_layers(self.dense_layers)
 
     page_size = PAGE
@@ -75,14 +75,14 @@ class PQCache(Retrieval):
         return Window(self.sinks, window, PAGE)
 
     @property
-    def index(self) -> CodesIndex:
-        return CodesIndex(PAGE, self.parts, 2**self.bits, self.iterations)
+    def index(self) -> ProductCodesIndex:
+        return ProductCodesIndex(PAGE, self.parts, 2**self.bits, self.iterations)
 
-    def find(self, heads: Heads, index: Codes, view: View) -> Found:
+    def find(self, heads: Heads, index: ProductCodes, view: View) -> Selection:
         there = slots_there(index.count, PAGE)
         scores = heads.scoring(approximate(heads.by_group(), index))
         # A row without a token in pages has no weights that mean anything, and none that are looked at.
         weights = jax.nn.softmax(jnp.where(there[:, :, None], scores, -jnp.inf), axis=-1).sum(2)
         worth = jnp.where(there, weights, -jnp.inf)
         ids, _, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), there.astype(jnp.int32))
-        return Found(ids, counts)
+        return Selection(ids, counts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from icejax.cache.policies.snapkv import SnapKV
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("beta", self.beta, most=2**20)
+        integer("beta", self.beta, most=2**20)
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[SnapKV]:
         """Returns SnapKV with a budget of its own for every layer of full attention."""

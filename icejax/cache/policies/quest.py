@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.retrieval import Retrieval
-from icejax.cache.bases.selection import Found, of_query_heads
+from icejax.cache.bases.selection import Selection, of_query_heads
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import PageIndex
 from icejax.cache.protocol import Heads, View, check_dense_layers
 from icejax.cache.sizes import CacheSpec
-from icejax.checks.numbers import power_of_two, whole
+from icejax.checks.numbers import integer, power_of_two
 from icejax.ops.attention.dense import products
 from icejax.ops.topk import best
 
@@ -80,7 +80,7 @@ class Quest(Retrieval):
 
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, least=4, most=128)
-        whole("budget", self.budget, least=2 * self.page_size)
+        integer("budget", self.budget, least=2 * self.page_size)
         check_dense_layers(self.dense_layers)
 
     per_query_head = True
@@ -93,7 +93,7 @@ class Quest(Retrieval):
     def index(self) -> BoundsIndex:
         return BoundsIndex()
 
-    def find(self, heads: Heads, index: Bounds, view: View) -> Found:
+    def find(self, heads: Heads, index: Bounds, view: View) -> Selection:
         worth = bound(heads.by_group(), index)
         counts = jnp.broadcast_to(index.count[:, :, None], worth.shape)
         page_ids, which, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), counts)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from icejax.cache.bases.eviction import Eviction, Slots, last_queries
 from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring, masked_scores
 from icejax.ops.attention.recent_attention import observed
 from icejax.ops.pooling import shifted_mean
@@ -47,14 +47,14 @@ class ReSTKV(Eviction):
     scale: int = 2000
 
     def __post_init__(self) -> None:
-        whole("window", self.window, most=2**20)
-        whole("budget", self.budget, least=self.window + 1)
-        whole("kernel", self.kernel, most=1023)
+        integer("window", self.window, most=2**20)
+        integer("budget", self.budget, least=self.window + 1)
+        integer("kernel", self.kernel, most=1023)
         if self.kernel % 2 == 0:
             raise InputError(f"kernel must be an odd number, got {self.kernel}")
         number("alpha", self.alpha, least=0, most=1, above=True)
         number("tau", self.tau, least=0, most=16)
-        whole("scale", self.scale)
+        integer("scale", self.scale)
 
     on_top = True
 

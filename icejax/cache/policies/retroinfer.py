@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.cache.bases.retrieval import PAGE, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.base import slots_there
 from icejax.cache.index.clusters import Clusters, ClustersIndex
 from icejax.cache.protocol import Heads, View, check_dense_layers
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import EINSUM, Attended, products
 from icejax.ops.topk import best, largest
 
@@ -52,11 +52,11 @@ class RetroInfer(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("window", self.window, least=PAGE, most=2**20)
-        whole("budget", self.budget, least=self.sinks + self.window + 1)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("window", self.window, least=PAGE, most=2**20)
+        integer("budget", self.budget, least=self.sinks + self.window + 1)
         number("estimated", self.estimated, least=0, most=1)
-        whole("iterations", self.iterations, most=1000)
+        integer("iterations", self.iterations, most=1000)
         check_dense_layers(self.dense_layers)
 
     page_size = PAGE
@@ -70,7 +70,7 @@ class RetroInfer(Retrieval):
     def index(self) -> ClustersIndex:
         return ClustersIndex(PAGE, self.iterations)
 
-    def find(self, heads: Heads, index: Clusters, view: View) -> Found:
+    def find(self, heads: Heads, index: Clusters, view: View) -> Selection:
         scores = heads.scoring(products(heads.by_group().astype(jnp.float32), index.key.astype(jnp.float32)))
         scores = jnp.where(index.size[:, :, None] > 0, scores, -jnp.inf)
         wanted = self.num_fetched(index.count.shape[2])
@@ -85,7 +85,7 @@ class RetroInfer(Retrieval):
         total = weights.sum(-1, keepdims=True)
         means = (index.key if index.value is None else index.value)[..., : heads.v.shape[-1]].astype(jnp.float32)
         out = EINSUM("bkgp,bkph->bkgh", weights / jnp.maximum(total, 1e-30), means)
-        return Found(ids, counts, rest=Attended(out, (jnp.log(total) + highest)[..., 0]))
+        return Selection(ids, counts, rest=Attended(out, (jnp.log(total) + highest)[..., 0]))
 
     def _taken(
         self, scores: Float[Array, "B K G P"], index: Clusters, wanted: int

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.bases.eviction import Group, Slots
+from icejax.cache.bases.eviction import ScoreGroup, Slots
 from icejax.cache.policies.snapkv import Pooling, SnapKV
 from icejax.cache.protocol import Heads, Outcome, View
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, attend_with_lse
 from icejax.ops.slots import apart, joined
 from icejax.ops.topk import best
@@ -43,13 +43,13 @@ class RocketKV(SnapKV):
 
     kernel: int = 63
     pooling: Pooling = "max"
-    group: Group = "sum"
+    group: ScoreGroup = "sum"
     kept: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kept is not None:
-            whole("kept", self.kept, least=self.budget)
+            integer("kept", self.kept, least=self.budget)
 
     def most(self, kv_heads: int) -> int:
         return 8 * self.budget if self.kept is None else self.kept

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from icejax.cache.bases.retrieval import PagedState, Retrieval
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window
 from icejax.cache.index.mean_keys import LandmarkIndex, Landmarks, least_cosine
 from icejax.cache.protocol import Heads, Outcome, View, check_dense_layers
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import power_of_two, whole
+from icejax.checks.numbers import integer, power_of_two
 from icejax.ops.attention.dense import Attended, products
 from icejax.ops.low_rank import low_rank
 from icejax.ops.topk import best
@@ -53,11 +53,11 @@ class ShadowKV(Retrieval):
 
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, least=4, most=128)
-        whole("budget", self.budget)
-        whole("window", self.window, least=0, most=1024)
+        integer("budget", self.budget)
+        integer("window", self.window, least=0, most=1024)
         if self.outliers is not None:
-            whole("outliers", self.outliers, least=0, most=2**20)
-        whole("rank", self.rank)
+            integer("outliers", self.outliers, least=0, most=2**20)
+        integer("rank", self.rank)
         check_dense_layers(self.dense_layers)
         if self._selected < 1:
             least = (self.window + self._outliers + 2) * self.page_size
@@ -105,7 +105,7 @@ class ShadowKV(Retrieval):
         found = low_rank(plain, min(self.rank, kv_heads * size)).reshape(heads.k.shape)
         return view.turn(found, position).astype(heads.k.dtype)
 
-    def find(self, heads: Heads, index: Landmarks, view: View) -> Found:
+    def find(self, heads: Heads, index: Landmarks, view: View) -> Selection:
         free = (index.count > 0) & ~index.kept
         q, mean = heads.by_group().astype(jnp.float32), index.mean.astype(jnp.float32)
         scores = jnp.where(free[:, :, None], heads.scoring(products(q, mean)), -jnp.inf)
@@ -113,4 +113,4 @@ class ShadowKV(Retrieval):
         worth = jnp.where(free, jax.nn.softmax(scores, axis=-1).max(2), -jnp.inf)
         worth = jnp.where(index.kept, jnp.inf, worth)
         page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), index.count)
-        return Found(page_ids, counts)
+        return Selection(page_ids, counts)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from icejax.cache.bases.eviction import Eviction, Group, Slots, grouped, last_queries
+from icejax.cache.bases.eviction import Eviction, ScoreGroup, Slots, grouped, last_queries
 from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.attention.recent_attention import observed
 from icejax.ops.slots import apart
@@ -43,16 +43,16 @@ class SnapKV(Eviction):
     window: int = 32
     kernel: int = 5
     pooling: Pooling = "avg"
-    group: Group = "mean"
+    group: ScoreGroup = "mean"
 
     def __post_init__(self) -> None:
-        whole("window", self.window, most=2**20)
-        whole("budget", self.budget, least=self.window)
-        whole("kernel", self.kernel, most=1023)
+        integer("window", self.window, most=2**20)
+        integer("budget", self.budget, least=self.window)
+        integer("kernel", self.kernel, most=1023)
         if self.kernel % 2 == 0:
             raise InputError(f"kernel must be an odd number, got {self.kernel}")
         one_of("pooling", self.pooling, typing.get_args(Pooling))
-        one_of("group", self.group, typing.get_args(Group))
+        one_of("group", self.group, typing.get_args(ScoreGroup))
 
     on_top = True
 

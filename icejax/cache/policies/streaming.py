@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from icejax.cache.bases.eviction import Eviction, Slots
 from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import whole
+from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import apart, by_head, joined
 
@@ -35,8 +35,8 @@ class Streaming(Eviction):
     reassign: bool = True
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("budget", self.budget, least=self.sinks + 1)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("budget", self.budget, least=self.sinks + 1)
         if not isinstance(self.reassign, bool):
             raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
 

@@ -12,17 +12,17 @@ from icejax.cache.bases.channel_scaling import scaled
 from icejax.cache.bases.digest_pages import DigestPages, ScaledState
 from icejax.cache.bases.reranking import attend_best
 from icejax.cache.bases.retrieval import NOTHING, Near, PagedState, Pages
-from icejax.cache.bases.selection import Found
+from icejax.cache.bases.selection import Selection
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import Attended, attend_all
 from icejax.ops.slots import per_head
 
 COVERED = 1.48  # times the estimate are above the true error of 99% of the steps it was chosen on (bench/results/calibrate.md)
 TOLD_BY = 4  # last tokens of a prompt, whose true errors are known
-EVEN = 1e-6  # of weights that are no less even than rounding leaves them
+LEAST_UNEVENNESS = 1e-6  # of weights that are no less even than rounding leaves them
 
 
 @jax.tree_util.register_dataclass
@@ -64,9 +64,9 @@ class Tolerant(DigestPages):
         super().__post_init__()
         number("tolerance", self.tolerance, least=0, most=1e3, above=True)
         if self.max_budget is None:
-            whole("budget", self.budget, most=2**28)  # four times as much may be attended to
+            integer("budget", self.budget, most=2**28)  # four times as much may be attended to
         else:
-            whole("max_budget", self.max_budget, least=self.budget, most=2**30)
+            integer("max_budget", self.max_budget, least=self.budget, most=2**30)
 
     @property
     def largest_budget(self) -> int:
@@ -79,11 +79,11 @@ class Tolerant(DigestPages):
     def num_fetched(self, pages: int) -> int:
         return self.num_ranked(pages)
 
-    def find(self, heads: Heads, index: Digested, view: View) -> Found:
+    def find(self, heads: Heads, index: Digested, view: View) -> Selection:
         return self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
 
     def _attended(
-        self, heads: Heads, near: Near, pages: Pages, found: Found, budget: int | Int[Array, "B K"]
+        self, heads: Heads, near: Near, pages: Pages, found: Selection, budget: int | Int[Array, "B K"]
     ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
         return attend_best(heads, near, pages, found, budget, most=self.most_exact(self.largest_budget), tail=True)
 
@@ -117,7 +117,9 @@ class Tolerant(DigestPages):
         count = min(TOLD_BY, self.window_of.fill)  # all of them stand in the window
         true, told, norms = jax.lax.fori_loop(0, count, one, jnp.zeros((3, len(heads.new))))
         # Where nothing was left to estimates: as if values had nothing to do with keys, and no mean.
-        gain = jnp.where(told > EVEN / jnp.maximum(norms, EVEN), true / jnp.maximum(told, 1e-30), norms / count)
+        gain = jnp.where(
+            told > LEAST_UNEVENNESS / jnp.maximum(norms, LEAST_UNEVENNESS), true / jnp.maximum(told, 1e-30), norms / count
+        )
         return replace(outcome, state=replace(state, gain=gain))
 
     def _first(self, state: PagedState) -> int:
@@ -133,8 +135,8 @@ class Tolerant(DigestPages):
         return *heads.of_planes(planes), jnp.concatenate(tuple(masks), axis=2)
 
     def look(
-        self, state: EstimatedState, heads: Heads, near: Near, found: Found, view: View
-    ) -> tuple[Attended, Found, EstimatedState]:
+        self, state: EstimatedState, heads: Heads, near: Near, found: Selection, view: View
+    ) -> tuple[Attended, Selection, EstimatedState]:
         first = self._first(state)
         with jax.named_scope("select"):
             few = self.walked(heads, state.index, view, first)
@@ -165,7 +167,7 @@ class Tolerant(DigestPages):
             error = self._error(state, attended, uneven, whole).mean(1)
         return attended, whole, replace(state, weights=weights, fetched=fetched, error=error)
 
-    def _error(self, state: EstimatedState, attended: Attended, uneven: Float[Array, "B K G"], found: Found) -> jax.Array:
+    def _error(self, state: EstimatedState, attended: Attended, uneven: Float[Array, "B K G"], found: Selection) -> jax.Array:
         """Returns the estimated relative errors f32[B, K] of the KV heads."""
         return COVERED * state.gain[:, None] * _unevenness(attended, uneven, found).mean(2)
 
@@ -184,7 +186,7 @@ def _exact(heads: Heads, q: Float[Array, "B 1 N H"], seen: Int[Array, " B"]) -> 
     return attend_all(q, keys, values, mask, scoring=heads.scoring)[0]
 
 
-def _unevenness(attended: Attended, uneven: Float[Array, "B K G"], found: Found) -> Float[Array, "B K G"]:
+def _unevenness(attended: Attended, uneven: Float[Array, "B K G"], found: Selection) -> Float[Array, "B K G"]:
     """Returns how far weights of tokens not attended exactly are from those they count with, over the output's norm."""
     rest = jnp.exp(2 * (found.rest.lse - attended.lse)) * found.uneven
     return jnp.sqrt(uneven + rest) / jnp.maximum(jnp.linalg.norm(attended.out, axis=-1), 1e-30)

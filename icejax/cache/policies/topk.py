@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.bases.oracle import Ranked
+from icejax.cache.bases.oracle import TokenOracle
 from icejax.cache.protocol import check_dense_layers
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.ops.topk import largest
 
 Group = Literal["none", "sum"]
 
 
 @dataclass(frozen=True)
-class TopK(Ranked):
+class TopK(TokenOracle):
     """The exact top tokens: every query head attends to those of highest score.
 
     Attributes:
@@ -37,7 +37,7 @@ class TopK(Ranked):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("budget", self.budget)
+        integer("budget", self.budget)
         one_of("group", self.group, typing.get_args(Group))
         check_dense_layers(self.dense_layers)
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.bases.oracle import Ranked
+from icejax.cache.bases.oracle import TokenOracle
 from icejax.cache.protocol import check_dense_layers
-from icejax.checks.numbers import power_of_two, whole
+from icejax.checks.numbers import integer, power_of_two
 from icejax.ops.topk import largest
 
 
 @dataclass(frozen=True)
-class TopKPages(Ranked):
+class TopKPages(TokenOracle):
     """The exact top pages: a KV head attends to the pages in order of position that have most of its query heads' attention.
 
     Attributes:
@@ -33,7 +33,7 @@ class TopKPages(Ranked):
 
     def __post_init__(self) -> None:
         power_of_two("page_size", self.page_size, most=128)
-        whole("budget", self.budget, least=self.page_size)
+        integer("budget", self.budget, least=self.page_size)
         check_dense_layers(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R 1 S"]:

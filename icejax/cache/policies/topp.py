@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from icejax.cache.bases.oracle import Ranked
+from icejax.cache.bases.oracle import TokenOracle
 from icejax.cache.protocol import check_dense_layers
 from icejax.checks.numbers import number
 from icejax.ops.threshold import ordered, threshold
 
 
 @dataclass(frozen=True)
-class TopP(Ranked):
+class TopP(TokenOracle):
     """The exact top tokens up to a mass: every query head attends to the fewest that have so much of its attention.
 
     Attributes:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from icejax.cache.bases.eviction import Eviction, Slots, grouped, last_queries
 from icejax.cache.protocol import Heads, View
-from icejax.checks.numbers import one_of, whole
+from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.attention.recent_attention import observed
 from icejax.ops.slots import apart
@@ -39,7 +39,7 @@ class TOVA(Eviction):
     group: Agreed = "layer"
 
     def __post_init__(self) -> None:
-        whole("budget", self.budget)
+        integer("budget", self.budget)
         one_of("group", self.group, typing.get_args(Agreed))
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:

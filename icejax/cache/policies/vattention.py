@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.oracle import Oracle
 from icejax.cache.protocol import check_dense_layers
-from icejax.checks.numbers import number, whole
+from icejax.checks.numbers import integer, number
 from icejax.ops.topk import largest
 
 
@@ -53,15 +53,15 @@ class VAttention(Oracle):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        whole("sinks", self.sinks, least=0, most=2**20)
-        whole("window", self.window, most=2**20)
-        whole("budget", self.budget, least=self.sinks + self.window + 3)
+        integer("sinks", self.sinks, least=0, most=2**20)
+        integer("window", self.window, most=2**20)
+        integer("budget", self.budget, least=self.sinks + self.window + 3)
         if self.top is not None:
-            whole("top", self.top, most=self._left - 2)
+            integer("top", self.top, most=self._left - 2)
         number("base", self.base, least=0, most=1)
         number("epsilon", self.epsilon, least=0, most=1, above=True)
         number("delta", self.delta, least=0, most=0.49, above=True)
-        whole("seed", self.seed, least=0)
+        integer("seed", self.seed, least=0)
         check_dense_layers(self.dense_layers)
 
     @property

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from icejax.cache.pool.host_pool import EXTENT
 from icejax.checks.errors import InputError
 
-NOBODYS = 0  # where there are rows that do not need all: what is written where they have no extent goes here
+SCRATCH_EXTENT = 0  # where there are rows that do not need all: what is written where they have no extent goes here
 
 
 def extents_for(pages: int) -> int:
@@ -29,7 +29,7 @@ class Extents:
 
     def __init__(self, count: int, *, nobodys: bool = True) -> None:
         self._users = np.zeros(count, np.int64)
-        self._users[NOBODYS] = nobodys
+        self._users[SCRATCH_EXTENT] = nobodys
 
     @property
     def free(self) -> int:
@@ -44,22 +44,22 @@ class Extents:
         """
         if wanted.sum() > self.free:
             raise InputError(f"{wanted.sum()} extents of the pool are needed and {self.free} are free: use a larger pool")
-        table = np.full(wanted.shape, NOBODYS, np.int32)
+        table = np.full(wanted.shape, SCRATCH_EXTENT, np.int32)
         table[wanted] = np.flatnonzero(self._users == 0)[: wanted.sum()]
         self._users[table[wanted]] += 1
         return table
 
     def share(self, table: Int[np.ndarray, "*B X"]) -> None:
         """Counts one more row for every extent of a table; none of them is to be written any more."""
-        np.add.at(self._users, table[table != NOBODYS], 1)
+        np.add.at(self._users, table[table != SCRATCH_EXTENT], 1)
 
     def shared(self, table: Int[np.ndarray, "*B X"]) -> Bool[np.ndarray, "*B X"]:
         """Returns which extents of a table more than one row has."""
-        return (self._users[table] > 1) & (table != NOBODYS)
+        return (self._users[table] > 1) & (table != SCRATCH_EXTENT)
 
     def give_back(self, table: Int[np.ndarray, "*B X"]) -> None:
         """Counts one row less for every extent of a table."""
-        np.subtract.at(self._users, table[table != NOBODYS], 1)
+        np.subtract.at(self._users, table[table != SCRATCH_EXTENT], 1)
 
 
 def table_for(wanted: Bool[np.ndarray, "B X"]) -> tuple[int, Int[np.ndarray, "B X"]]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from icejax.cache.pool.page_format import bits_dtype, decode, encode
+from icejax.cache.pool.page_format import bits_dtype, decode_pages, encode_pages
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
 
@@ -131,7 +131,7 @@ class PoolLayer:
             rows = jnp.concatenate([rows + plane * height for plane in range(planes)])
             wanted = tuple(jnp.tile(x, planes) for x in wanted)
         planes_read = BACKENDS[self.backend](table, rows, *wanted)
-        return tuple(decode(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if several else planes_read))
+        return tuple(decode_pages(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if several else planes_read))
 
     def _places(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
         """Returns a table to read, and the row of every page, in its first plane where planes are apart."""
@@ -177,8 +177,8 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     )
     devices.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
     if platform == "cpu":  # an array over numpy's own memory could not be written in place later
-        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.on_host())()
-    return jax.device_put(np.zeros(shape, bits), devices.on_host())
+        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())()
+    return jax.device_put(np.zeros(shape, bits), devices.host_sharding())
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def write_pages(
         together: pages of a piece; divides `first`, M and 64.
     """
     count, layers, batch = pages.shape[:3]
-    bits = encode(pages, pool.dtype)
+    bits = encode_pages(pages, pool.dtype)
 
     def one(i: jax.Array, flat: jax.Array) -> jax.Array:
         start, row = i // (layers * batch) * together, i % batch

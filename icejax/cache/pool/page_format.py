@@ -24,13 +24,13 @@ def page_rows(page_size: int, dtype: str) -> int:
     return page_size + SCALE_ROWS if dtype == "int8" else page_size
 
 
-def stacked(planes: Sequence[Float[Array, "*P p _"]]) -> Float[Array, "*P planes p W"]:
+def stack_planes(planes: Sequence[Float[Array, "*P p _"]]) -> Float[Array, "*P planes p W"]:
     """Returns the planes of pages, those that are narrower than another filled up with zeros."""
     width = max(x.shape[-1] for x in planes)
     return jnp.stack([jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in planes], axis=-3)
 
 
-def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
+def encode_pages(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
     """Returns pages as they stand in a pool of dtype `bits`.
 
     A pool of bytes holds symmetric int8: a channel's scale is that of its largest number in the page.
@@ -42,7 +42,7 @@ def encode(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P row
     return jnp.concatenate([lax.bitcast_convert_type(codes, jnp.uint8), scale], axis=-2)
 
 
-def decode(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]:
+def decode_pages(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]:
     """Returns the pages that `encode` was given, exactly, or to half a 127th of a channel's largest number in the page."""
     if bits.dtype != jnp.uint8:
         return lax.bitcast_convert_type(bits, dtype)

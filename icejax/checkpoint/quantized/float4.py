@@ -9,13 +9,13 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from icejax.checkpoint.quantized.layouts import Codes, Layout, Part, Shape, nibbles
+from icejax.checkpoint.quantized.layouts import Layout, Part, QuantizedMatrix, Shape, nibbles
 
 FLOAT4, EXPONENTS = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # a number of e2m1, by its bits
 
 
-def doubled(matrix: Codes) -> Codes:
+def doubled(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Returns a matrix of e2m1 as int8, its numbers doubled, as `ops.quantized.products.Grouped` needs it; another as it is."""
     if matrix.codes.dtype != FLOAT4:
         return matrix
@@ -37,13 +37,13 @@ class Float4(Layout):
         whole = {name: Part(("F32",), ((1,), ()), name[0] == "w") for name in ("weight_global_scale", "input_global_scale")}
         return {"weight_packed": Part(("U8",), ((shape[0], -(-shape[1] // 2)),))} | scales | ({} if self.powers else whole)
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         scale = parts["weight_scale"]
         if self.powers:
             scale = self.scale(scale.view(EXPONENTS), shape)
         else:
             scale = self.scale(scale, shape) / parts["weight_global_scale"].reshape(())
-        return Codes(_codes(parts["weight_packed"])[:, : shape[1]], scale, None)
+        return QuantizedMatrix(_codes(parts["weight_packed"])[:, : shape[1]], scale, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Mxfp4(Layout):
         grid = (shape[0], *self.grid(shape[:0:-1]))
         return {"blocks": Part(("U8",), ((*grid, 16),)), "scales": Part(("U8",), (grid,))}
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         shape = shape[::-1]
         codes = _codes(parts["blocks"].reshape(shape[0], -1))[:, : shape[1]]
-        return Codes(codes, self.scale(parts["scales"].view(EXPONENTS), shape), None)
+        return QuantizedMatrix(codes, self.scale(parts["scales"].view(EXPONENTS), shape), None)
 
 
 def _codes(packed: np.ndarray) -> np.ndarray:

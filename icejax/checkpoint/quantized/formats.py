@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from icejax.checkpoint.quantized.float4 import Float4, Mxfp4
-from icejax.checkpoint.quantized.layouts import FLOATS, Awq, Codes, Gptq, Layout, Packed, Part, Plain, Shape
+from icejax.checkpoint.quantized.layouts import FLOATS, Awq, Gptq, Layout, Packed, Part, Plain, QuantizedMatrix, Shape
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
@@ -71,7 +71,7 @@ class Source:
     layout: Layout | None = None
     method: Method | None = None
 
-    def read(self, tensors: dict[str, np.ndarray], *, expert: int | None = None) -> np.ndarray | Codes:
+    def read(self, tensors: dict[str, np.ndarray], *, expert: int | None = None) -> np.ndarray | QuantizedMatrix:
         """Returns the parameter, or that of one `expert` of those that stand in it, from its tensors, as stored or as codes.
 
         InputError if these are not sound.
@@ -278,7 +278,7 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
 def _group(fields: Fields, name: str, *, default: int) -> int | None:
     """Returns a group size; None for -1, all columns."""
     size = fields.whole(name, least=-1, default=default)
-    return None if size == -1 else numbers.whole(f"{fields.source}: {name!r}", size)
+    return None if size == -1 else numbers.integer(f"{fields.source}: {name!r}", size)
 
 
 def _block(fields: Fields, name: str, *, default: Any) -> Any:
@@ -288,5 +288,5 @@ def _block(fields: Fields, name: str, *, default: Any) -> Any:
         return default
     if len(found) != 2:
         raise InputError(f"{fields.source}: {name!r} must be rows and columns, got {quoted(found)}")
-    rows, columns = (numbers.whole(f"{fields.source}: {name!r}", size) for size in found)
+    rows, columns = (numbers.integer(f"{fields.source}: {name!r}", size) for size in found)
     return rows, columns

@@ -41,7 +41,7 @@ class Part:
         return []
 
 
-class Codes(NamedTuple):
+class QuantizedMatrix(NamedTuple):
     """A matrix [O, I] whose rows are cut into G groups of equal size, or several: a weight is (its code - zero) times scale.
 
     Attributes:
@@ -91,7 +91,7 @@ class Layout(abc.ABC):
         """Returns the tensors of a matrix of `shape`, by what their names have behind the prefix."""
 
     @abc.abstractmethod
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         """Returns the matrix from its tensors; InputError for what their shapes do not tell."""
 
     def about(self, shape: Shape) -> dict[str, tuple[Shape, str]]:
@@ -141,12 +141,12 @@ class Plain(Layout):
             unused["weight_zero_point"] = Part(("I8",), self.flat(shape), needed=False)
         return {"weight": Part((self.dtype,), (shape,)), self.scale_name: Part(FLOATS, self.flat(shape))} | unused
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         zero = parts.get("weight_zero_point")
         scale = self.scale(parts[self.scale_name], shape)
-        return Codes(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
+        return QuantizedMatrix(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
 
-    def stored(self, matrix: Codes) -> dict[str, np.ndarray]:
+    def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
         """Returns the tensors of symmetric codes, with scales of bf16."""
         return {"weight": matrix.codes, self.scale_name: matrix.scale.astype(ml_dtypes.bfloat16)}
 
@@ -174,7 +174,7 @@ class Packed(Layout):
             "weight_shape": Part(("I64", "I32"), ((2,),)),
         }
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         if tuple(stored := parts["weight_shape"].tolist()) != shape:
             raise InputError(f"weight_shape says {stored}, expected {list(shape)}")
         codes = _signed(unpack(parts["weight_packed"], self.bits)[:, : shape[1]], self.bits)
@@ -182,9 +182,9 @@ class Packed(Layout):
         if zero is not None:
             stored = unpack(zero.T, self.bits)[:, : self.grid(shape)[0]].T
             zero = self.spread(_signed(stored, self.bits), shape)
-        return Codes(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
+        return QuantizedMatrix(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
 
-    def stored(self, matrix: Codes) -> dict[str, np.ndarray]:
+    def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
         """Returns the tensors of symmetric codes, with scales of bf16."""
         return {
             "weight_packed": pack(matrix.codes.view(np.uint8) + np.uint8(2 ** (self.bits - 1)), self.bits),
@@ -205,13 +205,13 @@ class Awq(Layout):
             "scales": Part(FLOATS, ((groups, shape[0]),)),
         }
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         def nibbles(words: np.ndarray) -> np.ndarray:
             eights = unpack(words, 4).reshape(*words.shape, 8)[..., AWQ_ORDER]
             return np.ascontiguousarray(_signed(eights.reshape(len(words), -1)[:, : shape[0]], 4).T)
 
         zero = self.spread(nibbles(parts["qzeros"]), shape)
-        return Codes(nibbles(parts["qweight"]), self.scale(parts["scales"].T, shape), zero, bits=4)
+        return QuantizedMatrix(nibbles(parts["qweight"]), self.scale(parts["scales"].T, shape), zero, bits=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class Gptq(Layout):
             "bias": Part(FLOATS, ((rows,),), needed=False),  # AutoGPTQ wrote one of zeros where there is none
         }
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> Codes:
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         if not np.array_equal(parts["g_idx"], np.arange(shape[1]) // (self.block[1] or shape[1])):
             raise InputError("g_idx is not in order (act-order is not supported)")
         if "bias" in parts and parts["bias"].any():
@@ -245,7 +245,7 @@ class Gptq(Layout):
         codes = _signed(unpack(parts["qweight"].T, self.bits)[:, : shape[1]], self.bits)
         zero = unpack(parts["qzeros"], self.bits)[:, : shape[0]].T + np.uint8(self.less)
         zero = _signed(zero & np.uint8(2**self.bits - 1), self.bits)
-        return Codes(codes, self.scale(parts["scales"].T, shape), self.spread(zero, shape), self.bits)
+        return QuantizedMatrix(codes, self.scale(parts["scales"].T, shape), self.spread(zero, shape), self.bits)
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:

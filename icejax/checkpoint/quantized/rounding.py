@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.checkpoint.quantized.layouts import Codes
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.ops.quantized.rounding import quantize
 
 
@@ -45,11 +45,11 @@ class Method(NamedTuple):
             ignore=["lm_head", "re:.*gate$"],
         )
 
-    def rounded(self, matrix: np.ndarray) -> Codes:
+    def rounded(self, matrix: np.ndarray) -> QuantizedMatrix:
         """Returns the codes of a matrix; scales are bf16 numbers, as they stand in a folder."""
         # Of a copy, or on a CPU JAX would hold the matrix longer than is needed.
         codes, scale = _rounded(jnp.array(matrix), dtype=self.dtype, group=self.group)
-        return Codes(np.asarray(codes), np.asarray(scale, np.float32), None, 4 if self.dtype == "int4" else 8)
+        return QuantizedMatrix(np.asarray(codes), np.asarray(scale, np.float32), None, 4 if self.dtype == "int4" else 8)
 
 
 METHODS = {

@@ -104,7 +104,9 @@ def _full(fields: Fields, types: tuple[str, ...], near: dict[str, int], alone: b
             "config.json: 'per_layer_config' must give layers of full attention alike head_dim and num_key_value_heads, "
             f"got {quoted(by_layer)}"
         )
-    own = {name: numbers.whole(f"config.json, per_layer_config: {name!r}", x, least=1, most=2**14) for name, x in first.items()}
+    own = {
+        name: numbers.integer(f"config.json, per_layer_config: {name!r}", x, least=1, most=2**14) for name, x in first.items()
+    }
     return near | own
 
 

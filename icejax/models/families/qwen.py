@@ -79,7 +79,7 @@ def _read(
 def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
     """Returns the experts, and which layers have none: those named, and all but every `decoder_sparse_step`th."""
     given = fields.take("mlp_only_layers", list, default=[])
-    named = {numbers.whole(f"{fields.source}: 'mlp_only_layers'", each, least=0, most=layers - 1) for each in given}
+    named = {numbers.integer(f"{fields.source}: 'mlp_only_layers'", each, least=0, most=layers - 1) for each in given}
     step = fields.whole("decoder_sparse_step", default=1)
     found = experts(
         fields,

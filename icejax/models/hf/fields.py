@@ -38,7 +38,7 @@ class Fields:
     def whole(self, name: str, *, least: int = 1, most: int = numbers.LARGEST, default: Any = ...) -> Any:
         """Returns the field `name`, a whole number from `least` to `most`; else as `take`."""
         value = self._value(name, default)
-        return value if value is default else numbers.whole(f"{self.source}: {name!r}", value, least=least, most=most)
+        return value if value is default else numbers.integer(f"{self.source}: {name!r}", value, least=least, most=most)
 
     def number(self, name: str, *, least: float, most: float, above: bool = False, default: Any = ...) -> Any:
         """Returns the field `name`, a number from `least` to `most`, or `above` the least; else as `take`."""
@@ -53,7 +53,7 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         if len(ids) > MOST_EOS:
             raise InputError(f"{self.source}: {name!r} must be a token id or at most {MOST_EOS} of them, got {len(ids)}")
-        return tuple(numbers.whole(f"{self.source}: {name!r}", each, least=0) for each in ids)
+        return tuple(numbers.integer(f"{self.source}: {name!r}", each, least=0) for each in ids)
 
     def _value(self, name: str, default: Any) -> Any:
         self.taken.add(name)

@@ -125,7 +125,7 @@ def rope(
     if kind == "proportional":
         given = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
     if kind == "longrope":
-        numbers.whole(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
+        numbers.integer(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         given = dict(
             attention_factor=form.number("attention_factor", **SCALE, default=attention),

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, ModelConfig, Routing
 from icejax.models.parts.linear import norm_of, normalised
-from icejax.ops.experts.mixture import Stack, mixed
-from icejax.ops.experts.offloaded_experts import Hosted
+from icejax.ops.experts.mixture import ExpertWeights, mix_experts
+from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product
 from icejax.ops.topk import best
 
@@ -77,17 +77,19 @@ class ExpertStack(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
         biases = (part.bias[...] for part in self._parts if self.form.biased)
-        return mixed(x, Stack(*(part.weight.get_value() for part in self._parts), *biases), ids, weights, form=self.form)
+        return mix_experts(
+            x, ExpertWeights(*(part.weight.get_value() for part in self._parts), *biases), ids, weights, form=self.form
+        )
 
     @property
     def _parts(self) -> tuple[Matrices, ...]:
         return self.gate_proj, self.up_proj, self.down_proj
 
     @property
-    def hosted(self) -> Hosted | None:
+    def hosted(self) -> OffloadedExperts | None:
         """The first matrices, if they are in host memory."""
         found = self.gate_proj.weight.get_value()
-        return found if isinstance(found, Hosted) else None
+        return found if isinstance(found, OffloadedExperts) else None
 
     @property
     def bytes_from_host(self) -> int:

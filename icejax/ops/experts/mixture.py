@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from icejax.config import ExpertForm
 from icejax.ops.activations import gated
 from icejax.ops.attention.dense import EINSUM
-from icejax.ops.experts.offloaded_experts import Hosted, is_hosted
+from icejax.ops.experts.offloaded_experts import OffloadedExperts, is_offloaded
 from icejax.ops.quantized.products import Grouped, product
 from icejax.ops.topk import inverse, ranks
 
@@ -27,29 +27,34 @@ PLAIN = ExpertForm()
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # rows of a product with one expert
 
 
-class Stack(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of all experts, or their codes in the same place, and what is added to products; None: nothing.
 
     All three matrices of an expert are in host memory, or none is.
     """
 
-    gate: jax.Array | Grouped | Hosted  # dtype[E, F, D]
-    up: jax.Array | Grouped | Hosted  # dtype[E, F, D]
-    down: jax.Array | Grouped | Hosted  # dtype[E, D, F]
+    gate: jax.Array | Grouped | OffloadedExperts  # dtype[E, F, D]
+    up: jax.Array | Grouped | OffloadedExperts  # dtype[E, F, D]
+    down: jax.Array | Grouped | OffloadedExperts  # dtype[E, D, F]
     gate_bias: jax.Array | None = None  # dtype[E, F]
     up_bias: jax.Array | None = None  # dtype[E, F]
     down_bias: jax.Array | None = None  # dtype[E, D]
 
 
-def mixed(
-    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], weights: Float[Array, "T k"], *, form: ExpertForm = PLAIN
+def mix_experts(
+    x: Float[Array, "T D"],
+    experts: ExpertWeights,
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    *,
+    form: ExpertForm = PLAIN,
 ) -> Float[Array, "T D"]:
     """Returns the sum of what the experts `ids` make of each token, times their fp32 `weights`, in the dtype of `x`."""
-    parts = (_in_two if is_hosted(experts.gate) else _in_one)(x, experts, ids, form)
+    parts = (_in_two if is_offloaded(experts.gate) else _in_one)(x, experts, ids, form)
     return (parts.astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
 
 
-def _in_one(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> jax.Array:
+def _in_one(x: jax.Array, experts: ExpertWeights, ids: jax.Array, form: ExpertForm) -> jax.Array:
     """Returns what each expert makes of its token, in the form that is best for so many."""
     few, one, blocks, every = (functools.partial(each, form=form) for each in (by_sum, one_by_one, in_blocks, by_all))
     if not isinstance(experts.gate, Grouped) and len(x) <= MANY and ids.size > len(experts.gate):
@@ -59,7 +64,7 @@ def _in_one(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> j
     return lax.platform_dependent(x, experts, ids, cuda=few, rocm=few, default=one)
 
 
-def _in_two(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> jax.Array:
+def _in_two(x: jax.Array, experts: ExpertWeights, ids: jax.Array, form: ExpertForm) -> jax.Array:
     """Returns `_in_one` of experts in host memory: what those on the device make, and what those that come from the host do.
 
     Both make something of every token, and one of it is taken: side by side in one array the resident ones would be copied.
@@ -71,8 +76,8 @@ def _in_two(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> j
         asked = jnp.arange(len(lead.slot), dtype=jnp.int32)
         wanted, place = (lead.first(ids) < ids.size) & (lead.slot < 0), ids
 
-    def stack(kept: list[jax.Array | Grouped], numbers: jax.Array) -> Stack:
-        return Stack(*kept, *(None if x is None else x[numbers] for x in biases))
+    def stack(kept: list[jax.Array | Grouped], numbers: jax.Array) -> ExpertWeights:
+        return ExpertWeights(*kept, *(None if x is None else x[numbers] for x in biases))
 
     with jax.named_scope("fetch"):
         come = stack([x.fetched(asked, wanted) for x in matrices], asked)
@@ -82,7 +87,7 @@ def _in_two(x: jax.Array, experts: Stack, ids: jax.Array, form: ExpertForm) -> j
 
 
 def by_sum(
-    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+    x: Float[Array, "T D"], experts: ExpertWeights, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, in a kernel a matrix: a GPU reads in it what it multiplies."""
 
@@ -99,7 +104,7 @@ def by_sum(
 
 
 def one_by_one(
-    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+    x: Float[Array, "T D"], experts: ExpertWeights, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, a pair after the other."""
     pairs = jnp.repeat(x, ids.shape[1], axis=0)[:, None, :], ids.reshape(-1)
@@ -107,7 +112,7 @@ def one_by_one(
 
 
 def by_all(
-    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+    x: Float[Array, "T D"], experts: ExpertWeights, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token, of what all make of all: each is read once, in a product a matrix."""
 
@@ -119,7 +124,7 @@ def by_all(
 
 
 def in_blocks(
-    x: Float[Array, "T D"], experts: Stack, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
+    x: Float[Array, "T D"], experts: ExpertWeights, ids: Int[Array, "T k"], *, form: ExpertForm = PLAIN
 ) -> Float[Array, "T k D"]:
     """Returns what each expert makes of its token: each has blocks of pairs to itself, which stand in its order."""
     count, pairs = len(jax.tree.leaves(experts)[0]), ids.size
@@ -141,7 +146,7 @@ def in_blocks(
     return out[place].reshape(*ids.shape, -1)
 
 
-def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
+def _expert(experts: ExpertWeights, index: jax.Array, x: jax.Array, form: ExpertForm) -> jax.Array:
     own = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, index, keepdims=False), experts)
 
     def made(rows: jax.Array, matrix: jax.Array | Grouped, bias: jax.Array | None) -> jax.Array:
@@ -151,7 +156,7 @@ def _expert(experts: Stack, index: jax.Array, x: jax.Array, form: ExpertForm) ->
     return _through(own, x, made, form)
 
 
-def _through(experts: Stack, x: jax.Array, made: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
+def _through(experts: ExpertWeights, x: jax.Array, made: Callable[..., jax.Array], form: ExpertForm) -> jax.Array:
     """Returns what comes of `x`, where `made` multiplies by one of the matrices and adds its bias."""
     gate, up = made(x, experts.gate, experts.gate_bias), made(x, experts.up, experts.up_bias)
     return made(gated(gate, up, form=form).astype(x.dtype), experts.down, experts.down_bias).astype(x.dtype)

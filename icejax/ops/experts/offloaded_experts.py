@@ -23,7 +23,7 @@ Matrices = jax.Array | Grouped  # dtype[E, O, I], or codes in their place
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Hosted:
+class OffloadedExperts:
     """The same matrix of every expert, or codes in its place: all in host memory, R of them on the device.
 
     Attributes:
@@ -69,20 +69,22 @@ class Hosted:
 
     def whole(self) -> Matrices:
         """Returns the matrices, or codes, of all experts, on the device."""
-        return _every(jax.device_put(self.table, devices.on_device()), self.resident, count=len(self.slot))
+        return _every(jax.device_put(self.table, devices.device_sharding()), self.resident, count=len(self.slot))
 
-    def settled(self, whole: Matrices, taken: Int[Array, " E"]) -> Hosted:
+    def settled(self, whole: Matrices, taken: Int[Array, " E"]) -> OffloadedExperts:
         """Returns the same with those experts on the device that are taken most often; `whole`: all of them."""
         resident, slot = _chosen(whole, taken, count=len(jax.tree.leaves(self.resident)[0]))
         return replace(self, resident=resident, slot=slot)
 
 
-def hosted(matrices: Matrices, *, resident: int, read: Callable) -> Hosted:
+def offload(matrices: Matrices, *, resident: int, read: Callable) -> OffloadedExperts:
     """Returns matrices of experts, or codes, in host memory, with the first `resident` of them on the device."""
     none = jnp.zeros(len(jax.tree.leaves(matrices)[0]), jnp.int32)
-    table = jax.device_put(packed(matrices), devices.on_host())
+    table = jax.device_put(packed(matrices), devices.host_sharding())
     # Bound to the device, as those are that are chosen later, or a step is compiled twice.
-    return Hosted(table, *jax.device_put(_chosen(matrices, none, count=resident), devices.on_device()), None, read)
+    return OffloadedExperts(
+        table, *jax.device_put(_chosen(matrices, none, count=resident), devices.device_sharding()), None, read
+    )
 
 
 def table_bytes(matrices: Matrices) -> int:
@@ -91,19 +93,19 @@ def table_bytes(matrices: Matrices) -> int:
     return table.size * table.dtype.itemsize
 
 
-def is_hosted(x: Any) -> bool:
+def is_offloaded(x: Any) -> bool:
     """Says whether a leaf of a model is matrices in host memory."""
-    return isinstance(x, Hosted)
+    return isinstance(x, OffloadedExperts)
 
 
-def on_device(tree: Any) -> Any:
+def with_experts_on_device(tree: Any) -> Any:
     """Returns a model, or a part of one, with all matrices on the device; as it is, if none is in host memory."""
-    return jax.tree.map(lambda x: x.whole() if is_hosted(x) else x, tree, is_leaf=is_hosted)
+    return jax.tree.map(lambda x: x.whole() if is_offloaded(x) else x, tree, is_leaf=is_offloaded)
 
 
-def serving(tree: Any, live: Bool[Array, " T"]) -> Any:
+def with_live_tokens(tree: Any, live: Bool[Array, " T"]) -> Any:
     """Returns the weights of a model for tokens of which some are not live."""
-    return jax.tree.map(lambda x: replace(x, live=live) if is_hosted(x) else x, tree, is_leaf=is_hosted)
+    return jax.tree.map(lambda x: replace(x, live=live) if is_offloaded(x) else x, tree, is_leaf=is_offloaded)
 
 
 @jax.jit

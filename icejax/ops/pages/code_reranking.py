@@ -15,7 +15,7 @@ from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best
 
 
-class Looked(NamedTuple):
+class RerankedTokens(NamedTuple):
     """What a second look found.
 
     Attributes:
@@ -29,7 +29,7 @@ class Looked(NamedTuple):
     rest: Attended
 
 
-def second_look(
+def rerank_by_codes(
     q: Float[Array, "R G H"],
     keys: Float[Array, "R P p H"],
     pages: Digests,
@@ -40,7 +40,7 @@ def second_look(
     wanted: int,
     whole: bool = False,
     guess: Float[Array, "R G H"] | None = None,
-) -> Looked:
+) -> RerankedTokens:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and what all others contribute.
 
     Others weigh what their keys say; their values are the mean of their page's and what keys tell of values.
@@ -68,7 +68,7 @@ def second_look(
     weights, others, base = _weights(jnp.where(taken[:, None], -jnp.inf, scores), rest.lse)
     out = attend_tail(weights, keys, slots, pages, from_keys)
     out = out[..., : rest.out.shape[-1]] + others[..., None] * rest.out  # values may be the first channels of keys
-    return Looked(found, counts, Attended(out, base))
+    return RerankedTokens(found, counts, Attended(out, base))
 
 
 def _weights(scores: Float[Array, "R G S"], lse: Float[Array, "R G"]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -32,13 +32,13 @@ class KeyCodes:
     step: jax.Array  # dtype[B, K, P, H]
 
 
-def empty(shape: tuple[int, int, int], page_size: int, size: int, bits: int, dtype: str) -> KeyCodes:
+def empty_codes(shape: tuple[int, int, int], page_size: int, size: int, bits: int, dtype: str) -> KeyCodes:
     """Returns the codes of pages [B, K, P] without a token, of keys of `size` channels."""
     nothing = jnp.zeros((*shape, size), dtype)
     return KeyCodes(jnp.zeros((*shape, page_size * _bytes(size, bits)), jnp.uint8), nothing, nothing)
 
 
-def encode(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int) -> KeyCodes:
+def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int) -> KeyCodes:
     """Returns the codes of pages, with `low` and `step` in the dtype of `k`; slots outside `mask` are not read."""
 
     def page(x: tuple[jax.Array, jax.Array]) -> KeyCodes:
@@ -55,7 +55,7 @@ def encode(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int
     return jax.tree.map(lambda x: x.transpose(1, 2, 0, 3), by_page)
 
 
-def decode(codes: KeyCodes, page_size: int, bits: int) -> Float[Array, "B K P p H"]:
+def decode_keys(codes: KeyCodes, page_size: int, bits: int) -> Float[Array, "B K P p H"]:
     """Returns about what the keys are, in the dtype of `low`."""
     size = codes.low.shape[-1]
     packed = codes.codes.reshape(*codes.codes.shape[:3], page_size, -1)

@@ -16,7 +16,7 @@ from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best
 
 
-class Ranked(NamedTuple):
+class RankedTokens(NamedTuple):
     """What the keys of pages tell of a query's attention before any value is known.
 
     Attributes:
@@ -42,7 +42,7 @@ class Ranked(NamedTuple):
         return Attended(out + self.rest, self.lse)
 
 
-def ranked(
+def rank_tokens(
     q: Float[Array, "R G H"],
     resident: tuple[Float[Array, "R S H"], Bool[Array, "R S"]],
     keys: Float[Array, "R P p H"],
@@ -53,7 +53,7 @@ def ranked(
     scoring: Scoring,
     room: Int[Array, " R"],
     most: int,
-) -> Ranked:
+) -> RankedTokens:
     """Returns the `room` slots of pages with the largest softmax weights, summed over query heads, and what others contribute.
 
     Others weigh what their keys say; their values are the mean of their page's and what keys tell of values.
@@ -81,4 +81,4 @@ def ranked(
     out = attend_tail(jnp.where(taken[:, None], 0.0, paged), keys, slots, pages, from_keys)
     out += beyond[..., None] * rest[0]
     own, weights, out = (x / total[..., None] for x in (own, weights, out))
-    return Ranked(found, there, own, weights, out, jnp.log(total) + highest)
+    return RankedTokens(found, there, own, weights, out, jnp.log(total) + highest)

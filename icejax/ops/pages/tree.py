@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from icejax.ops.pages.digests import Digests, merge, put
 
 FAN_OUT = 8  # pages of a node, nodes of a node above
-EVEN = 64  # the highest level has whole 64s of nodes: XLA:GPU then fuses what it joins of them into the products
+TOP_MULTIPLE = 64  # the highest level has whole 64s of nodes: XLA:GPU then fuses what it joins of them into the products
 TOP = 2304  # nodes of the highest level, all of which are scored: 32,768 tokens and 4,096 new ones
 
 
@@ -37,8 +37,8 @@ def build(pages: Digests) -> tuple[Digests, ...]:
     for _ in range(num_levels(pages.count.shape[-1])):
         levels[-1] = _padded(levels[-1], FAN_OUT)  # here once, so that no step pads
         levels.append(merge(families(levels[-1])))
-    many = levels[-1].count.shape[-1] > 8 * EVEN  # few cost little, and would become far more
-    return (*levels[:-1], _padded(levels[-1], EVEN)) if many else tuple(levels)
+    many = levels[-1].count.shape[-1] > 8 * TOP_MULTIPLE  # few cost little, and would become far more
+    return (*levels[:-1], _padded(levels[-1], TOP_MULTIPLE)) if many else tuple(levels)
 
 
 def lineage(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:

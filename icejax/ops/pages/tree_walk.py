@@ -19,9 +19,9 @@ from icejax.ops.pages.digests import Digests, Score, Scores, score, weighted
 from icejax.ops.pages.key_scatter import Along, along
 from icejax.ops.pages.tree import FAN_OUT, families
 from icejax.ops.pages.value_fit import FromKeys
-from icejax.ops.topk import best, chosen
+from icejax.ops.topk import best, mask_of
 
-Group = Literal["sum", "max", "interleave"]
+PageGroup = Literal["sum", "max", "interleave"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class WalkRules:
     selected: int
     tail: bool = True
     score: Score = "second-order"
-    group: Group = "sum"
+    group: PageGroup = "sum"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Selection:
+class WalkResult:
     """What a walk found.
 
     Attributes:
@@ -108,7 +108,7 @@ def walk(
     guess: Float[Array, "B K G H"] | None = None,
     path: tuple[jax.Array, ...] | None = None,
     from_keys: FromKeys | None = None,
-) -> Selection:
+) -> WalkResult:
     """Returns the pages of highest score, and what the rest contributes.
 
     From the highest level down, the best nodes of a level are opened and the others go to the tail; of the pages that come to
@@ -140,9 +140,9 @@ def walk(
     if not rules.tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
-        return Selection(page_ids, found.counts, jnp.zeros((*q.shape[:3], size)), empty, jnp.zeros_like(empty), tuple(visited))
+        return WalkResult(page_ids, found.counts, jnp.zeros((*q.shape[:3], size)), empty, jnp.zeros_like(empty), tuple(visited))
     out, lse = tail_of(rest, along_q, from_keys)
-    return Selection(page_ids, found.counts, out, lse, uneven_of(rest, lse), tuple(visited))
+    return WalkResult(page_ids, found.counts, out, lse, uneven_of(rest, lse), tuple(visited))
 
 
 def _choose(
@@ -161,7 +161,7 @@ def _choose(
 def _follow(indices: Int[Array, "B K M"], candidates: Digests, ids: Int[Array, "B K P"]) -> _Found:
     """Returns the candidates that another walk chose."""
     counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
-    return _Found(indices, counts, nodes, chosen(indices, candidates.count.shape[-1]))
+    return _Found(indices, counts, nodes, mask_of(indices, candidates.count.shape[-1]))
 
 
 def _open(below: Digests, found: _Found) -> tuple[Digests, Int[Array, "B K P"]]:
@@ -207,7 +207,7 @@ def uneven_of(rest: list[tuple[Scores, Digests]], lse: Float[Array, "B K G"]) ->
     return uneven
 
 
-def _worth(scores: Float[Array, "B K G P"], group: Group, wanted: int) -> Float[Array, "B K P"]:
+def _worth(scores: Float[Array, "B K G P"], group: PageGroup, wanted: int) -> Float[Array, "B K P"]:
     """Returns what nodes are worth to a KV head, of which `wanted` are to be chosen; safe where all are empty."""
     if group == "interleave":
         batch, heads, size, nodes = scores.shape

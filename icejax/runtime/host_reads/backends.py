@@ -14,17 +14,17 @@ from jax.experimental import compute_on as compute_on_module
 
 from icejax.runtime.devices import DEVICE, HOST
 
-Pages = tuple[jax.Array, ...]  # uint[n, rows, W] for every plane
+PagePlanes = tuple[jax.Array, ...]  # uint[n, rows, W] for every plane
 # Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
 STARTED = 16  # copies that XLA:TPU starts before it awaits the first
 MOST_LOADED = 4096  # elements that a GPU program holds in registers at once
 
 
-def _by_plane(read: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], Pages]:
+def _by_plane(read: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], PagePlanes]:
     """Returns a way of reading pages from one of reading rows of a table uint[R planes, rows, W]."""
 
-    def every(table: jax.Array, pages: jax.Array) -> Pages:
+    def every(table: jax.Array, pages: jax.Array) -> PagePlanes:
         planes, flat = table.shape[1], table.reshape(-1, *table.shape[2:])
         return tuple(read(flat, planes * pages + plane) for plane in range(planes))
 
@@ -52,15 +52,15 @@ def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
     return run(table, jax.device_put(rows[:, None], HOST))
 
 
-def _slices(table: jax.Array, pages: jax.Array) -> Pages:
-    def one(_: None, page: jax.Array) -> tuple[None, Pages]:
+def _slices(table: jax.Array, pages: jax.Array) -> PagePlanes:
+    def one(_: None, page: jax.Array) -> tuple[None, PagePlanes]:
         whole = jax.device_put(lax.dynamic_slice_in_dim(table, page, 1, axis=0), DEVICE)
         return None, tuple(whole[0, plane] for plane in range(table.shape[1]))
 
     return lax.scan(one, None, pages, unroll=min(STARTED, len(pages)))[1]
 
 
-def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None) -> Pages:
+def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None) -> PagePlanes:
     """Kernels that load pages through the GPU's unified addresses, a page per program; those not `wanted` are zero.
 
     Values are loaded after keys: on one bus both together would take as long, and the keys have work waiting for them.
@@ -117,7 +117,7 @@ def _parts(width: int) -> list:
     return parts
 
 
-BACKENDS: dict[str, Callable[..., Pages]] = {
+BACKENDS: dict[str, Callable[..., PagePlanes]] = {
     "gather": _by_plane(_gather),
     "gather_flat": _by_plane(_gather_flat),
     "host_compute": _by_plane(_host_compute),

@@ -18,7 +18,7 @@ def selftest(name: str) -> str | None:
         tables.append((np.uint8, 2, 18))
     for dtype, planes, height in tables:
         table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (64, planes, height, 32), dtype=dtype)
-        pinned, index = jax.device_put(table, devices.on_host()), jnp.asarray(pages)
+        pinned, index = jax.device_put(table, devices.host_sharding()), jnp.asarray(pages)
         try:
             results = [(jax.jit(BACKENDS[name])(pinned, index), table[pages])]
             if name in CHOOSING:
