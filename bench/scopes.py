@@ -62,7 +62,7 @@ def python_ms(events: list[dict]) -> float:
     """Returns the median milliseconds of a decode step beside the compiled programs that it calls, while being traced."""
     events = [event for event in events if event.get("ph") == "X"]
     called = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("PjitFunction("))
-    steps, found = [e for e in events if re.fullmatch(r"\$decoding\.py:\d+ step", e["name"])], []
+    steps, found = [e for e in events if re.fullmatch(r"\$decode_step\.py:\d+ step", e["name"])], []
     for step in steps:
         own, seen = step["dur"], step["ts"]
         for start, end in called:

@@ -33,7 +33,7 @@ class Programs:
     decode: Callable
     extend: Callable
     flush: Callable
-    flushed: Callable
+    after_flush: Callable
     compact: Callable
     traces: list[int]
 
@@ -46,7 +46,7 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
     def view(lengths, pool) -> View:
         """`pool` is the pool and the table of extents, or None."""
         pages = host_pool.PoolLayer(*pool, None, 0, backend, "float32") if pool is not None else None
-        return View(lengths, pages, turn=turned, project=projected)
+        return View(lengths, pages, rerotate=turned, project=projected)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state, q, k, v, lengths, pool):
@@ -62,7 +62,7 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
 
     def compact(state, pool, lengths):
         count = policy.compact_every // policy.page_size
-        pages = view(lengths, pool).pool.run(lengths.pages - count, count)
+        pages = view(lengths, pool).pool.run(lengths.next_page - count, count)
         found = policy.compact(state, pages, View(lengths))
         return found.state, found.pages
 
@@ -70,7 +70,7 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
         return policy.flush(state, lengths)
 
     def flushed(state, prepared, lengths):
-        return policy.flushed(state, prepared, lengths)
+        return policy.after_flush(state, prepared, lengths)
 
     return Programs(decode, extend, jax.jit(flush), jax.jit(flushed), jax.jit(compact), traces)
 
@@ -98,7 +98,7 @@ def projected(heads: jax.Array) -> jax.Array:
 def _prefill(q, k, v, lengths, *, policy, spec, softcap):
     scoring = Scoring(q.shape[-1] ** -0.5, softcap)
     attended = causal(q, k, v, lengths=lengths.seen, window=None, scoring=scoring)
-    view = View(Lengths.none(len(q)), turn=turned, project=projected)
+    view = View(Lengths.none(len(q)), rerotate=turned, project=projected)
     found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, scoring), attended, view)
     return found.state, found.pages
 
@@ -122,7 +122,7 @@ class Layer:
         latent: bool = False,
         softcap: float | None = None,
     ) -> None:
-        self.policy = policy = policy.settled("cpu", latent=latent)
+        self.policy = policy = policy.for_platform("cpu", latent=latent)
         self.spec = CacheSpec(
             batch_size=len(lengths),
             num_heads=q.shape[2],
@@ -144,7 +144,7 @@ class Layer:
             shape = (table.size, 1, host_pool.EXTENT, *pages.shape[2:])
             self.table = jnp.asarray(table)
             self.pool = host_pool.write_pages(host_pool.allocate(shape, "float32"), pages[:, None], self.table, 0)
-            self.lengths = replace(self.lengths, pages=jnp.int32(pages.shape[0]))
+            self.lengths = replace(self.lengths, next_page=jnp.int32(pages.shape[0]))
         self.programs = programs(policy, softcap)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -154,19 +154,19 @@ class Layer:
         clock = int(self.lengths.clock)
         if self.pool is not None and clock % self.policy.page_size == 0:
             page, news = self.programs.flush(self.state, self.lengths)
-            self.state = self.programs.flushed(self.state, news, self.lengths)
-            self.pool = host_pool.write_pages(self.pool, page[None, None], self.table, self.lengths.pages)
-            self.lengths = replace(self.lengths, pages=self.lengths.pages + 1)
+            self.state = self.programs.after_flush(self.state, news, self.lengths)
+            self.pool = host_pool.write_pages(self.pool, page[None, None], self.table, self.lengths.next_page)
+            self.lengths = replace(self.lengths, next_page=self.lengths.next_page + 1)
         if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             self.state, pages = self.programs.compact(self.state, self._pool, self.lengths)
-            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages - count)
+            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.next_page - count)
         return np.asarray(out)
 
     def join(self, clock: int) -> None:
         """Makes of it a batch that its rows joined when its clock stood at `clock`; nothing has been decoded before."""
         self.state = self.policy.joining(self.state, self.lengths, jnp.int32(clock))
-        pages = self.lengths.pages + clock // self.policy.page_size
+        pages = self.lengths.next_page + clock // self.policy.page_size
         self.lengths = Lengths(self.lengths.origin - clock, jnp.int32(clock), pages)
 
     @property
@@ -178,8 +178,8 @@ class Layer:
         count = jnp.asarray(new, jnp.int32)
         (out, self.lse), self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
         if pages is not None:
-            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.pages)
-        self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.pages + (used or 0))
+            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.next_page)
+        self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.next_page + (used or 0))
         return np.asarray(out)
 
 

@@ -126,7 +126,7 @@ class Reference:
     def __init__(self, policy: Clustered, q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int, *, clock: int = 0) -> None:
         """Takes queries [T, G, H], keys and values [T, H]; `clock` is where that of its batch stood when the row joined."""
         self.factors = factors_of(q[:length], k[:length]) if policy.balance else np.ones(k.shape[1])
-        k, policy = k * self.factors, policy.settled("cpu", latent=False)
+        k, policy = k * self.factors, policy.for_platform("cpu", latent=False)
         self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
         fill = policy.window_of.fill
         start = max(length - fill, min(policy.window_of.sinks, length))

@@ -133,11 +133,11 @@ class ParisKV(Paged):
 
     def __init__(self, count: int, turn: np.ndarray, **options) -> None:
         super().__init__(16, **options)
-        self.count, self.turn = count, np.asarray(turn, np.float64)
+        self.count, self.rerotate = count, np.asarray(turn, np.float64)
 
     def blocks(self, x: np.ndarray) -> np.ndarray:
         """Returns turned vectors [n, H / 8, 8]."""
-        return (x @ self.turn).reshape(len(x), x.shape[1] // 8, 8)
+        return (x @ self.rerotate).reshape(len(x), x.shape[1] // 8, 8)
 
     def rebuilt(self, head: int) -> np.ndarray:
         """Returns the keys of the tokens in pages, turned, as their codes have them [n, H / 8, 8]."""

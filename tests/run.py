@@ -87,7 +87,7 @@ def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expecte
             close(step.logits[0], expected[at])
             at += 1
         if more:
-            assert plan.room_for_answer(more, pages=int(state.cache.lengths.pages)) >= decoded
+            assert plan.room_for_answer(more, pages=int(state.cache.lengths.next_page)) >= decoded
             state, step, pool = extending.extend(model, tokens[at : at + more], plan, state, pool)
             decoding.clock, at = 0, at + more
     assert at == len(tokens)

@@ -130,7 +130,7 @@ def test_the_kernel_copies_single_slots_of_rows_that_go_on(on_gpu, planes):
     pool = np.random.default_rng(0).random((3, 2, host_pool.EXTENT, 1, planes, 4, 24), np.float32)
     ids, ended = np.asarray([[[19, 0, 7]], [[3, 3, 12]]], np.int32), jnp.asarray([False, True])
     table = jnp.asarray([[2], [0]], jnp.int32)
-    layer = host_pool.PoolLayer(jnp.asarray(pool.view(np.uint32)), table, ended, 1, "triton", "float32", singly=True)
+    layer = host_pool.PoolLayer(jnp.asarray(pool.view(np.uint32)), table, ended, 1, "triton", "float32", single_slots=True)
     found, count = layer.fetch_live(jnp.asarray(ids), jnp.asarray(ids != 0))
     expected = pool[2, 1, ids[0, 0] // 4, 0, :, ids[0, 0] % 4] * (ids[0, 0] != 0)[:, None, None]
     np.testing.assert_array_equal(np.stack(found, axis=3)[0, 0, :, :, 0], expected)

@@ -48,7 +48,7 @@ def test_codes_go_where_their_pages_go():
     k, v = (jnp.asarray(rng.standard_normal(size), jnp.float32) for _ in range(2))
     index = tree.with_pages(tree.empty(spec, 6), tree.describe(k, v, jnp.ones(size[:-1], bool)), jnp.int32(0))
     before = np.asarray(key_codes.decode_keys(index.codes, 8, 4))
-    moved = tree.moved(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
+    moved = tree.after_move(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
     after = np.asarray(key_codes.decode_keys(moved.codes, 8, 4))
     np.testing.assert_array_equal(after[:, :, :3], before[:, :, [0, 1, 5]])
     assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()

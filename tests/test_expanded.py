@@ -101,7 +101,7 @@ def test_heads_are_turned_to_the_positions_they_would_have_been_made_at(both):
         return layer.enter(x, jnp.asarray(at, jnp.int32), seen)
 
     for found, expected in zip(heads(positions)[:2], heads(positions + by)[:2], strict=True):
-        np.testing.assert_allclose(layer.turn(found, jnp.asarray(by)), expected, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(layer.rerotate(found, jnp.asarray(by)), expected, rtol=0, atol=tolerances.EXACT)
 
 
 def test_every_number_of_the_latent_is_read(both):

@@ -41,7 +41,7 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
         if state is None:
             state, step, pool = prefill.prefill(model, [tokens[:part]], plan)
         else:
-            assert plan.room_for_answer(part, pages=int(state.cache.lengths.pages)) > 0
+            assert plan.room_for_answer(part, pages=int(state.cache.lengths.next_page)) > 0
             state, step, pool = extend.extend(model, tokens[at : at + part], plan, state, pool)
         at += part
         np.testing.assert_allclose(step.logits[0], expected[at - 1], rtol=0, atol=tolerances.LOGITS)

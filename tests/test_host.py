@@ -59,7 +59,7 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
 
     @jax.jit
     def slots(pool, ids):
-        found = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly=True).fetch(ids)
+        found = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", single_slots=True).fetch(ids)
         return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in found]
 
     found = np.stack(slots(pool, jnp.asarray(ids)), axis=3)

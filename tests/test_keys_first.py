@@ -35,12 +35,12 @@ from tests.run import jitted
     ids=str,
 )
 def test_keys_come_first_where_that_can_be(options, platform, latent, expected):
-    assert Clustered(**options).settled(platform, latent=latent).keys_first is expected
+    assert Clustered(**options).for_platform(platform, latent=latent).keys_first is expected
 
 
 @pytest.mark.parametrize("policy", [Tolerant(), Coded()], ids=str)
 def test_policies_that_look_in_their_own_way_are_left_alone(policy):
-    assert policy.settled("cpu", latent=False) == policy
+    assert policy.for_platform("cpu", latent=False) == policy
     with pytest.raises(InputError, match=r"has no option 'keys_first': expected one of budget, page_size"):
         make_policy(name_of(policy), {"keys_first": True})
 
@@ -49,7 +49,7 @@ def test_keys_come_first_only_where_they_can(bundled):
     with pytest.raises(
         InputError, match=r"^keys_first=true needs values apart from keys, which latent layers have not: leave it out$"
     ):
-        Clustered(keys_first=True).settled("cpu", latent=True)
+        Clustered(keys_first=True).for_platform("cpu", latent=True)
     with pytest.raises(InputError, match=r"^keys_first=true needs resident=false, got True: leave it out$"):
         Clustered(keys_first=True, resident=True)
     with pytest.raises(

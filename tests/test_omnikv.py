@@ -55,8 +55,8 @@ class Led(PositionFollower):
     def flush(self, state, lengths):
         return super().flush(state[1], lengths)
 
-    def flushed(self, state, prepared, lengths):
-        return state[0], super().flushed(state[1], prepared, lengths)
+    def after_flush(self, state, prepared, lengths):
+        return state[0], super().after_flush(state[1], prepared, lengths)
 
     def joining(self, state, lengths, clock):
         return state[0], super().joining(state[1], lengths, clock)

@@ -68,7 +68,7 @@ def seal(folder: Path, fields: dict) -> None:
 def pages_of(session: Session) -> list[np.ndarray]:
     """Returns the pages in use, by extent, [L, n, K, 2, p, H]."""
     cache, pool = session._run.state.cache, np.asarray(session._run.pool)
-    extents, pages = np.asarray(cache.table)[0], int(cache.lengths.pages)
+    extents, pages = np.asarray(cache.table)[0], int(cache.lengths.next_page)
     return [pool[extents[i // 64]][:, : pages - i] for i in range(0, pages, 64)]
 
 

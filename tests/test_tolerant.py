@@ -57,7 +57,7 @@ def test_the_estimate_and_what_follows_from_it_equal_plain_numpy(tolerance, step
             errors[row, kv] = COVERED * gains[row] * told
             np.testing.assert_allclose(out[row, heads], expected, rtol=0, atol=tolerances.EXACT)
         np.testing.assert_allclose(ours.state.error, errors.mean(1), rtol=2e-3)
-        budgets = ours.policy.report(ours.state, ours.lengths).own[1]
+        budgets = ours.policy.report(ours.state, ours.lengths).estimates[1]
         assert (np.asarray(budgets) <= np.reshape(more[-4:], (2, 2)).mean(1) * 48 + 48).all()
     assert all(more) if tolerance < 0.3 else not any(more) if tolerance > 1 else 0 < np.mean(more) < 1, np.mean(more)
 

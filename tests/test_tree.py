@@ -54,7 +54,7 @@ def test_what_is_around_a_page_is_all_that_its_lineage_reads(monkeypatch):
     assert [x.count.shape[-1] for x in levels] == [608, 80, 16, 2]
     for at in (0, 7, 8, 77, 570, 602):
         page, at = jitted(digest, *pages_of(np.random.default_rng(at), 1)), jnp.int32(at)
-        around = tree.around(levels, at)
+        around = tree.families_around(levels, at)
         assert [x.count.shape[-1] for x in around[:-1]] == [8, 8, 8]
         pairs = (jax.tree.leaves(jitted(tree.lineage, some, page, at)) for some in (levels, around))
         for whole, part in zip(*pairs, strict=True):

@@ -30,12 +30,12 @@ class Lengths:
     Attributes:
         origin: tokens of each row so far, less the clock; below 0 for a short text that joined late.
         clock: steps of the batch.
-        pages: the page of the pool that the newest tokens will fill, the same for all rows, heads and layers.
+        next_page: the page of the pool that the newest tokens will fill, the same for all rows, heads and layers.
     """
 
     origin: jax.Array  # i32[B]
     clock: jax.Array  # i32[]
-    pages: jax.Array  # i32[]
+    next_page: jax.Array  # i32[]
 
     @classmethod
     def of(cls, tokens: Int[Array, " B"], pages: Int[Array, ""] | int = 0) -> Lengths:
@@ -69,7 +69,7 @@ class KVCache:
     table: jax.Array | None = None  # i32[B, X]
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=["scoring"], data_fields=["q", "k", "v", "new"])
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=["scoring"], data_fields=["q", "k", "v", "lengths"])
 @dataclass(frozen=True)
 class Heads:
     """What new tokens bring to a layer's attention: a prompt, more text behind it, or one decoded token.
@@ -78,14 +78,14 @@ class Heads:
         q: queries after RoPE.
         k: keys after RoPE.
         v: values, those of a latent layer too.
-        new: tokens of each row; the rest is padding on the right, which may hold anything.
+        lengths: tokens of each row; the rest is padding on the right, which may hold anything.
         scoring: how products of queries and keys become scores.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
     k: jax.Array  # dtype[B, T, K, H]
     v: jax.Array  # dtype[B, T, K, Hv]
-    new: jax.Array  # i32[B]
+    lengths: jax.Array  # i32[B]
     scoring: Scoring
 
     def by_group(self) -> Float[Array, "B K G H"]:
@@ -128,8 +128,8 @@ class View:
         shared: what the layers before found.
         guess: returns queries [B, T, N, H] that are known before the layer's own, from the input of the layer before; None in
             the first layer and where there is none to be had.
-        turn: takes heads after RoPE, [B, T, N, H], and by how many positions to turn each token [B, T]; returns them as if they
-            had been projected there. For policies that say `turns`.
+        rerotate: takes heads after RoPE, [B, T, N, H], and by how many positions to turn each token [B, T]; returns them as if
+            they had been projected there. For policies that say `rerotates`.
         project: takes heads [B, T, N, H] to the layer's output [B, T, D], as the attention block does.
     """
 
@@ -137,7 +137,7 @@ class View:
     pool: PoolLayer | None = None
     shared: Shared | None = None
     guess: Callable[[], jax.Array] | None = None
-    turn: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    rerotate: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     project: Callable[[jax.Array], jax.Array] | None = None
 
 
@@ -165,7 +165,7 @@ class Outcome:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["found", "slots", "own"]
+    jax.tree_util.register_dataclass, meta_fields=["allocated", "digest_bytes"], data_fields=["pages", "slots", "estimates"]
 )
 @dataclass(frozen=True)
 class Report:
@@ -180,11 +180,11 @@ class Report:
         own: the estimate of the step's relative error, and tokens attended exactly, means over KV heads; None: no estimate.
     """
 
-    found: jax.Array | None
+    pages: jax.Array | None
     slots: jax.Array
     allocated: int
     digest_bytes: int
-    own: jax.Array | None = None  # f32[2, B]
+    estimates: jax.Array | None = None  # f32[2, B]
 
 
 class CachePolicy(abc.ABC):
@@ -197,9 +197,9 @@ class CachePolicy(abc.ABC):
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
     dense_layers: int | None = 0  # first layers that keep the full cache; None: 2 of 16 and more, as in IceCache, else 0
-    turns: bool = False  # whether `View.turn` is called, which not every RoPE allows
+    rerotates: bool = False  # whether `View.rerotate` is called, which not every RoPE allows
 
-    def settled(self, platform: str, *, latent: bool) -> CachePolicy:
+    def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
         """Returns the policy for a platform (cpu, gpu or tpu) and a kind of layers, where its options leave that open."""
         del platform, latent
         return self
@@ -239,10 +239,10 @@ class CachePolicy(abc.ABC):
         def one(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
             state, attended = carry
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
-            lengths = Lengths.of(view.lengths.seen + i, view.lengths.pages)
+            lengths = Lengths.of(view.lengths.seen + i, view.lengths.next_page)
             token = Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scoring)
             outcome = self.decode(state, token, replace(view, lengths=lengths))
-            there = i < heads.new
+            there = i < heads.lengths
 
             def put_in(old: jax.Array, x: jax.Array) -> jax.Array:
                 return jnp.where(jnp.repeat(there, len(x) // batch).reshape(-1, *(1,) * (x.ndim - 1)), x, old)
@@ -254,7 +254,7 @@ class CachePolicy(abc.ABC):
         nothing = Attended(
             jnp.zeros((batch, tokens, num_heads, heads.v.shape[-1]), heads.q.dtype), jnp.zeros(heads.q.shape[:3])
         )
-        state, attended = jax.lax.fori_loop(0, heads.new.max(), one, (state, nothing))
+        state, attended = jax.lax.fori_loop(0, heads.lengths.max(), one, (state, nothing))
         return Outcome(state, attended)
 
     def joining(self, state: Any, lengths: Lengths, clock: Int[Array, ""]) -> Any:

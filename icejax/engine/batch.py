@@ -111,7 +111,7 @@ def fold_into_prompt(
     counts = np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
     used = int(np.flatnonzero(counts[:behind]).max(initial=-1)) + 1
     # From the oldest on: they are filled over and over.
-    ids = behind + (int(row.cache.lengths.pages) - behind + np.arange(plan.growth_pages)) % plan.growth_pages
+    ids = behind + (int(row.cache.lengths.next_page) - behind + np.arange(plan.growth_pages)) % plan.growth_pages
     there = counts[ids] > 0
     ids, count = np.concatenate([ids[there], ids[~there]]), int(there.sum())
     end = used + count + plan.padded(tokens) // plan.page_size
@@ -123,7 +123,7 @@ def fold_into_prompt(
     row, there = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
     pages, layers = _moving(row.cache, pool, jnp.asarray(ids, jnp.int32), there, jnp.int32(used), plan=plan)
     pool = host_pool.write_pages(pool, pages, table, jnp.int32(used))
-    lengths = replace(row.cache.lengths, pages=jnp.int32(used + count))
+    lengths = replace(row.cache.lengths, next_page=jnp.int32(used + count))
     return replace(row, cache=KVCache(layers, lengths, table)), pool
 
 
@@ -133,7 +133,7 @@ def _moving(cache: KVCache, pool: jax.Array, ids: jax.Array, there: jax.Array, f
     states, pages = list(cache.layers), []
     for i in plan.pooled:
         pages.append(plan.pages(i, pool, cache.table).run(jnp.int32(plan.prompt_pages), len(ids))[ids - plan.prompt_pages])
-        states[i] = plan.policies[i].moved(states[i], ids, there, first, behind=plan.prompt_pages)
+        states[i] = plan.policies[i].after_move(states[i], ids, there, first, behind=plan.prompt_pages)
     return jnp.stack(pages, axis=1), tuple(states)
 
 
@@ -188,7 +188,7 @@ def _owned(pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Exte
 def _by_row(state: DecodeState) -> tuple[Any, ...]:
     """Returns what has rows, or rows and KV heads, as its first axis."""
     cache = state.cache
-    own = state.last_tokens, state.done, state.key, state.began, state.sampling, state.seen
+    own = state.last_tokens, state.done, state.key, state.draw_origin, state.sampling, state.seen
     return cache.layers, cache.lengths.origin, cache.table, *own
 
 

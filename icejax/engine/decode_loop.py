@@ -70,7 +70,7 @@ class Run:
                 "load what was saved, or begin a new one"
             )
 
-    def untold(self, tokens: int) -> list[int]:
+    def unread_token(self, tokens: int) -> list[int]:
         """Returns the token that is in the cache of a row of so many tokens, where reading it was cut off."""
         if self.broken or self.fed is None or self.seen != tokens + 1:
             return []

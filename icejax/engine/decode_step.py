@@ -43,7 +43,7 @@ class DecodeState:
     last_tokens: jax.Array  # i32[B]
     done: jax.Array  # bool[B]
     key: jax.Array  # key[B]
-    began: jax.Array  # i32[B]
+    draw_origin: jax.Array  # i32[B]
     sampling: RowSampling | None = None
     seen: jax.Array | None = None  # bool[B, V]
 
@@ -69,7 +69,7 @@ class Step:
 
 def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Puts the next token of every row that has not ended into the state."""
-    keys = fold_in(state.key, state.cache.lengths.seen - state.began)
+    keys = fold_in(state.key, state.cache.lengths.seen - state.draw_origin)
     tokens = choose(logits, state.sampling, keys=keys, seen=state.seen)
     # As an index it would be that of the last token; the caller is to stop before anything comes of it.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
@@ -85,7 +85,7 @@ def view_of(
     layer: DecoderLayer, lengths: Lengths, pages: host_pool.PoolLayer | None, shared: Shared | None, guess=None
 ) -> View:
     """Returns what a layer's policy may look at."""
-    return View(lengths, pages, shared, guess, layer.turn, layer.project)
+    return View(lengths, pages, shared, guess, layer.rerotate, layer.project)
 
 
 class DecodePrograms:
@@ -123,7 +123,7 @@ class DecodePrograms:
 
 def _own(reports: list[Report], batch: int) -> Int[Array, "2 B"]:
     """Returns what the policies of layers estimate of their errors, in millionths, and tokens attended exactly; 0 of none."""
-    own = [report.own for report in reports if report.own is not None]
+    own = [report.estimates for report in reports if report.estimates is not None]
     if not own:
         return jnp.zeros((2, batch), jnp.int32)
     scale = jnp.asarray([MILLION, 1.0])[:, None]
@@ -140,7 +140,7 @@ def _experts(layer: DecoderLayer, taken: jax.Array | None, live: jax.Array) -> I
 
 def _leaving(cache: KVCache, plan: Plan) -> list[tuple[jax.Array, Any]]:
     """Returns what `flush` of every pooled layer does, at once for all that are alike: they are rows to it."""
-    states = {i: plan.policies[i].around(cache.layers[i], cache.lengths) for i in plan.pooled}
+    states = {i: plan.policies[i].flush_slice(cache.layers[i], cache.lengths) for i in plan.pooled}
     alike: dict[Any, list[int]] = {}
     for i, state in states.items():
         leaves, tree = jax.tree.flatten(state)
@@ -184,31 +184,31 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
         pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
         reports = [plan.policies[i].report(states[i], cache.lengths) for i in plan.pooled]
-        pages = sum((report.found for report in reports), pages)
+        pages = sum((report.pages for report in reports), pages)
         own = _own(reports, len(state.last_tokens))
         return state, Step(pack(state.last_tokens, pages, sum(experts), own), logits)
 
     @jax.jit
     def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
         pages, news = zip(*_leaving(cache, plan), strict=True)
-        return jnp.stack(pages)[None], list(news), cache.lengths.pages
+        return jnp.stack(pages)[None], list(news), cache.lengths.next_page
 
     @functools.partial(jax.jit, donate_argnums=0)
     def flushed(cache: KVCache, news: list) -> KVCache:
         states = list(cache.layers)
         for i, layer_news in zip(plan.pooled, news, strict=True):
-            states[i] = plan.policies[i].flushed(states[i], layer_news, cache.lengths)
-        pages = cache.lengths.pages + 1
+            states[i] = plan.policies[i].after_flush(states[i], layer_news, cache.lengths)
+        pages = cache.lengths.next_page + 1
         pages = jnp.where(pages < plan.pool.pages, pages, plan.prompt_pages)  # over and over, as rows come and go
-        return KVCache(tuple(states), dataclasses.replace(cache.lengths, pages=pages), cache.table)
+        return KVCache(tuple(states), dataclasses.replace(cache.lengths, next_page=pages), cache.table)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
         count = plan.compact_every // plan.page_size
         # A round that was the last of the pages for new tokens has its end there; they begin anew then.
-        behind = jnp.where(cache.lengths.pages == plan.prompt_pages, plan.pool.pages, cache.lengths.pages)
-        first, lengths = behind - count, dataclasses.replace(cache.lengths, pages=behind)
+        behind = jnp.where(cache.lengths.next_page == plan.prompt_pages, plan.pool.pages, cache.lengths.next_page)
+        first, lengths = behind - count, dataclasses.replace(cache.lengths, next_page=behind)
         for i in plan.pooled:
             newest = plan.pages(i, pool, cache.table).run(first, count)
             outcome = plan.policies[i].compact(states[i], newest, View(lengths, shared=shared))

@@ -47,15 +47,15 @@ def extend(
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # it reads the pool that is written now
-            pool, used = host_pool.write_pages(pool, pages[:, None], table, lengths.pages, plan.pooled.index(i)), filled
+            pool, used = host_pool.write_pages(pool, pages[:, None], table, lengths.next_page, plan.pooled.index(i)), filled
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)
-    lengths = Lengths.of(lengths.seen + new, lengths.pages + used)
+    lengths = Lengths.of(lengths.seen + new, lengths.next_page + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
     cache, key = KVCache(tuple(states), lengths, table), fold_in(state.key, lengths.seen)
     began = jnp.copy(lengths.seen)
-    state = dataclasses.replace(state, cache=cache, done=began < 0, key=key, began=began, seen=seen)
+    state = dataclasses.replace(state, cache=cache, done=began < 0, key=key, draw_origin=began, seen=seen)
     return *choose_first(model, x, new, state, plan), pool
 
 

@@ -170,7 +170,7 @@ def make_plan(
     target = platform or devices.platform()
     spec = _spec(model, batch_size, prompt_tokens, new_tokens)
     policies = layer_policies(policy, model.config, capacity=spec.capacity)
-    policies = tuple(each.settled(target, latent=spec.latent) for each in policies)
+    policies = tuple(each.for_platform(target, latent=spec.latent) for each in policies)
     spec = _with_pages(spec, policies, new_tokens, several=several)
     _check(policies, spec, policy, model.config, target)
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
@@ -211,7 +211,7 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
 
 def _check(policies: Sequence[CachePolicy], spec: CacheSpec, policy: CachePolicy, config: ModelConfig, platform: str) -> None:
     """Raises InputError for policies that do not fit each other, the model or the platform."""
-    if any(each.turns for each in policies):
+    if any(each.rerotates for each in policies):
         for layer in config.layers:
             check_rerotation(layer.rope)
     pools = {pool for pool in (each.pool(spec) for each in policies) if pool is not None}

@@ -156,7 +156,9 @@ def kept(
 ) -> Outcome:
     """Returns what a layer keeps of prompts that have attended exactly."""
     with jax.named_scope("pack"):
-        return policy.prefill(policy.init(spec), heads, attended, view_of(layer, Lengths.none(len(heads.new)), None, shared))
+        return policy.prefill(
+            policy.init(spec), heads, attended, view_of(layer, Lengths.none(len(heads.lengths)), None, shared)
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")

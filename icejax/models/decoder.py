@@ -70,7 +70,7 @@ class Attention(nnx.Module):
         share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
         return attended.out.astype(jnp.float32) * share[..., None]
 
-    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
         return turn(heads, by, rope=self.rope)
 
@@ -168,9 +168,9 @@ class DecoderLayer(nnx.Module):
         """
         return Entered(*self.self_attn.project(self.input_layernorm(x), positions, seen))
 
-    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return self.self_attn.turn(heads, by)
+        return self.self_attn.rerotate(heads, by)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns what the attention block makes of its heads."""

@@ -28,7 +28,7 @@ SCALARS = {int, float, str, bool, type(None)}
 def fingerprint(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
     """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
     config = dict(_flat("config", dataclasses.asdict(model.config)))
-    policy = policy.settled(devices.platform(), latent=model.config.latent is not None)
+    policy = policy.for_platform(devices.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
     weights = 0
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):  # a piece of each tells one checkpoint from another

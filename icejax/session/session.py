@@ -203,7 +203,7 @@ class Session:
                     raise InputError("the session has been asked something else since: this answer cannot go on")
         except BaseException:
             if self._newest is row:
-                self.token_ids += run.untold(len(self.token_ids))
+                self.token_ids += run.unread_token(len(self.token_ids))
             raise
 
     @property
@@ -221,7 +221,7 @@ class Session:
 
     def _room_behind(self, tokens: Sequence[int]) -> int:
         """Returns how many tokens there is room for behind new ones; InputError if for none."""
-        room = self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.pages))
+        room = self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.next_page))
         if room < 1:
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         return room
@@ -229,7 +229,7 @@ class Session:
     def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
         """Returns the bytes that `save` will write at most, once tokens behind those held have been answered with `limit`."""
         coming = len(held) - (self._seen if held else 0) + len(new)
-        plan, pages = (self._plan, int(self._run.state.cache.lengths.pages)) if held else (self._plan_for(len(new)), 0)
+        plan, pages = (self._plan, int(self._run.state.cache.lengths.next_page)) if held else (self._plan_for(len(new)), 0)
         if plan.pooled:
             pages = min(plan.pool.pages, pages + (plan.padded(coming) + limit) // plan.page_size)
         return storage.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
@@ -256,7 +256,7 @@ class Session:
             context_length=self.context_length,
             first=self._first,
             tokens=len(self.token_ids),
-            pages=int(cache.lengths.pages),
+            pages=int(cache.lengths.next_page),
             started=self.started,
             messages=self.messages,
         )

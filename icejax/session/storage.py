@@ -153,7 +153,7 @@ class StoredSession:
         every = [jax.device_put(x, devices.device(), may_alias=False) for x in every]
         cache = jax.tree.unflatten(jax.tree.structure(empty), every)
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
-        if int(cache.lengths.pages) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
+        if int(cache.lengths.next_page) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
             damaged(self.path, "its cache holds other tokens than it says")
         return token_ids.tolist(), cache, pool
 

@@ -54,7 +54,7 @@ def attend_extended(state: TokenState, heads: Heads, lengths: Lengths, *, positi
         distance = asking[:, :, None] - position[:, None, :] < window
     with jax.named_scope("attend"):
         # The new tokens always see one key, so they come first.
-        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=window, scoring=heads.scoring)
+        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=window, scoring=heads.scoring)
         before, lse = attend_all(heads.q, keys, values, mask, near=distance, scoring=heads.scoring)
         return Attended(*merge_by_lse(*own, before[..., : heads.v.shape[-1]], lse))
 
@@ -82,7 +82,7 @@ def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: ja
 def with_new_tokens(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
     """Returns the slots with new token `at` [B, S] where there is one."""
     index = jnp.clip(at, 0, heads.k.shape[1] - 1)[:, :, None, None]
-    there = ((at >= 0) & (at < heads.new[:, None]))[:, :, None, None]
+    there = ((at >= 0) & (at < heads.lengths[:, None]))[:, :, None, None]
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         taken = jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)
@@ -104,7 +104,7 @@ class AllTokens(CachePolicy):
         return empty_slots(spec, spec.capacity)
 
     def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        valid = (jnp.arange(heads.k.shape[1])[None, :] < heads.new[:, None])[:, :, None, None]
+        valid = (jnp.arange(heads.k.shape[1])[None, :] < heads.lengths[:, None])[:, :, None, None]
 
         def put(old: jax.Array, x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(old, joined(by_head(jnp.where(valid, x, 0))), (0, 0, 0))

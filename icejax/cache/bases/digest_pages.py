@@ -183,7 +183,7 @@ class DigestPages(Retrieval):
 
     def prefill(self, state: ScaledState, heads: Heads, attended: Attended, view: View) -> Outcome:
         if state.factors is not None:
-            state = replace(state, factors=factors_of(heads.q, heads.k, heads.new))
+            state = replace(state, factors=factors_of(heads.q, heads.k, heads.lengths))
         return super().prefill(state, scaled(heads, state.factors), attended, view)
 
     def decode(self, state: ScaledState, heads: Heads, view: View) -> Outcome:

@@ -70,7 +70,7 @@ def last_queries(
     heads: Heads, attended: Attended, view: View, count: int
 ) -> tuple[Float[Array, "B W N H"], Float[Array, "B W N"], Int[Array, "B W"]]:
     """Returns the last queries of a text, their log-sum-exp and their positions: -1 for one that a shorter text has not."""
-    number = heads.new[:, None] - count + jnp.arange(count)[None]
+    number = heads.lengths[:, None] - count + jnp.arange(count)[None]
     q, lse = (
         jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
         for x in (heads.q, attended.lse)
@@ -81,7 +81,7 @@ def last_queries(
 def _text(heads: Heads, view: View) -> Slots:
     """Returns the tokens of a text, without scores; padding as empty slots."""
     number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
-    new = per_head(number[0] < heads.new[:, None], heads.k.shape[2])
+    new = per_head(number[0] < heads.lengths[:, None], heads.k.shape[2])
     k, v = (jnp.where(joined(new)[..., None], joined(by_head(x)), 0) for x in (heads.k, heads.v))
     positions = jnp.where(new, view.lengths.seen[:, None, None] + number, NO_TOKEN)
     return Slots(k, v, positions, jnp.zeros(new.shape), new.sum(-1, dtype=jnp.int32))
@@ -146,7 +146,7 @@ class Eviction(CachePolicy):
 
     def extend(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("attend"):
-            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
+            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=None, scoring=heads.scoring)
             keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(state, view), state.v))
             before = attend_all(heads.q, keys, values, state.there, scoring=heads.scoring)
             attended = Attended(*merge_by_lse(*own, *before))

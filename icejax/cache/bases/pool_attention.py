@@ -26,4 +26,4 @@ def attend_pages(attended: Attended, heads: Heads, view: View, counts: Int[Array
         values = jnp.where(mask[..., None], values, 0)
         return Attended(*merge_by_lse(*attended, *attend_all(heads.q, keys, values, mask, scoring=heads.scoring)))
 
-    return jax.lax.fori_loop(0, (view.lengths.pages + block - 1) // block, page_block, attended)
+    return jax.lax.fori_loop(0, (view.lengths.next_page + block - 1) // block, page_block, attended)

@@ -43,7 +43,7 @@ def attend_best(
         joined(heads.by_group()),
         tuple(map(joined, near)),
         tuple(map(joined, pages)),
-        tuple(map(joined, found.rest)),
+        tuple(map(joined, found.tail)),
         jax.tree.map(joined, found.from_keys),
         scoring=heads.scoring,
         room=joined(budget - near[2].sum(-1)),
@@ -78,7 +78,7 @@ def attend_keys_first(
             (joined(near[0]), joined(near[2])),
             joined(keys[..., : heads.k.shape[-1]]),
             jax.tree.map(joined, replace(at(digests, ids), count=found.counts)),
-            Attended(*map(joined, found.rest)),
+            Attended(*map(joined, found.tail)),
             jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
             room=joined(budget - near[2].sum(-1)),
@@ -87,7 +87,7 @@ def attend_keys_first(
         best, counts = (x.reshape(*ids.shape[:2], -1) for x in (known.best, known.there.astype(jnp.int32)))
         slots = jnp.take_along_axis(ids, best // p, axis=2, mode="promise_in_bounds") * p + best % p
     with jax.named_scope("fetch"):
-        (values,), single = replace(pool, plane=VALUES, singly=True).fetch_live(slots, counts > 0)
+        (values,), single = replace(pool, plane=VALUES, single_slots=True).fetch_live(slots, counts > 0)
     with jax.named_scope("attend"):
         values = values[..., 0, : heads.v.shape[-1]]
         attended = known.attended(joined(near[1]), joined(values))

@@ -115,8 +115,8 @@ class Retrieval(CachePolicy):
         parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
         bias = None if found.bias is None else joined(found.bias)
         attended, weights = attend_whole(*parts, bias, scoring=heads.scoring)
-        if found.rest is not None:
-            attended = merge_by_lse(*attended, *map(joined, found.rest))
+        if found.tail is not None:
+            attended = merge_by_lse(*attended, *map(joined, found.tail))
         shape = pages[2].shape
         return Attended(*(x.reshape(*shape[:2], *x.shape[1:]) for x in attended)), weights.reshape(shape)
 
@@ -151,7 +151,7 @@ class Retrieval(CachePolicy):
         return PagedState(self.window_of.init(spec), index, ids, weights, held, none)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        lengths = Lengths.of(heads.new)
+        lengths = Lengths.of(heads.lengths)
         window, middle = self.window_of.after_prompt(heads.planes(len(state.window.sinks)), lengths)
         pages, described, shared = self._packed(*middle, view.shared)
         return Outcome(
@@ -167,18 +167,18 @@ class Retrieval(CachePolicy):
         near = (*heads.of_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
             found = self.find(heads, state.index, view)
-        attended, found, state = self.look(replace(state, window=window), heads, near, found, view)
+        attended, found, state = self.fetch_and_attend(replace(state, window=window), heads, near, found, view)
         state = replace(state, ids=jnp.where(found.counts > 0, found.ids, NOTHING))
         shape = heads.q.shape[:3]
         attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
         return Outcome(state, attended, tokens=_counted(mask, found, state.weights), shared=Shared(choice=found.choice))
 
-    def look(
+    def fetch_and_attend(
         self, state: PagedState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, PagedState]:
         """Returns what the queries of a decoded token attend to, what was looked at for it, and the state with that."""
         with jax.named_scope("fetch"):
-            there, pool = found.counts > 0, replace(view.pool, singly=self.by_slot)
+            there, pool = found.counts > 0, replace(view.pool, single_slots=self.by_slot)
             if self.resident:
                 pages, fetched = pool.fetch_missing(found.ids, there, state.held, state.ids)
             else:
@@ -199,13 +199,13 @@ class Retrieval(CachePolicy):
         with jax.named_scope("pack"):
             window, leaving = self.window_of.extended(state.window, heads, view.lengths)
             pages, described, shared = self._packed(*leaving, view.shared)
-            first = view.lengths.pages
+            first = view.lengths.next_page
             index = self.index.with_pages(state.index, described, first)
         used = (leaving[1].sum(1).max() + self.page_size - 1) // self.page_size
         return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
-        attended = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.new, window=None, scoring=heads.scoring)
+        attended = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=None, scoring=heads.scoring)
         masks = self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen)
         for planes, mask in zip((state.window.sinks, state.window.newest), masks, strict=True):
             near = (*heads.of_planes(planes), per_head(mask, heads.k.shape[2]))
@@ -235,9 +235,9 @@ class Retrieval(CachePolicy):
         """Returns what the index keeps of pages, given plane by plane."""
         return self.index.describe(pages[0], pages[1] if len(pages) > 1 else None, mask)
 
-    def around(self, state: PagedState, lengths: Lengths) -> PagedState:
+    def flush_slice(self, state: PagedState, lengths: Lengths) -> PagedState:
         """Returns a state of which `flush` reads no more than it needs, so that layers can be rows of one."""
-        return replace(state, index=self.index.around(state.index, lengths.pages))
+        return replace(state, index=self.index.flush_slice(state.index, lengths.next_page))
 
     def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K planes p W"], Any]:
         """Returns the window page that is to leave, and what `flushed` needs to know, of a state or what is `around` that page.
@@ -246,15 +246,15 @@ class Retrieval(CachePolicy):
         """
         page, mask = self.window_of.oldest(state.window, lengths)
         described = self._described([x[:, :, None] for x in page], mask[:, :, None])
-        return stack_planes(page), self.index.prepared(state.index, described, lengths.pages)
+        return stack_planes(page), self.index.page_update(state.index, described, lengths.next_page)
 
-    def flushed(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
+    def after_flush(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
         """Returns the state after that page has left it; `lengths` are those that `flush` was given.
 
         Apart from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
         """
         window = self.window_of.without_oldest(state.window)
-        return replace(state, window=window, index=self.index.put(state.index, prepared, lengths.pages))
+        return replace(state, window=window, index=self.index.apply_update(state.index, prepared, lengths.next_page))
 
     def compact(self, state: PagedState, pages: Float[Array, "P B K planes p W"], view: View) -> Outcome:
         """Packs the newest `pages` of the pool anew, and returns them.
@@ -262,7 +262,7 @@ class Retrieval(CachePolicy):
         Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
         """
         count, batch, heads, _, p, _ = pages.shape
-        first, tokens = view.lengths.pages - count, count * p
+        first, tokens = view.lengths.next_page - count, count * p
         counts = jax.lax.dynamic_slice_in_dim(self.index.counts(state.index), first, count, axis=2)
         there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)  # pages may be filled in part
         parts = (pages[:, :, :, i, :, : x.shape[-1]] for i, x in enumerate(state.window.sinks))
@@ -279,11 +279,11 @@ class Retrieval(CachePolicy):
         """Returns how many tokens every page holds."""
         return self.index.counts(state.index)
 
-    def moved(
+    def after_move(
         self, state: PagedState, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
     ) -> PagedState:
-        """Returns the state after pages have moved in the pool, as `PageIndex.moved` has it."""
-        return replace(state, index=self.index.moved(state.index, ids, there, first, behind=behind))
+        """Returns the state after pages have moved in the pool, as `PageIndex.after_move` has it."""
+        return replace(state, index=self.index.after_move(state.index, ids, there, first, behind=behind))
 
     def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:
         return replace(state, window=self.window_of.joining(state.window, lengths, clock))

@@ -31,7 +31,7 @@ class Selection:
     ids: jax.Array  # i32[B, K, M]
     counts: jax.Array  # i32[B, K, M]
     bias: jax.Array | None = None  # f32[B, K, G or 1, M]
-    rest: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
+    tail: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
     uneven: jax.Array | None = None  # f32[B, K, G]
     from_keys: FromKeys | None = None
     choice: Any = None

@@ -116,7 +116,7 @@ class Window:
         The window and the new tokens stand behind one another, by position: the newest stay.
         """
         start, first, seen = self.start(lengths), state.first[:, None], lengths.seen[:, None]
-        after = Lengths.of(lengths.seen + heads.new)
+        after = Lengths.of(lengths.seen + heads.lengths)
 
         def at(positions: jax.Array, valid: jax.Array) -> Planes:
             old = positions < seen

@@ -42,7 +42,7 @@ class Clusters:
 
 
 @dataclass(frozen=True)
-class ClustersIndex(PageIndex):
+class ClustersIndex(PageIndex[Clusters, Clusters, Clusters]):
     """k-means by angle over the tokens that come together, less their mean, in stretches; as many clusters as pages come."""
 
     page_size: int

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.index.base import PageIndex
+from icejax.cache.index.base import move_pages, put_pages
 from icejax.cache.index.digest_tree import Described, Digested, DigestTree
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages import key_codes
 from icejax.ops.pages.digests import Digests
 from icejax.ops.pages.key_codes import KeyCodes
+
+Update = tuple[tuple[Digests, ...], KeyCodes]
 
 
 @jax.tree_util.register_dataclass
@@ -51,17 +53,18 @@ class CodedTree(DigestTree):
         return *super().describe(k, v, mask), key_codes.encode_keys(k, mask, self.bits)
 
     def of_prompt(self, index: CodedIndex, described: Described) -> CodedIndex:
-        codes = PageIndex.put(self, index.codes, described[2], jnp.int32(0))
+        codes = put_pages(index.codes, described[2], jnp.int32(0))
         return replace(super().of_prompt(index, described), codes=codes)
 
-    def prepared(self, index: CodedIndex, described: Described, first: Int[Array, ""]) -> tuple[tuple[Digests, ...], KeyCodes]:
-        return super().prepared(index, described, first), described[2]
+    def page_update(self, index: CodedIndex, described: Described, first: Int[Array, ""]) -> Update:
+        return super().page_update(index, described, first), described[2]
 
-    def put(self, index: CodedIndex, prepared: tuple[tuple[Digests, ...], KeyCodes], first: Int[Array, ""]) -> CodedIndex:
-        return replace(super().put(index, prepared[0], first), codes=PageIndex.put(self, index.codes, prepared[1], first))
+    def apply_update(self, index: CodedIndex, update: Update, first: Int[Array, ""]) -> CodedIndex:
+        levels, codes = update
+        return replace(super().apply_update(index, levels, first), codes=put_pages(index.codes, codes, first))
 
-    def moved(
+    def after_move(
         self, index: CodedIndex, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
     ) -> CodedIndex:
-        codes = PageIndex.moved(self, index.codes, ids, there, first, behind=behind)
-        return replace(super().moved(index, ids, there, first, behind=behind), codes=codes)
+        codes = move_pages(index.codes, ids, there, first, behind=behind)
+        return replace(super().after_move(index, ids, there, first, behind=behind), codes=codes)

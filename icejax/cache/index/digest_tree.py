@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.index.base import PageIndex
+from icejax.cache.index.base import PageIndex, move_pages
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests, digest, empty, put
@@ -37,7 +37,7 @@ class Digested:
 
 
 @dataclass(frozen=True)
-class DigestTree(PageIndex):
+class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
     """Digests of pages and of runs of pages.
 
     Attributes:
@@ -73,10 +73,10 @@ class DigestTree(PageIndex):
     ) -> Described:
         return digest(k, v, mask, self.dtype), sums_of(k, v if self.value_fit else None, mask)
 
-    def moved(
+    def after_move(
         self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
     ) -> Digested:
-        return replace(index, levels=tree.build(super().moved(index.levels[0], ids, there, first, behind=behind)))
+        return replace(index, levels=tree.build(move_pages(index.levels[0], ids, there, first, behind=behind)))
 
     def of_prompt(self, index: Digested, described: Described) -> Digested:
         levels = tree.build(put(index.levels[0], described[0], jnp.int32(0)))
@@ -85,13 +85,13 @@ class DigestTree(PageIndex):
     def with_pages(self, index: Digested, described: Described, first: Int[Array, ""]) -> Digested:
         return _fitted(super().with_pages(index, described, first), described[1])
 
-    def around(self, index: Digested, page: Int[Array, ""]) -> Digested:
-        return replace(index, levels=tree.around(index.levels, page))
+    def flush_slice(self, index: Digested, page: Int[Array, ""]) -> Digested:
+        return replace(index, levels=tree.families_around(index.levels, page))
 
-    def prepared(self, index: Digested, described: Described, first: Int[Array, ""]) -> tuple[Digests, ...]:
+    def page_update(self, index: Digested, described: Described, first: Int[Array, ""]) -> tuple[Digests, ...]:
         return tree.lineage(index.levels, described[0], first)
 
-    def put(self, index: Digested, prepared: tuple[Digests, ...], first: Int[Array, ""]) -> Digested:
+    def apply_update(self, index: Digested, prepared: tuple[Digests, ...], first: Int[Array, ""]) -> Digested:
         return replace(index, levels=tree.replace(index.levels, prepared, first))
 
 

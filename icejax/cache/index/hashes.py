@@ -42,7 +42,7 @@ class Hashes:
 
 
 @dataclass(frozen=True)
-class HashIndex(CodesPerToken):
+class HashIndex(CodesPerToken[Hashes]):
     """Hashes of keys less the mean of a row's first text: every table has planes of its own, a bit for each.
 
     Attributes:
@@ -63,7 +63,7 @@ class HashIndex(CodesPerToken):
         mean = jnp.zeros((*shape, spec.head_dim))
         return Hashes(mean, jnp.zeros(shape, bool), codes, jnp.zeros((*shape, pages), jnp.int32))
 
-    def prepared(self, index: Hashes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Hashes:
+    def page_update(self, index: Hashes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Hashes:
         keys, mask = described
         count = mask.sum(-1, dtype=jnp.int32)
         tokens = count.sum(-1)

@@ -23,7 +23,7 @@ class Landmarks:
     count: jax.Array  # i32[B, K, P]
 
 
-class LandmarkIndex(PageIndex):
+class LandmarkIndex(PageIndex[Landmarks, Landmarks, Landmarks]):
     """The mean key of every page, of which none is kept yet."""
 
     def empty(self, spec: CacheSpec, pages: int) -> Landmarks:

@@ -30,7 +30,7 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class PartialIndex(CodesPerToken):
+class PartialIndex(CodesPerToken[Partial]):
     """Keys in a few directions.
 
     Attributes:
@@ -46,7 +46,7 @@ class PartialIndex(CodesPerToken):
         codes = jnp.zeros((*shape, pages, self.page_size, some), spec.dtype)
         return Partial(jnp.zeros((*shape, spec.head_dim, some)), codes, jnp.zeros((*shape, pages), jnp.int32))
 
-    def prepared(self, index: Partial, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Partial:
+    def page_update(self, index: Partial, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Partial:
         keys, mask = described
         codes = EINSUM("bkpsh,bkhd->bkpsd", keys.astype(jnp.float32), index.directions).astype(index.codes.dtype)
         return Partial(index.directions, codes, mask.sum(-1, dtype=jnp.int32))

@@ -34,7 +34,7 @@ class ProductCodes:
 
 
 @dataclass(frozen=True)
-class ProductCodesIndex(CodesPerToken):
+class ProductCodesIndex(CodesPerToken[ProductCodes]):
     """k-means over the keys of a row's first text, part by part; later tokens go to the nearest centroids there are.
 
     Attributes:
@@ -60,7 +60,7 @@ class ProductCodesIndex(CodesPerToken):
             jnp.zeros((*shape, pages), jnp.int32),
         )
 
-    def prepared(self, index: ProductCodes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> ProductCodes:
+    def page_update(self, index: ProductCodes, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> ProductCodes:
         keys, mask = described
         batch, heads, _, p, size = keys.shape
         keys = keys.reshape(batch, heads, -1, self.parts, size // self.parts).swapaxes(2, 3)

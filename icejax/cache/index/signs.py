@@ -56,7 +56,7 @@ class Signs:
 
 
 @dataclass(frozen=True)
-class SignsIndex(CodesPerToken):
+class SignsIndex(CodesPerToken[Signs]):
     """Codes of turned keys.
 
     Attributes:
@@ -72,7 +72,7 @@ class SignsIndex(CodesPerToken):
         codes = jnp.zeros((*shape, self.page_size, size // 2), jnp.uint8)
         return Signs((codes, jnp.zeros((*shape, self.page_size, size // BLOCK), jnp.bfloat16)), jnp.zeros(shape, jnp.int32))
 
-    def prepared(self, index: Signs, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Signs:
+    def page_update(self, index: Signs, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Signs:
         keys, mask = described
 
         def page(x: Float[Array, "B K p H"]) -> tuple[jax.Array, jax.Array]:

@@ -59,7 +59,7 @@ class Clustered(DigestPages):
                 got = quoted(getattr(self, name))
                 raise InputError(f"keys_first=true needs {name}={str(needed).lower()}, got {got}: leave it out")
 
-    def settled(self, platform: str, *, latent: bool) -> Clustered:
+    def for_platform(self, platform: str, *, latent: bool) -> Clustered:
         if self.keys_first and latent:
             raise InputError("keys_first=true needs values apart from keys, which latent layers have not: leave it out")
         if self.keys_first is not None:
@@ -93,11 +93,11 @@ class Clustered(DigestPages):
         pages = index.levels[0].count.shape[-1]
         return self.walked(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
 
-    def look(
+    def fetch_and_attend(
         self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, ScaledState]:
         if not self.keys_first:
-            return super().look(state, heads, near, found, view)
+            return super().fetch_and_attend(state, heads, near, found, view)
         digests = state.index.levels[0]
         most = self.num_fetched(digests.count.shape[-1])
         attended, found, weights, fetched = attend_keys_first(
@@ -115,7 +115,7 @@ class Clustered(DigestPages):
         report = super().report(state, lengths)
         if not self.keys_first:
             return report
-        return replace(report, found=report.found.at[2].set(state.fetched))  # all that came was needed
+        return replace(report, pages=report.pages.at[2].set(state.fetched))  # all that came was needed
 
 
 class ClusteredFollower(Clustered):

@@ -81,7 +81,7 @@ class Coded(DigestPages):
             joined(heads.by_group()),
             joined(keys),
             jax.tree.map(joined, pages),
-            Attended(*map(joined, found.rest)),
+            Attended(*map(joined, found.tail)),
             jax.tree.map(joined, found.from_keys),
             scoring=heads.scoring,
             wanted=self.num_fetched(index.levels[0].count.shape[-1]),

@@ -50,7 +50,7 @@ class ExpectedAttention(Eviction):
         number("epsilon", self.epsilon, least=0, most=1)
 
     on_top = True
-    turns = True
+    rerotates = True
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         mean, covariance = self._expected_queries(heads, view)
@@ -70,7 +70,7 @@ class ExpectedAttention(Eviction):
         batch, text, num_heads, size = heads.q.shape
         number = jnp.arange(text)[None]
         positions = view.lengths.seen[:, None] + number
-        counts = (number < heads.new[:, None]) & (positions >= self.sinks)
+        counts = (number < heads.lengths[:, None]) & (positions >= self.sinks)
         block = math.gcd(BLOCK, text)
         parts = tuple(x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (heads.q, positions, counts))
 
@@ -79,7 +79,7 @@ class ExpectedAttention(Eviction):
 
             def add(total: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
                 q, where, counted = part
-                q = view.turn(q.astype(jnp.float32), -where) - mean
+                q = view.rerotate(q.astype(jnp.float32), -where) - mean
                 return total + of(jnp.where(counted[..., None, None], q, 0)), None
 
             total = jax.lax.scan(add, jnp.zeros((batch, num_heads, *shape)), parts)[0]
@@ -89,9 +89,9 @@ class ExpectedAttention(Eviction):
         covariance = over_all(lambda q: EINSUM("btni,btnj->bnij", q, q), mean[:, None], size, size)
         # A rotation is linear: what it makes of a basis is all of it. The mean rotation, turned to where the text ends.
         basis = jnp.broadcast_to(jnp.eye(size)[None, None], (1, self.future, size, size))
-        basis = view.turn(basis, jnp.arange(self.future)[None]).mean(1, keepdims=True)
-        ends = (view.lengths.seen + heads.new)[:, None]
-        rotation = view.turn(jnp.broadcast_to(basis, (batch, 1, size, size)), ends)[:, 0]
+        basis = view.rerotate(basis, jnp.arange(self.future)[None]).mean(1, keepdims=True)
+        ends = (view.lengths.seen + heads.lengths)[:, None]
+        rotation = view.rerotate(jnp.broadcast_to(basis, (batch, 1, size, size)), ends)[:, 0]
         mean = EINSUM("bni,bij->bnj", mean, rotation)
         covariance = EINSUM("bnij,bih,bjg->bnhg", covariance, rotation, rotation)
         return tuple(x.reshape(batch, heads.k.shape[2], -1, *x.shape[2:]) for x in (mean, covariance))

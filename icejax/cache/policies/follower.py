@@ -25,7 +25,7 @@ class Places:
     count: jax.Array  # i32[B, K, P]
 
 
-class PlacesIndex(PageIndex):
+class PlacesIndex(PageIndex[Places, Int[Array, "B K M"], Places]):
     """Where the tokens of every page stand, which come in order of position and from its beginning on."""
 
     def empty(self, spec: CacheSpec, pages: int) -> Places:
@@ -40,7 +40,7 @@ class PlacesIndex(PageIndex):
     ) -> Int[Array, "B K P"]:
         return mask.sum(-1, dtype=jnp.int32)
 
-    def prepared(self, index: Places, described: Int[Array, "B K M"], first: Int[Array, ""]) -> Places:
+    def page_update(self, index: Places, described: Int[Array, "B K M"], first: Int[Array, ""]) -> Places:
         before = index.count.sum(-1, keepdims=True) + jnp.cumsum(described, axis=-1) - described
         return Places(before, described)
 

@@ -43,7 +43,7 @@ class Ring(CachePolicy):
         return empty_slots(spec, min(self.window, spec.capacity))
 
     def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        position = _newest_of(heads.new, state.k.shape[1])
+        position = _newest_of(heads.lengths, state.k.shape[1])
         index = jnp.maximum(position, 0)[:, :, None, None]
         there = position[:, :, None, None] >= 0
         kept = state.each(lambda _, x: joined(by_head(jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0))), heads)
@@ -51,7 +51,7 @@ class Ring(CachePolicy):
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         slots, seen = state.k.shape[1], view.lengths.seen
-        before, after = (_newest_of(n, slots) for n in (seen, seen + heads.new))
+        before, after = (_newest_of(n, slots) for n in (seen, seen + heads.lengths))
         attended = attend_extended(state, heads, view.lengths, position=before, window=self.window)
         return Outcome(with_new_tokens(state, heads, after - seen[:, None]), attended)
 

@@ -50,13 +50,13 @@ class H2O(Eviction):
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         batch, text, num_heads, _ = heads.k.shape
         q, lse, scoring = heads.q, attended.lse, heads.scoring
-        own = column_sums(q, heads.k, lse, lengths=heads.new, window=None, scoring=scoring)
+        own = column_sums(q, heads.k, lse, lengths=heads.lengths, window=None, scoring=scoring)
         own = grouped(own.reshape(batch, num_heads, -1, text), self.group)
         before = tokens.positions.shape[2] - text
         if not before:
             return own
         number = jnp.arange(text)[None]
-        asking = jnp.where(number < heads.new[:, None], view.lengths.seen[:, None] + number, -1)
+        asking = jnp.where(number < heads.lengths[:, None], view.lengths.seen[:, None] + number, -1)
         keys, positions = apart(self.keys(tokens, view), num_heads)[:, :, :before], tokens.positions[..., :before]
 
         def some(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

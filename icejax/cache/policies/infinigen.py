@@ -76,7 +76,7 @@ class InfiniGen(Retrieval):
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         batch, tokens, kv_heads, size = heads.k.shape
         queries = heads.q.reshape(batch, tokens, kv_heads, -1, size)
-        directions = directions_of(queries, heads.new, count=state.index.directions.shape[3])
+        directions = directions_of(queries, heads.lengths, count=state.index.directions.shape[3])
         return super().prefill(replace(state, index=replace(state.index, directions=directions)), heads, attended, view)
 
     def find(self, heads: Heads, index: Partial, view: View) -> Selection:

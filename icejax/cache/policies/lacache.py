@@ -55,7 +55,7 @@ class LaCache(Eviction):
             raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
 
     @property
-    def turns(self) -> bool:
+    def rerotates(self) -> bool:
         return self.reassign
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[LaCache]:
@@ -92,7 +92,7 @@ class LaCache(Eviction):
         positions, there = tokens.positions[:, 0], tokens.there[:, 0]
         ahead = positions.max(1, keepdims=True) + 1 - there.sum(1, keepdims=True, dtype=jnp.int32)
         keys = apart(tokens.k, tokens.positions.shape[1]).transpose(0, 2, 1, 3)
-        return joined(by_head(view.turn(keys, jnp.where(there, ahead + order(positions, there) - positions, 0))))
+        return joined(by_head(view.rerotate(keys, jnp.where(there, ahead + order(positions, there) - positions, 0))))
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         """Returns the scores; of the next rung's tokens all but one are to leave, if the slots are full and none else is to."""

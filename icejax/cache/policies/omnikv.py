@@ -80,11 +80,11 @@ class OmniKV(Full):
 
     def prefill(self, state: FilterState, heads: Heads, attended: Attended, view: View) -> Outcome:
         found = super().prefill(state.tokens, heads, attended, view)
-        return replace(found, state=FilterState(found.state, heads.new))
+        return replace(found, state=FilterState(found.state, heads.lengths))
 
     def extend(self, state: FilterState, heads: Heads, view: View) -> Outcome:
         found = super().extend(state.tokens, heads, view)
-        return replace(found, state=FilterState(found.state, view.lengths.seen + heads.new))
+        return replace(found, state=FilterState(found.state, view.lengths.seen + heads.lengths))
 
     def decode(self, state: FilterState, heads: Heads, view: View) -> Outcome:
         found = super().decode(state.tokens, heads, view)

@@ -29,7 +29,7 @@ class Bounds:
     count: jax.Array  # i32[B, K, P]
 
 
-class BoundsIndex(PageIndex):
+class BoundsIndex(PageIndex[Bounds, Bounds, Bounds]):
     """Bounds of every page."""
 
     def empty(self, spec: CacheSpec, pages: int) -> Bounds:

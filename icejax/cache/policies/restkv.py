@@ -61,12 +61,12 @@ class ReSTKV(Eviction):
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         q, lse, asking = last_queries(heads, attended, view, self.window)
         keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(tokens, view), tokens.v))
-        count = jnp.minimum(heads.new, self.window)[:, None].astype(jnp.float32)
+        count = jnp.minimum(heads.lengths, self.window)[:, None].astype(jnp.float32)
         age = jnp.arange(self.window, dtype=jnp.float32)[None, ::-1]
         # The average begins with the oldest query. One counts for as much as its log-sum-exp is lowered.
         share = jnp.where(age == count - 1, 1.0, self.alpha) * (1 - self.alpha) ** age
         lse, given = lse - jnp.log(share)[..., None], dict(asking=asking, positions=tokens.positions, scoring=heads.scoring)
-        first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
+        first = (view.lengths.seen + jnp.maximum(heads.lengths - self.window, 0))[:, None, None]
         inside = tokens.there & (tokens.positions < first)
         weights = jnp.where(inside[:, :, None], observed(q, lse, keys, **given), 0.0)
         odds = weights / jnp.maximum(1 - weights, jnp.finfo(jnp.float32).eps)

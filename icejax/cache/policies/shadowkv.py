@@ -64,7 +64,7 @@ class ShadowKV(Retrieval):
             held = f"a window of {self.window} pages and one, {self._outliers} outliers and a page"
             raise InputError(f"budget must hold {held} of {self.page_size}: at least {least}, got {self.budget}")
 
-    turns = True
+    rerotates = True
 
     @property
     def _outliers(self) -> int:
@@ -100,10 +100,10 @@ class ShadowKV(Retrieval):
         """Returns the keys of a prompt as few directions hold them."""
         batch, tokens, kv_heads, size = heads.k.shape
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (batch, tokens))
-        there = (position < heads.new[:, None])[..., None, None]
-        plain = view.turn(jnp.where(there, heads.k, 0).astype(jnp.float32), -position).reshape(batch, tokens, -1)
+        there = (position < heads.lengths[:, None])[..., None, None]
+        plain = view.rerotate(jnp.where(there, heads.k, 0).astype(jnp.float32), -position).reshape(batch, tokens, -1)
         found = low_rank(plain, min(self.rank, kv_heads * size)).reshape(heads.k.shape)
-        return view.turn(found, position).astype(heads.k.dtype)
+        return view.rerotate(found, position).astype(heads.k.dtype)
 
     def find(self, heads: Heads, index: Landmarks, view: View) -> Selection:
         free = (index.count > 0) & ~index.kept

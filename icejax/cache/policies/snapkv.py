@@ -60,7 +60,7 @@ class SnapKV(Eviction):
         q, lse, asking = last_queries(heads, attended, view, self.window)
         keys = apart(self.keys(tokens, view), heads.k.shape[2])
         weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scoring=heads.scoring)
-        first = (view.lengths.seen + jnp.maximum(heads.new - self.window, 0))[:, None, None]
+        first = (view.lengths.seen + jnp.maximum(heads.lengths - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)
         agreed = grouped(jnp.where(inside, weights, outside), self.group)

@@ -41,7 +41,7 @@ class Streaming(Eviction):
             raise InputError(f"reassign must be true or false, got {quoted(self.reassign)}")
 
     @property
-    def turns(self) -> bool:
+    def rerotates(self) -> bool:
         return self.reassign
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
@@ -60,6 +60,6 @@ class Streaming(Eviction):
         gap = tokens.positions.max((1, 2)) + 1 - tokens.there[:, 0].sum(1)  # tokens that have left
         # In the first slots, which they never leave.
         sinks = apart(tokens.k[:, : self.sinks], tokens.positions.shape[1]).transpose(0, 2, 1, 3)
-        turned = view.turn(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
+        turned = view.rerotate(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
         # Not written over the others: XLA:CPU turns them in place then, and reads halves that it has turned already.
         return jnp.concatenate([joined(by_head(turned)), tokens.k[:, self.sinks :]], axis=1)

@@ -93,17 +93,17 @@ class Tolerant(DigestPages):
 
     def prefill(self, state: EstimatedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         outcome = super().prefill(state, heads, attended, view)
-        state, lengths = outcome.state, Lengths.of(heads.new)
+        state, lengths = outcome.state, Lengths.of(heads.lengths)
         heads = scaled(heads, state.factors)
         planes = tuple(x.transpose(1, 2, 0, 3, 4) for x in jnp.unstack(outcome.pages, axis=3))  # [B, K, P, p, W]
 
         def one(back: jax.Array, sums: Float[Array, "3 B"]) -> Float[Array, "3 B"]:
-            seen = jnp.maximum(heads.new - back, 1)
+            seen = jnp.maximum(heads.lengths - back, 1)
             at = (seen - 1)[:, None, None, None]
             q, k, v, exact = (jnp.take_along_axis(x, at, axis=1) for x in (heads.q, heads.k, heads.v, attended.out))
             if exact.shape[-1] != v.shape[-1]:  # of a latent layer, which attended with expanded heads
                 exact = _exact(heads, q, seen)
-            token = Heads(q, k, v, jnp.ones_like(heads.new), heads.scoring)
+            token = Heads(q, k, v, jnp.ones_like(heads.lengths), heads.scoring)
             near = self._near_at(state, token, lengths, seen)
             found = self.walked(token, state.index, view, self._first(state))
             pages = (jnp.take_along_axis(x, found.ids[..., None, None], axis=2) for x in planes)
@@ -115,7 +115,7 @@ class Tolerant(DigestPages):
             return sums + jnp.stack([off.mean((1, 2)), _unevenness(ours, uneven, found).mean((1, 2)), norms])
 
         count = min(TOLD_BY, self.window_of.fill)  # all of them stand in the window
-        true, told, norms = jax.lax.fori_loop(0, count, one, jnp.zeros((3, len(heads.new))))
+        true, told, norms = jax.lax.fori_loop(0, count, one, jnp.zeros((3, len(heads.lengths))))
         # Where nothing was left to estimates: as if values had nothing to do with keys, and no mean.
         gain = jnp.where(
             told > LEAST_UNEVENNESS / jnp.maximum(norms, LEAST_UNEVENNESS), true / jnp.maximum(told, 1e-30), norms / count
@@ -134,7 +134,7 @@ class Tolerant(DigestPages):
         planes = tuple(jnp.concatenate(pair, axis=2) for pair in parts)
         return *heads.of_planes(planes), jnp.concatenate(tuple(masks), axis=2)
 
-    def look(
+    def fetch_and_attend(
         self, state: EstimatedState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, EstimatedState]:
         first = self._first(state)
@@ -158,10 +158,10 @@ class Tolerant(DigestPages):
             ids = jnp.concatenate([few.ids, found.ids[..., first:]], axis=2)
             rest, uneven = jax.tree.map(
                 lambda x, y: jnp.where(more.reshape(*more.shape, *(1,) * (x.ndim - 2)), x, y),
-                (tuple(found.rest), found.uneven),
-                (tuple(few.rest), few.uneven),
+                (tuple(found.tail), found.uneven),
+                (tuple(few.tail), few.uneven),
             )
-            whole = replace(found, ids=ids, counts=counts, rest=Attended(*rest), uneven=uneven)
+            whole = replace(found, ids=ids, counts=counts, tail=Attended(*rest), uneven=uneven)
             budget = jnp.where(more, self.largest_budget, self.budget)
             attended, weights, uneven = self._attended(heads, near, self._of_planes(heads, pages, counts), whole, budget)
             error = self._error(state, attended, uneven, whole).mean(1)
@@ -176,7 +176,7 @@ class Tolerant(DigestPages):
         masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
         tokens = sum(mask.sum(1, dtype=jnp.float32) for mask in masks)
         tokens += (state.weights > 0).sum((2, 3), dtype=jnp.float32).mean(1)
-        return replace(report, own=jnp.stack([state.error, tokens]))
+        return replace(report, estimates=jnp.stack([state.error, tokens]))
 
 
 def _exact(heads: Heads, q: Float[Array, "B 1 N H"], seen: Int[Array, " B"]) -> Float[Array, "B 1 N Hv"]:
@@ -188,5 +188,5 @@ def _exact(heads: Heads, q: Float[Array, "B 1 N H"], seen: Int[Array, " B"]) -> 
 
 def _unevenness(attended: Attended, uneven: Float[Array, "B K G"], found: Selection) -> Float[Array, "B K G"]:
     """Returns how far weights of tokens not attended exactly are from those they count with, over the output's norm."""
-    rest = jnp.exp(2 * (found.rest.lse - attended.lse)) * found.uneven
+    rest = jnp.exp(2 * (found.tail.lse - attended.lse)) * found.uneven
     return jnp.sqrt(uneven + rest) / jnp.maximum(jnp.linalg.norm(attended.out, axis=-1), 1e-30)

@@ -47,7 +47,7 @@ class PoolLayer:
     layer: int | jax.Array  # an array where one program serves all layers
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
-    singly: bool = field(default=False, metadata=dict(static=True))
+    single_slots: bool = field(default=False, metadata=dict(static=True))
     plane: int | None = field(default=None, metadata=dict(static=True))
 
     def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
@@ -126,7 +126,7 @@ class PoolLayer:
     def _read(self, table: jax.Array, rows: jax.Array, *wanted: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the planes [n, p, W] of what stands at `_places`, decoded; zeros for what is not `wanted`."""
         planes, height = self.pages.shape[-3:-1]
-        several = self.singly and self.plane is None
+        several = self.single_slots and self.plane is None
         if several:  # planes are pages of their own, one behind another
             rows = jnp.concatenate([rows + plane * height for plane in range(planes)])
             wanted = tuple(jnp.tile(x, planes) for x in wanted)
@@ -137,7 +137,7 @@ class PoolLayer:
         """Returns a table to read, and the row of every page, in its first plane where planes are apart."""
         planes, height, width = self.pages.shape[-3:]
         plane = self.plane or 0
-        if self.singly:
+        if self.single_slots:
             table, rows = self._table(page_ids // height)
             slots = (page_ids % height).reshape(-1) + plane * height
             return table.reshape(-1, 1, 1, width), rows * (planes * height) + slots

@@ -99,7 +99,7 @@ class ExpertStack(nnx.Module):
     def settle(self, whole: ExpertStack, taken: Int[Array, " E"]) -> None:
         """Puts on the device those experts in host memory that are taken most often; `whole`: the same, all on the device."""
         for part, every in zip(self._parts, whole._parts, strict=True):
-            part.weight.set_value(part.weight.get_value().settled(every.weight.get_value(), taken))
+            part.weight.set_value(part.weight.get_value().with_resident(every.weight.get_value(), taken))
 
 
 class ExpertsBeside(nnx.Module):

@@ -77,7 +77,7 @@ class LatentAttention(nnx.Module):
             absorbed = jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
         return absorbed, jnp.concatenate([latent, key], axis=-1), latent, self._expanded(q, latent[:, :, 0], key)
 
-    def turn(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns kept keys, or absorbed queries, as if their tokens stood `by` positions later."""
         rank = self.config.kv_lora_rank
         return jnp.concatenate([heads[..., :rank], turn(heads[..., rank:], by, rope=self.rope)], axis=-1)

@@ -71,7 +71,7 @@ class OffloadedExperts:
         """Returns the matrices, or codes, of all experts, on the device."""
         return _every(jax.device_put(self.table, devices.device_sharding()), self.resident, count=len(self.slot))
 
-    def settled(self, whole: Matrices, taken: Int[Array, " E"]) -> OffloadedExperts:
+    def with_resident(self, whole: Matrices, taken: Int[Array, " E"]) -> OffloadedExperts:
         """Returns the same with those experts on the device that are taken most often; `whole`: all of them."""
         resident, slot = _chosen(whole, taken, count=len(jax.tree.leaves(self.resident)[0]))
         return replace(self, resident=resident, slot=slot)

@@ -26,7 +26,7 @@ class RerankedTokens(NamedTuple):
 
     best: jax.Array
     counts: jax.Array
-    rest: Attended
+    tail: Attended
 
 
 def rerank_by_codes(

@@ -32,14 +32,14 @@ class RankedTokens(NamedTuple):
     there: jax.Array
     own: jax.Array
     weights: jax.Array
-    rest: jax.Array
+    tail: jax.Array
     lse: jax.Array
 
     def attended(self, resident: Float[Array, "R S Hv"], values: Float[Array, "R m Hv"]) -> Attended:
         """Returns what the queries attend to, in fp32, given the values of what is attended to exactly."""
         out = EINSUM("rgs,rsh->rgh", self.own.astype(resident.dtype), resident)
         out += EINSUM("rgs,rsh->rgh", self.weights.astype(values.dtype), values)
-        return Attended(out + self.rest, self.lse)
+        return Attended(out + self.tail, self.lse)
 
 
 def rank_tokens(

@@ -67,7 +67,7 @@ def replace(levels: tuple[Digests, ...], changed: tuple[Digests, ...], first: In
     return tuple(replaced)
 
 
-def around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[Digests, ...]:
+def families_around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[Digests, ...]:
     """Returns of every level but the highest the family that holds `page`, or its node: all that its `lineage` reads."""
     families = []
     for level in levels[:-1]:
