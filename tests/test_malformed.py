@@ -96,7 +96,7 @@ TOKENS = bytes(20)
 SESSION = dict(
     version=storage.VERSION, context_length=100, first=3, tokens=5, pages=0, started=1.5, messages=[{"role": "user", "content": "x"}],
     identity={"config.model_type": "llama", "dtype": "float32", "weights": 1, "cache.name": "clustered", "cache.budget": 64},
-    arrays={"token_ids": [len(TOKENS), zlib.crc32(TOKENS)]},
+    arrays={"token_ids": dict(dtype="int32", shape=[5], crc32=zlib.crc32(TOKENS))},
 )  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "max_new_tokens": 5, "stop": "x"}
 QUANTISED = [CONFIG | {"quantization_config": FORMATS[name].config} for name in ("fp8-blocks", "awq", "gptq", "packed-4")]

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax.cache.registry import Clustered
 from icejax.files.atomic_folder import claim
-from icejax.session import storage
+from icejax.session import storage, stored_arrays
 from icejax.session.session import Session
 from tests.crash import Killed, file_limit, killed_at
 
@@ -47,7 +48,7 @@ def whole(session, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(storage, "BLOCK", 2**20)
+    monkeypatch.setattr(stored_arrays, "BLOCK", 2**20)
 
 
 @pytest.fixture
@@ -128,24 +129,26 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
     shutil.rmtree(folder)
 
 
+OTHER = r"is \w+\[.*\], expected \w+\[|is missing|is not one of this cache"  # an array, of what it should be
+HUGE = dict(dtype="int8", shape=[10**4000], crc32=0)
 # Each with a checksum that holds: what was written so on purpose.
 LIES = {
     "no version": (lambda f: f.pop("version"), "was saved by an older icejax: begin a new session in another folder"),
     "older": (lambda f: f.update(version=2), "was saved by an older icejax: begin a new session in another folder"),
     "newer": (lambda f: f.update(version=storage.VERSION + 1), "was saved by a newer icejax: use that, or another folder"),
     "version of text": (lambda f: f.update(version=str(storage.VERSION)), "damaged session"),
-    "tokens that are not there": (lambda f: f.update(tokens=f["tokens"] + 1), "arrays has .* bytes, expected"),
+    "tokens that are not there": (lambda f: f.update(tokens=f["tokens"] + 1), OTHER),
     "a context of 10^12 tokens": (lambda f: f.update(context_length=10**12), "room for 1000000000000 do not fit"),
     "10^12 tokens": (lambda f: f.update(tokens=10**12), "1000000000000 in all"),
-    "a context of 2^24": (lambda f: f.update(context_length=2**24), "arrays has .* bytes, expected"),
+    "a context of 2^24": (lambda f: f.update(context_length=2**24), OTHER),
     "a first text of 2^24": (
         lambda f: f.update(first=2**24 - 1, tokens=2**24 - 1, context_length=2**24),
-        "arrays has .* bytes, expected",
+        OTHER,
     ),
     "a context whose positions are not exact": (lambda f: f.update(context_length=2**24 + 1), "room for 16777217 do not fit"),
     "no first text": (lambda f: f.update(first=0), "0 first tokens"),
     "10^12 pages": (lambda f: f.update(pages=10**12), "1000000000000 pages and there is no room"),
-    "a page less": (lambda f: f.update(pages=f["pages"] - 1), "arrays has .* bytes, expected"),
+    "a page less": (lambda f: f.update(pages=f["pages"] - 1), OTHER),
     "pages below none": (lambda f: f.update(pages=-1), "pages is -1"),
     "pages as a fraction": (lambda f: f.update(pages=2.0), r"pages is 2\.0"),
     "pages as a truth": (lambda f: f.update(pages=True), "pages is True"),
@@ -159,15 +162,20 @@ LIES = {
     "a message without content": (lambda f: f.update(messages=[{"role": "user"}]), "messages are no list"),
     "a message of numbers": (lambda f: f.update(messages=[{"role": "user", "content": 1}]), "messages are no list"),
     "no identity": (lambda f: f.update(identity=[]), "does not say what it was saved with"),
-    "no arrays": (lambda f: f.update(arrays=None), "does not say what it was saved with"),
-    "an array without a checksum": (lambda f: f["arrays"].update(token_ids=[4]), "does not say what it was saved with"),
-    "an array of no bytes": (lambda f: f["arrays"].update(token_ids=[-1, 1]), "does not say what it was saved with"),
-    "other arrays": (lambda f: f["arrays"].update(x=f["arrays"].pop("token_ids")), "arrays are others than those of this cache"),
-    "arrays of 10^4300 bytes": (lambda f: f["arrays"].update(x=[10**4300 - 1, 0]), "does not say what it was saved with"),
-    "another length": (lambda f: f["arrays"]["token_ids"].__setitem__(0, 7), "arrays has .* bytes, expected"),
-    "another checksum": (lambda f: f["arrays"]["token_ids"].__setitem__(1, 7), "the bytes of token_ids are not those"),
+    "no arrays": (lambda f: f.update(arrays=None), "does not say which arrays it has"),
+    "an array without a checksum": (lambda f: f["arrays"]["token_ids"].pop("crc32"), "does not say what token_ids is"),
+    "an array of no bytes": (lambda f: f["arrays"]["token_ids"].update(shape=[-1]), "does not say what token_ids is"),
+    "other arrays": (lambda f: f["arrays"].update(x=f["arrays"].pop("token_ids")), "array token_ids is missing"),
+    "arrays of 10^4300 bytes": (lambda f: f["arrays"].update(x=HUGE), "does not say what x is"),
+    "another length": (lambda f: f["arrays"]["token_ids"].update(shape=[7]), "arrays has .* bytes, expected"),
+    "another checksum": (lambda f: f["arrays"]["token_ids"].update(crc32=7), "the bytes of token_ids are not those"),
     "another model": (lambda f: f["identity"].update({"config.rope_theta": "a\nb"}), "saved with config.rope_theta = a b, here"),
     "more of a model": (lambda f: f["identity"].update({"config.x": 1}), "saved with config.x = 1, here it is None"),
+    "another dtype": (lambda f: f["arrays"]["token_ids"].update(dtype="float32"), OTHER),
+    "a dtype that there is not": (lambda f: f["arrays"]["token_ids"].update(dtype="int17"), "does not say what token_ids is"),
+    "an array too many": (lambda f: f["arrays"].update(x=dict(dtype="int8", shape=[0], crc32=0)), "array x is not one of this"),
+    "another tokenizer": (lambda f: f["identity"].update(tokenizer=7), "was saved with another tokenizer: use the same, or"),
+    "another template": (lambda f: f["identity"].update({"chat template": 7}), "was saved with another chat template: use the"),
     "unknown cache": (lambda f: f["identity"].update({"cache.name": "cluttered"}), "cache.name = cluttered: register it"),
     "no cache": (lambda f: f["identity"].update({"cache.name": ["full"]}), "cache.name = "),
     "an unknown option": (
@@ -182,9 +190,32 @@ LIES = {
     "an enormous option": (lambda f: f["identity"].update({"cache.sinks": 10**12}), "its cache: sinks must be at most 1048576"),
     "an enormous cache": (
         lambda f: f["identity"].update({"cache.budget": 2**30, "cache.sinks": 2**20}),
-        "arrays has .* bytes, expected",
+        OTHER,
     ),
 }  # fmt: skip
+
+
+def test_what_is_kept_besides_is_passed_over(session, copy, bundled):
+    with open(copy / storage.ARRAYS, "ab") as file:
+        file.write(b"abc")
+    fields = fields_of(copy)
+    fields["arrays"]["kept.0.layers.1"] = dict(dtype="uint8", shape=[3], crc32=zlib.crc32(b"abc"))
+    seal(copy, fields)
+    assert_same(Session.load(copy, *bundled), session)
+
+
+def test_text_needs_no_chat_template(copy, bundled):
+    fields = fields_of(copy)
+    fields["messages"], fields["identity"]["chat template"] = [], 7
+    seal(copy, fields)
+    assert Session.load(copy, *bundled).messages == []
+
+
+def test_fields_and_options_that_were_not_there_yet_have_their_defaults(session, copy, bundled):
+    fields = fields_of(copy)
+    assert fields["identity"].pop("cache.prefetch") is False and fields["identity"].pop("config.sinks") is False
+    seal(copy, fields)
+    assert_same(Session.load(copy, *bundled), session)
 
 
 @pytest.mark.parametrize("case", LIES)
@@ -247,7 +278,7 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     (copy / storage.ARRAYS).write_bytes(content)
     assert "the bytes of token_ids are not those that were saved" in refused(copy, bundled)
     fields, count = fields_of(copy), 4 * len(session.token_ids)
-    fields["arrays"]["token_ids"] = [count, storage.zlib.crc32(content[:count])]
+    fields["arrays"]["token_ids"]["crc32"] = zlib.crc32(content[:count])
     seal(copy, fields)
     assert "it has tokens that the model does not know" in refused(copy, bundled)
     lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
@@ -272,7 +303,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, whole, bun
                 died = False
             except Killed:
                 died = True
-        found = storage.open_session(target, bundled[0], None).about.messages
+        found = storage.open_session(target, *bundled, None).about.messages
         if len(found) not in opened:
             assert_same(Session.load(target, *bundled), old if found == MESSAGES else new)
         opened.add(len(found))

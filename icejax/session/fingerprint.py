@@ -17,16 +17,28 @@ from flax import nnx
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import name_of, named
-from icejax.checks.errors import InputError, quoted
+from icejax.checks.errors import InputError, input_error_from, quoted
+from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 PIECE = 1024  # numbers of every weight
+TOKENIZER, TEMPLATE = "tokenizer", "chat template"
+PROBES = (  # texts that tokenizers tell apart by their rules for spaces, digits, code and other scripts
+    "Hello world",
+    " leading and  double spaces\n\n\ttabs",
+    "def f(x_1: int) -> float:\n    return x_1 ** 2.50  # 1234567",
+    "Größe, naïve café, 你好, мир, \N{WAVING HAND SIGN}",
+)
 SCALARS = {int, float, str, bool, type(None)}
 
 
-def fingerprint(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
-    """Returns what must be the same for a saved cache to go on: the model's config, its weights and the cache's options."""
+def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[str, Any]:
+    """Returns what must be the same for a saved cache to go on.
+
+    That is the model's config and weights, the cache's options, the ids that the tokenizer gives some texts, and, for a chat,
+    the chat template.
+    """
     config = dict(_flat("config", dataclasses.asdict(model.config)))
     policy = policy.for_platform(devices.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
@@ -38,7 +50,21 @@ def fingerprint(model: CausalLM, policy: CachePolicy) -> dict[str, Any]:
             leaf = leaf[0]
         weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
+    fields |= {TOKENIZER: _tokenizer_sum(tokenizer), TEMPLATE: _template_sum(tokenizer)}
     return json.loads(json.dumps(fields, default=str))  # as it is read back
+
+
+def _tokenizer_sum(tokenizer: Any) -> int:
+    """Returns a checksum of the ids of some texts: another version of a library may write the same tokenizer down otherwise."""
+    with input_error_from("the tokenizer fails"):
+        ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PROBES]
+    return zlib.crc32(json.dumps(ids).encode())
+
+
+def _template_sum(tokenizer: Any) -> int | None:
+    """Returns a checksum of the chat template; None without one."""
+    template = getattr(tokenizer, "chat_template", None)  # which not all tokenizers have
+    return None if template is None else zlib.crc32(json.dumps(template, sort_keys=True).encode())
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -50,14 +76,30 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises InputError that names a difference between two identities, that of the session at `path` and the one here."""
+def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any], policy: CachePolicy, *, chat: bool) -> None:
+    """Raises InputError that names a difference between two fingerprints, that of the session at `path` and the one here.
+
+    An option or a field of the config that was not there yet when the session was saved must have its default.
+
+    Args:
+        policy: the cache policy here.
+        chat: whether the session holds a chat, to which the chat template matters.
+    """
+    defaults = _defaults("config.", ModelConfig) | _defaults("cache.", type(policy))
     for key in here | saved:
-        if saved.get(key) != here.get(key):
-            raise InputError(
-                f"{path} was saved with {key} = {_shown(saved.get(key))}, here it is {_shown(here.get(key))}: "
-                "use the same, or another folder"
-            )
+        value = saved.get(key, defaults.get(key))
+        if value == here.get(key) or (key == TEMPLATE and not chat):
+            continue
+        if key in (TOKENIZER, TEMPLATE):
+            raise InputError(f"{path} was saved with another {key}: use the same, or another folder")
+        found = f"{path} was saved with {key} = {_shown(value)}, here it is {_shown(here.get(key))}"
+        raise InputError(f"{found}: use the same, or another folder")
+
+
+def _defaults(prefix: str, kind: type) -> dict[str, Any]:
+    """Returns the defaults of a dataclass's fields, as a fingerprint has them."""
+    fields = [field for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING]
+    return json.loads(json.dumps({prefix + field.name: field.default for field in fields}, default=str))
 
 
 def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:

@@ -260,7 +260,7 @@ class Session:
             started=self.started,
             messages=self.messages,
         )
-        same = fingerprint(self._model, self._cache)
+        same = fingerprint(self._model, self._cache, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
         with claimed as held, held.writing() as part:
             storage.write(part, same, about, self.token_ids, cache, self._run.pool)
@@ -282,10 +282,10 @@ class Session:
             host_memory_limit: as of a new session.
 
         Raises:
-            InputError: there is none, it is damaged, or it was saved with another model or cache; the message names the
-                difference.
+            InputError: there is none, it is damaged, or it was saved with another model, tokenizer or cache; the message names
+                the difference.
         """
-        stored = storage.open_session(as_path(path), model, cache if cache is None else checked_policy(cache))
+        stored = storage.open_session(as_path(path), model, tokenizer, cache if cache is None else checked_policy(cache))
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first

@@ -1,8 +1,8 @@
 """A session in a folder: `session.json` says what it is, `arrays` holds its arrays' bytes one behind the other.
 
-How these are laid out follows from the model, the cache's options and a few sizes, so no array describes itself. The
-description has the bytes and the checksum of each, by which they can be verified without a model, and its own checksum.
-Nothing is allocated before the file has been found to be of the right size.
+The description has the name, dtype, shape and checksum of each array, by which they can be verified without a model, and its
+own checksum. Nothing is allocated before the arrays have been found to be those that this model, cache and length need. Arrays
+under `kept.` are passed over: there is room for more states of a layer there, which a reader can do without.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import stat
 import typing
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +34,13 @@ from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.session.array_names import named_arrays
 from icejax.session.fingerprint import check_same, damaged, fingerprint, policy_of
+from icejax.session.stored_arrays import ArrayFile, StoredArray, described_arrays, write_arrays
 
-VERSION = 15
+VERSION = 16
 ABOUT, ARRAYS = "session.json", "arrays"
-BLOCK = 2**25  # bytes that are verified at once
+TOKENS = "token_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +68,16 @@ def write(
     part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
 ) -> None:
     """Writes a session into the empty folder `part`."""
-    arrays = {}
-    with open(part / ARRAYS, "wb") as file:
-        for name, array in _arrays(token_ids, cache, pool, about.pages):
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            arrays[name] = [len(data), zlib.crc32(data)]
-            file.write(data)
+    arrays = write_arrays(part / ARRAYS, _arrays(token_ids, cache, pool, about.pages))
     fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=arrays)
     (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
 
 
 def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pages: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a session in the order in which they are stored."""
-    yield "token_ids", np.asarray(token_ids, np.int32)
-    for name, leaf in _leaves(replace(cache, table=None)):
-        yield name, np.asarray(leaf)
+    yield TOKENS, np.asarray(token_ids, np.int32)
+    for name, leaf in named_arrays(replace(cache, table=None)):
+        yield f"cache.{name}", np.asarray(leaf)
     if pool is not None:
         for (name, count), extent in zip(_extents(pages), np.asarray(cache.table)[0], strict=False):
             yield name, np.asarray(host_pool.read_extent(pool, jnp.int32(extent)))[:, :count]
@@ -92,14 +88,14 @@ class StoredSession:
     """A session in a folder, of which the description has been read and the arrays have not.
 
     Attributes:
-        identity: what it was saved with, as `identity.identity` has it.
-        arrays: bytes and checksum of every array, in the order in which they are stored.
+        identity: what it was saved with, as `fingerprint` has it.
+        arrays: by name, in the order in which they are stored.
     """
 
     path: Path
     about: SessionInfo
     identity: dict[str, Any]
-    arrays: dict[str, list[int]]
+    arrays: dict[str, StoredArray]
 
     @property
     def policy(self) -> CachePolicy:
@@ -121,24 +117,13 @@ class StoredSession:
         about, empty = self.about, _empty(plan)
         if about.pages > (plan.pool.pages if plan.pooled else 0):
             damaged(self.path, f"it has {about.pages} pages and there is no room for them")
-        expected = size(plan, tokens=about.tokens, pages=about.pages)
+        cached, extents = named_arrays(empty), list(_extents(about.pages))
         with self.open() as file:
-            if self._size != expected:
-                damaged(self.path, f"{ARRAYS} has {self._size} bytes, expected {expected}")
-            extents = list(_extents(about.pages))
-            if list(self.arrays) != ["token_ids", *(name for name, _ in _leaves(empty)), *(name for name, _ in extents)]:
-                damaged(self.path, "its arrays are others than those of this cache")
-
-            def take(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-                data = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
-                file.readinto(data)
-                self._check(name, len(data), zlib.crc32(data))
-                return data.view(dtype).reshape(shape)
-
-            token_ids = take("token_ids", (about.tokens,), np.int32)
+            file.expect(_kinds(plan, cached, tokens=about.tokens, pages=about.pages))
+            token_ids = file.read(TOKENS)
             if token_ids.min() < 0 or token_ids.max() >= vocab_size:
                 damaged(self.path, "it has tokens that the model does not know")
-            leaves = {name: take(name, leaf.shape, leaf.dtype) for name, leaf in _leaves(empty)}
+            leaves = [file.read(f"cache.{name}") for name, _ in cached]
             pool = table = None
             if plan.pooled:
                 count, table = table_for(plan.extents(about.first)[None])
@@ -146,12 +131,11 @@ class StoredSession:
                 pool = host_pool.allocate(shape, plan.pool_dtype, limit=host_memory_limit)
                 for (name, count), extent in zip(extents, table[0], strict=False):
                     bits = np.zeros(shape[1:], pool.dtype)
-                    bits[:, :count] = take(name, (shape[1], count, *shape[3:]), pool.dtype)
+                    bits[:, :count] = file.read(name)
                     pool = host_pool.write_extent(pool, bits, jnp.int32(extent))
-        every = [leaves.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in _leaves(empty, of_size=False)]
         # On CPU an array over numpy's memory could not be written in place.
-        every = [jax.device_put(x, devices.device(), may_alias=False) for x in every]
-        cache = jax.tree.unflatten(jax.tree.structure(empty), every)
+        leaves = [jax.device_put(x, devices.device(), may_alias=False) for x in leaves]
+        cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
         if int(cache.lengths.next_page) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
             damaged(self.path, "its cache holds other tokens than it says")
@@ -160,40 +144,35 @@ class StoredSession:
     def verify(self) -> None:
         """Raises InputError if a byte of the arrays is not as it was saved; needs no model, and little memory."""
         with self.open() as file:
-            for name, (length, _) in self.arrays.items():
-                checksum = done = 0
-                while done < length and (piece := file.read(min(BLOCK, length - done))):
-                    checksum, done = zlib.crc32(piece, checksum), done + len(piece)
-                self._check(name, done, checksum)
+            file.verify()
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[BinaryIO]:
+    def open(self) -> Iterator[ArrayFile]:
         """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
         with _reading(self.path), open(_checked(self.path, current_folder(self.path) / ARRAYS), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != self._size:
-                damaged(self.path, f"{ARRAYS} has {size} bytes, expected {self._size}")
-            yield file
-
-    @property
-    def _size(self) -> int:
-        return sum(length for length, _ in self.arrays.values())
-
-    def _check(self, name: str, length: int, checksum: int) -> None:
-        if [length, checksum] != self.arrays[name]:
-            damaged(self.path, f"the bytes of {name} are not those that were saved")
+            yield ArrayFile(self.path, file, self.arrays)
 
 
-def open_session(path: Path, model: CausalLM, cache: CachePolicy | None) -> StoredSession:
+def _kinds(plan: Plan, cached: Sequence[tuple[str, Any]], *, tokens: int, pages: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of the arrays that a session of `plan` has, by name."""
+    kinds = {TOKENS: ("int32", (tokens,))} | {f"cache.{name}": (str(x.dtype), x.shape) for name, x in cached}
+    if plan.pooled:
+        shape, bits = plan.pool_shape(1), str(bits_dtype(plan.pool_dtype))
+        kinds |= {name: (bits, (shape[1], count, *shape[3:])) for name, count in _extents(pages)}
+    return kinds
+
+
+def open_session(path: Path, model: CausalLM, tokenizer: Any, cache: CachePolicy | None) -> StoredSession:
     """Returns the session at `path`, which can be gone on from here.
 
     Raises:
-        InputError: there is none, it is damaged or of another version, or it was saved with another model or cache than
-            `cache` (None: whatever it is); the message names the difference.
+        InputError: there is none, it is damaged or of another version, or it was saved with another model, tokenizer or
+            cache than `cache` (None: whatever it is); the message names the difference.
     """
     kept = read_session(path)
     model = model.for_capacity(kept.about.context_length)  # as it was saved, whose RoPE may depend on the length
-    check_same(path, kept.identity, fingerprint(model, kept.policy if cache is None else cache))
+    policy = kept.policy if cache is None else cache
+    check_same(path, kept.identity, fingerprint(model, policy, tokenizer), policy, chat=bool(kept.about.messages))
     return kept
 
 
@@ -212,7 +191,7 @@ def read_session(path: Path) -> StoredSession:
             raise InputError(f"{path} was saved by a newer icejax: use that, or another folder")
         if version != VERSION or fields.pop("checksum", None) != _checksum(fields):
             damaged(path, f"{ABOUT} is not as it was saved")
-        return StoredSession(path, _about(path, fields), fields["identity"], fields["arrays"])
+        return StoredSession(path, _about(path, fields), fields["identity"], described_arrays(path, fields.get("arrays")))
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
@@ -221,9 +200,8 @@ def read_session(path: Path) -> StoredSession:
 
 def size(plan: Plan, *, tokens: int, pages: int) -> int:
     """Returns the bytes of the arrays of a session of `plan`."""
-    shape = plan.pool_shape(1) if plan.pooled else (0, 0, host_pool.EXTENT)
-    page = math.prod(shape[1:]) // host_pool.EXTENT * bits_dtype(plan.pool_dtype).itemsize
-    return 4 * tokens + sum(leaf.size * leaf.dtype.itemsize for _, leaf in _leaves(_empty(plan))) + pages * page
+    kinds = _kinds(plan, named_arrays(_empty(plan)), tokens=tokens, pages=pages)
+    return sum(StoredArray(dtype, shape, 0).size for dtype, shape in kinds.values())
 
 
 def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
@@ -237,18 +215,13 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
     if not isinstance(about.messages, list) or not all(map(_is_message, about.messages)):
         damaged(path, "messages are no list of roles and contents")
-    arrays, saved = fields.get("arrays"), fields.get("identity")
-    if not isinstance(saved, dict) or not isinstance(arrays, dict) or not all(map(_is_array, arrays.values())):
+    if not isinstance(fields.get("identity"), dict):
         damaged(path, "it does not say what it was saved with")
     return about
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"role", "content"} and all(isinstance(x, str) for x in value.values())
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(x) is int and 0 <= x < 2**63 for x in value)
 
 
 @contextlib.contextmanager
@@ -285,12 +258,6 @@ def _empty(plan: Plan) -> KVCache:
         )
 
     return jax.eval_shape(empty)
-
-
-def _leaves(tree: Any, *, of_size: bool = True) -> list[tuple[str, Any]]:
-    """Returns the leaves of a pytree with the names of their paths, by default only those that are not empty."""
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path).strip("."), leaf) for path, leaf in named if leaf.size or not of_size]
 
 
 def _extents(pages: int) -> Iterator[tuple[str, int]]:
