@@ -9,7 +9,7 @@ AOT := .venv-aot
 KVPRESS := .venv-kvpress
 
 # What says of whole models that their numbers are right is run once more with programs as users have them.
-OPTIMISED := tests/test_parity.py tests/test_reference.py -k "(equal_transformers and fan_in) or greedy_text_equals or equal_the_reference"
+OPTIMISED := tests/models/test_parity.py tests/cache/test_clustered.py -k "(equal_transformers and fan_in) or greedy_text_equals or equal_the_reference"
 
 .PHONY: run test test-slow test-aot lint
 
@@ -24,7 +24,7 @@ test-slow: $(VENV)/installed-dev $(KVPRESS)/installed
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED)
 
 test-aot: $(AOT)/installed
-	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/test_aot.py
+	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/aot/test_aot.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

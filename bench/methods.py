@@ -209,7 +209,7 @@ def of_pages(found: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.W
     """Returns the pages that a second look has left of those found."""
     ids = jnp.take_along_axis(found.page_ids, looked.best[None], axis=2)
     return replace(
-        found, page_ids=ids, counts=looked.counts[None], tail_out=looked.rest.out[None], tail_lse=looked.rest.lse[None]
+        found, page_ids=ids, counts=looked.counts[None], tail_out=looked.tail.out[None], tail_lse=looked.tail.lse[None]
     )
 
 
@@ -228,7 +228,7 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.WalkResult, loo
     near, scoring = (*resident, jnp.ones(resident[0].shape[:2], bool)), Scoring(size**-0.5)
     attended, _ = attend_whole(q[0], near, (keys, values, looked.counts[..., None] > 0), scoring=scoring)
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], keys)[..., 0] * size**-0.5
-    return merge_by_lse(*attended, *looked.rest)[0], jnp.where(looked.counts[:, None] > 0, logits, -jnp.inf)
+    return merge_by_lse(*attended, *looked.tail)[0], jnp.where(looked.counts[:, None] > 0, logits, -jnp.inf)
 
 
 @jax.jit(static_argnames="budget")

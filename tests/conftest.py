@@ -37,7 +37,7 @@ import jax
 import psutil
 import pytest
 
-from tests import shapes
+from tests.helpers import shapes
 
 shapes.install()  # before anything of icejax is imported
 

@@ -31,7 +31,7 @@ def test_a_wrong_dtype_is_told():
 
 
 def test_a_wrong_result_is_told():
-    with pytest.raises(TypeCheckError, match="return value of icejax.cache.pool.page_format.decode"):
+    with pytest.raises(TypeCheckError, match="return value of icejax.cache.pool.page_format.decode_pages"):
         page_format.decode_pages(jnp.zeros((3, 4, 8), jnp.uint32), "int32")
 
 

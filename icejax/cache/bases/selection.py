@@ -22,7 +22,7 @@ class Selection:
         ids: pages of each KV head, or slots: page * page size + slot.
         counts: tokens of each; 0 where there is no page.
         bias: added to the scores that each query head, or all, give its keys: -inf hides the page; None: nothing.
-        rest: attention to all that is in no page found, as far as it is estimated; None: not at all.
+        tail: attention to all tokens that no selected page holds, as far as it is estimated; None: not at all.
         uneven: how far the weights of tokens of the rest are from their means, as `tree.Selection` has it; None: not known.
         from_keys: values from keys, for tokens found that are not attended exactly; None: they count as their mean.
         choice: what followers need to find the same.

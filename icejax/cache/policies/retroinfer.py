@@ -85,7 +85,7 @@ class RetroInfer(Retrieval):
         total = weights.sum(-1, keepdims=True)
         means = (index.key if index.value is None else index.value)[..., : heads.v.shape[-1]].astype(jnp.float32)
         out = EINSUM("bkgp,bkph->bkgh", weights / jnp.maximum(total, 1e-30), means)
-        return Selection(ids, counts, rest=Attended(out, (jnp.log(total) + highest)[..., 0]))
+        return Selection(ids, counts, tail=Attended(out, (jnp.log(total) + highest)[..., 0]))
 
     def _taken(
         self, scores: Float[Array, "B K G P"], index: Clusters, wanted: int

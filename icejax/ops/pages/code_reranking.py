@@ -21,7 +21,7 @@ class RerankedTokens(NamedTuple):
     Attributes:
         best: indices of the best slots, which stand one behind another, or of the best pages; best first, i32[R, M].
         counts: tokens of each.
-        rest: attention to all others, and to what the pages were chosen among.
+        tail: attention to all others, and to what the pages were chosen among.
     """
 
     best: jax.Array

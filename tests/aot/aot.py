@@ -1,0 +1,98 @@
+"""Compiles a program for a device that is not there: ``python -m tests.aot.aot h100 step gather 1 int8`` prints what was made.
+
+Its arguments: the target, the program (`step`, `flush`, `flushed`, `compact`; of a layer `prefill`, `extend` and `write`;
+`insert` of a row into a batch; `write-pages`, 64 of all layers; `write-extent` and `read-extent`), and as far as they are wanted the fetch backend, the batch size, and
+`int8` for pages of int8.
+
+Needs the compilers: ``pip install -e '.[aot]'``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+
+import icejax
+from bench.program import hlo
+from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, without_devices
+from bench.program.targets import TARGETS, Target
+from bench.sizes import nbytes
+from icejax.cache.pool import host_pool
+from icejax.engine import batch as rows
+from icejax.engine import decode_step
+from icejax.engine import extend as extending
+from icejax.engine import prefill as prefilling
+from icejax.engine.plan import make_plan
+from icejax.runtime import compiler_options
+
+CONTEXT = 32768
+
+
+def programs(batch: int, page_dtype: str | None, backend: str | None, target: Target):
+    """Returns a plan of two bf16 layers of 8 KV heads of 128, and what each of its programs is traced with, by name."""
+    model = abstract_model("attention", dtype="bfloat16", layers=2)
+    graph, weights = nnx.split(model)
+    leaves, tree = jax.tree.flatten(weights)
+    policy = icejax.Clustered(budget=256, page_dtype=page_dtype)
+    sizes = dict(batch_size=batch, prompt_tokens=CONTEXT, new_tokens=64)
+    plan = make_plan(model, policy, platform=target.platform, **sizes)
+    plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
+    state, pool = abstract_state(plan), abstract_pool(plan)
+    step, flush, flushed, compact = decode_step._programs(graph, tree, plan)
+    page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
+    layer, some = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
+    number, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
+    write = jax.jit(functools.partial(host_pool.write_pages, together=host_pool.EXTENT), donate_argnums=0)
+    extent = jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype)
+    alone = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
+    insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
+    policy, view = plan.policies[0], host_pool.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
+    prefill = jax.jit(functools.partial(prefilling._prefill_layer, policy=policy, spec=plan.spec))
+    extend = jax.jit(functools.partial(extending._extend_layer, policy=policy))
+    x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
+    first, lengths = model.model.layers[0], state.cache.lengths
+    return (plan, [x.index for x in state.cache.layers], pool), {
+        "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
+        "prefill": (prefill, (first, x, lengths.origin, None)),
+        "extend": (extend, (first, more, lengths, lengths.origin, state.cache.layers[0], view, None)),
+        "write": (write, (pool, layer, table, number, number)),
+        "flush": (flush, (state.cache,)),
+        "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
+        "compact": (compact, (state.cache, pool)),
+        "insert": (insert, (state, abstract_state(alone), number)),
+        "write-pages": (host_pool.write_pages, (pool, some, table, number)),
+        "write-extent": (host_pool.write_extent, (pool, extent, number)),
+        "read-extent": (host_pool.read_extent, (pool, number)),
+    }
+
+
+def main(name: str, program: str, backend: str = "", batch: str = "1", page_dtype: str | None = None) -> None:
+    without_devices()
+    target = TARGETS[name]
+    (plan, levels, pool), made = programs(int(batch), page_dtype, backend, target)
+    options = compiler_options.OPTIONS.get(target.platform, {}) if program == "step" else {}
+    compiled = compile_for(target, *made[program], options)
+    module, memory = hlo.parse(compiled.hlo), compiled.memory
+    print(
+        json.dumps(
+            dict(
+                pool_bytes=nbytes(pool),
+                host_temp_bytes=memory.host_temp_size_in_bytes,
+                temp_bytes=memory.temp_size_in_bytes,
+                levels_bytes=nbytes(levels),
+                alias_bytes=memory.host_alias_size_in_bytes + memory.alias_size_in_bytes,
+                pool_copies=hlo.pool_copies(module, pool.shape, pool.dtype.itemsize),
+                sorted_sizes=[max(max(array.shape) for array in x.arrays) for x in module.all() if x.opcode == "sort"],
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

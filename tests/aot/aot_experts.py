@@ -1,0 +1,97 @@
+"""Compiles decode steps with experts for a device that is not there: ``python -m tests.aot.aot_experts h100 8`` prints what was made.
+
+Its arguments: the target, the batch size, a model type, `qwen3_moe` unless said, and how many experts of each layer are on the
+device, with all of them in host memory; unless said all are. A JSON line for each kind of weights. Needs the compilers: ``pip install -e '.[aot]'``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from flax import nnx
+
+from bench.program import hlo
+from bench.program.compile import compile_for, decode_step, hosted_shapes, on_host, without_devices
+from bench.program.targets import TARGETS, Target
+from bench.sizes import nbytes
+from icejax.cache.registry import Full
+from icejax.checkpoint.load import of_experts
+from icejax.models.decoder import CausalLM
+from icejax.models.registry import family
+from icejax.runtime import compiler_options
+from tests.aot.aot_quantized import coded
+
+SIZES = dict(
+    vocab_size=256, hidden_size=512, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=64, max_position_embeddings=2048,
+)  # fmt: skip
+RAW = {
+    "qwen3_moe": dict(num_experts=128, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True),
+    "gpt_oss": dict(num_local_experts=128, num_experts_per_tok=4),
+    "gemma4_text": dict(
+        enable_moe_block=True, num_experts=128, top_k_experts=4, moe_intermediate_size=256, hidden_size_per_layer_input=0,
+        global_head_dim=128,
+    ),
+}  # fmt: skip
+# What names an array that is there, or makes none in the device's memory.
+GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
+# Of the experts: codes, columns of a group (None: all), whether there are zero points.
+KINDS = {
+    "qwen3_moe": [
+        ("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False),
+        ("int4", 128, True), ("float4_e2m1fn", 32, False),
+    ],
+    "gpt_oss": [("float4_e2m1fn", 32, False)],
+    "gemma4_text": [],
+}  # fmt: skip
+
+
+def main(name: str, batch: str, model_type: str = "qwen3_moe", resident: str = "") -> None:
+    without_devices()
+    raw = SIZES | RAW[model_type] | {"model_type": model_type}
+    target, config = TARGETS[name], family(raw).read_config(raw)
+    for kind in (None, *KINDS[model_type]):
+        model = nnx.eval_shape(lambda: CausalLM(config, dtype="bfloat16"))
+        if kind is not None:
+            coded(model, *kind, inside=".experts.")
+        if resident:
+            put_on_host(model, int(resident))
+        print(json.dumps(dict(kind=kind) | said(model, target, int(batch))), flush=True)
+
+
+def put_on_host(model: CausalLM, resident: int) -> None:
+    """Puts the experts of an abstract model into host memory, and so many of each layer on the device."""
+    state = nnx.state(model)
+    for path, weight in nnx.to_flat_state(state):
+        if of_experts(".".join(map(str, path))):
+            weight.set_value(hosted_shapes(weight.get_value(), resident))
+    nnx.update(model, state)
+
+
+def said(model: CausalLM, target: Target, batch: int) -> dict:
+    """Returns the largest array that a step makes, and the sizes that it must not have."""
+    config = model.config
+    step = decode_step(model, Full(), target, batch=batch, context=512, new_tokens=64, backend=None)
+    compiled = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
+    module = hlo.parse(compiled.hlo)
+    # Of a fusion only what comes out of it is an array: what is inside is never whole.
+    fused = {x.calls for x in module.all() if x.opcode == "fusion"}
+    made = [x for name, lines in module.computations.items() if name not in fused for x in lines.values()]
+    sizes = [array.elements for x in made if x.opcode not in GIVEN for array in x.arrays]
+    tables = {x.shape: x for x in step.arguments[0] if on_host(x)}.values()
+    return dict(
+        matrix_elements=config.hidden_size * config.experts.size,
+        experts=config.experts.count,
+        chosen=config.experts.chosen,
+        largest=max(sizes),
+        argument_bytes=compiled.memory.argument_size_in_bytes,
+        temp_bytes=compiled.memory.temp_size_in_bytes,
+        host_temp_bytes=compiled.memory.host_temp_size_in_bytes,
+        table_bytes=sum(map(nbytes, tables)),
+        table_copies=[y for x in tables for y in hlo.pool_copies(module, x.shape, x.dtype.itemsize)],
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

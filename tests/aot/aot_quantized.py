@@ -1,0 +1,61 @@
+"""Compiles decode steps of quantised models for a device that is not there: ``python -m tests.aot.aot_quantized h100``.
+
+A JSON line for each says what it was of, and which instructions make an array of as many numbers as one of its matrices.
+Needs the compilers: ``pip install -e '.[aot]'``.
+"""
+
+import json
+import sys
+
+import jax
+from flax import nnx
+
+import icejax
+from bench.program import hlo
+from bench.program.compile import abstract_model, compile_for, decode_step, without_devices
+from bench.program.targets import TARGETS
+from icejax.models.decoder import CausalLM
+from icejax.ops.quantized.products import Grouped
+from icejax.runtime import compiler_options
+
+# Codes, columns of a group (None: all), whether there are zero points.
+KINDS = [("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False)]
+KINDS += [("int4", 128, True)]
+
+
+# What makes no array; of what starts, as a TPU's copies into the memory beside its units, the end does.
+GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "opt-barrier", "copy-start", "slice-start", "async-start")
+
+
+def coded(model: CausalLM, kind: str, group: int | None, zero: bool, *, inside: str = "proj") -> set[int]:
+    """Makes the matrices of an abstract model codes whose keys have `inside` in them; returns how many numbers each has."""
+    state, sizes = nnx.state(model), set()
+    for path, weight in nnx.to_flat_state(state):
+        if "proj" in path[-2] and path[-1] == "weight" and inside in ".".join(map(str, path)):
+            *several, rows, columns = weight.get_value().shape
+            grid = (*several, columns // (group or columns), rows)
+            made = [jax.ShapeDtypeStruct((*grid, columns // grid[-2]), kind), jax.ShapeDtypeStruct(grid, "float32")]
+            weight.set_value(Grouped(*made, jax.ShapeDtypeStruct(grid, "int8") if zero else None))
+            sizes.add(rows * columns)
+    nnx.update(model, state)
+    return sizes
+
+
+def main(name: str) -> None:
+    without_devices()
+    target = TARGETS[name]
+    for kind, group, zero in KINDS:
+        model = abstract_model("llama-3.1-8b", dtype="bfloat16", layers=1)
+        matrices = coded(model, kind, group, zero)
+        for batch in (1, 8):
+            sizes = dict(batch=batch, context=1024, new_tokens=64, backend=None)
+            step = decode_step(model, icejax.Full(), target, **sizes)
+            made = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
+            module = hlo.parse(made.hlo)
+            outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
+            copies = [x.name for x in outside if any(each.elements in matrices and each.space == 0 for each in x.arrays)]
+            print(json.dumps(dict(kind=kind, group=group, zero=zero, batch=batch, copies=copies)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

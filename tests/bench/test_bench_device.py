@@ -1,0 +1,224 @@
+"""The command for a device: parts that fail or hang harm no other, nothing runs twice, and the page says what the files say."""
+
+import json
+import re
+import tempfile
+import time
+
+import psutil
+import pytest
+
+from bench.device import __main__ as device
+from bench.device import graphs, results
+from bench.device.running import Part
+from tests.helpers.device_rows import ENDS, FILES
+
+GRAPH = """
+000: kCommandBuffer [source       | next=017 (2)]
+    001: kCopy         [source       | next=002 (1)] kCopy
+    002: kCustomKernel [prev=001 (1) | sink        ] loop_fusion grid: [1, 1, 1] threads: [128, 1, 1]
+017: kSelectK       [source       | sink        ]   SelectKThunk(batch_size=16, num_elements=2064, k=56, dtype=11)
+063: kConditional   [prev=000 (1) | next=000 (1)]
+  false_branch:
+    025: kCopy         [source       | next=029 (4)] kCopy
+    029: kWhile        [prev=028 (1) | sink        ]
+condition:
+        030: kCustomKernel [source | sink] wrapped_compare grid: [1, 1, 1] threads: [1, 1, 1]
+  true_branch:
+    049: kCustomKernel [source       | next=051 (1)] loop_fusion grid: [7, 1, 1] threads: [128, 1, 1]
+000: kCommandBuffer [prev=063 (1) | sink        ]
+    064: kCustomKernel [source        | next=065 (1)] gemm_fusion_dot_21 grid: [960, 1, 1] threads: [64, 1, 1]
+"""
+COUNTED = dict(graphs=2, kernels=4, outside=dict(kSelectK=1, kConditional=1, kCopy=1, kWhile=1, kCustomKernel=2))
+
+
+def part(name, program, *, least=0, most=10, file="some.jsonl", **more):
+    return Part(name, file, ("-c", f"import json, os, pathlib, signal, sys, time\n{program}"), least=least, most=most, **more)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs parts into one folder; returns the status, what was told, and the rows by part."""
+    (tmp_path / "temporary").mkdir()
+
+    def run(*parts, options=()):
+        monkeypatch.setattr(device, "parts", lambda *_: [*parts])
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        status = device.main(["--out", str(tmp_path / "out"), *options])
+        found = {}
+        for row in results.Results(tmp_path / "out", tiny=False).rows():
+            found.setdefault(row.pop("part"), []).append(row)
+        return status, capsys.readouterr().err.splitlines(), found
+
+    return run
+
+
+def test_what_is_done_is_not_run_again_and_what_failed_comes_last(run, tmp_path):
+    noted = f"open({str(tmp_path / 'journal')!r}, 'a').write(NAME + ' ')\nprint(json.dumps(dict(x=1)), flush=True)\n"
+    first = part("first", noted.replace("NAME", "'first'"), what=dict(setting="a"))
+    again = f"sys.exit(0 if pathlib.Path({str(tmp_path / 'mended')!r}).exists() else 3)"
+    second = part("second", noted.replace("NAME", "'second'") + again)
+    third = part("third", noted.replace("NAME", "'third'"), least=30)
+    status, told, found = run(first, second, third, options=["--minutes", "0.4"])
+    assert (
+        status == 1
+        and re.search("third: not run: it needs 30 s, 2[0-9] s are left", "\n".join(told))
+        and "second: failed: status 3" in told
+    )
+    assert found == dict(first=[dict(setting="a", x=1)], second=[dict(x=1)])
+    (tmp_path / "mended").touch()
+    with (tmp_path / "out" / "some.jsonl").open("a") as file:
+        file.write('{"part": "third", "x"')  # the machine went while it was written
+    status, told, found = run(first, second, third)
+    assert status == 0 and told == ["third: done", "second: done"]
+    assert found == dict(first=[dict(setting="a", x=1)], second=[dict(x=1)], third=[dict(x=1)])
+    assert (tmp_path / "journal").read_text().split() == ["first", "second", "third", "second"]
+    assert "missing" not in (tmp_path / "out" / "device.md").read_text()
+
+
+def test_parts_that_are_asked_for_run_alone_in_their_order_and_again(run):
+    parts = [part(name, "print(json.dumps(dict(at=time.monotonic())), flush=True)") for name in ("first", "second", "third")]
+    _, _, before = run(*parts)
+    _, told, found = run(*parts, options=["--part", "third", "--part", "first"])
+    assert told == ["third: done", "first: done"]
+    assert found["second"] == before["second"] and before["third"][0]["at"] < found["third"][0]["at"] < found["first"][0]["at"]
+
+
+def test_a_part_that_hangs_is_ended_with_all_it_started(run):
+    child = "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    hangs = part("hangs", f"{child}print(json.dumps(dict(pid=child.pid)), flush=True)\ntime.sleep(60)", most=3)
+    started = time.monotonic()
+    status, told, found = run(hangs, part("neighbour", "print(json.dumps(dict(x=2)))"))
+    assert time.monotonic() - started < 20 and status == 1
+    assert told == ["hangs: ended after 3 s, which was its limit", "neighbour: done"] and found["neighbour"] == [dict(x=2)]
+    pid = found["hangs"][0]["pid"]
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_part_that_crashes_is_told_and_the_rest_goes_on(run, tmp_path):
+    crashes = part("crashes", "print(json.dumps(dict(x=1)), flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)")
+    raises = part("raises", "print('no JSON')\nraise ValueError('no such shape')", file="other.jsonl")
+    status, told, found = run(crashes, raises, part("neighbour", "print('[1]'), print(json.dumps(dict(x=2)))"))
+    ends = ["crashes: failed: SIGSEGV", "raises: failed: status 1, ValueError: no such shape", "neighbour: done"]
+    assert status == 1 and told == ends and found == dict(crashes=[dict(x=1)], neighbour=[dict(x=2)])
+    page, log = ((tmp_path / "out" / name).read_text() for name in ("device.md", "log.txt"))
+    assert "- crashes: failed: SIGSEGV." in page and "- raises: failed: status 1, ValueError: no such shape." in page
+    assert "== raises: failed: status 1" in log and "no JSON\nTraceback" in log
+
+
+def test_the_minutes_are_kept_and_a_short_part_may_still_run(run):
+    status, told, _ = run(part("long", "", least=70), part("short", ""), options=["--minutes", "1"])
+    assert status == 0 and told == ["long: not run: it needs 70 s, 60 s are left", "short: done"]
+    status, told, _ = run(part("slow", "time.sleep(60)"), part("long", "", least=2), options=["--minutes", "0.02"])
+    assert status == 1 and told[0] == "slow: ended after 1 s, which was its limit" and "long: not run" in told[1]
+
+
+def test_graphs_are_counted_once_and_kept(run, tmp_path):
+    assert graphs.of_listing(GRAPH) == COUNTED
+    dump = "folder = next(f.split('=')[1] for f in os.environ['XLA_FLAGS'].split() if f.startswith('--xla_dump_to='))\n"
+    dump += f"os.makedirs(folder)\nlisting = pathlib.Path(folder, 'module_0007.jit_step.{graphs.LISTING[11:]}')\n"
+    dump += f"listing.write_text({GRAPH!r})\n"
+    rows = "print(json.dumps(dict(tpot_s=1.0, policy='full', context=8, batch=1)), flush=True)\n"
+    cut = part("decode", dump + rows + "time.sleep(60)", counted=True, most=1)
+    program = dict(policy="full", context=8, batch=1) | COUNTED
+    assert [row for row in run(cut)[2]["decode"] if "graphs" in row] == [program]
+    assert not (tmp_path / "temporary" / "out-scratch" / "dump").exists()
+    # The program comes from the cache of compiled ones: nothing is dumped.
+    again = part("decode", rows, counted=True)
+    assert [row for row in run(again)[2]["decode"] if "graphs" in row] == [program]
+
+
+def test_programs_are_counted_in_the_order_of_compilation(tmp_path):
+    for number, text in ((9998, GRAPH), (10002, "")):
+        (tmp_path / f"module_{number}.jit_step.sm_9.0_gpu{graphs.LISTING[10:]}").write_text(text)
+    assert [program["graphs"] for program in graphs.counted(tmp_path)] == [2, 0]
+
+
+def test_files_stay_small(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "MOST", 2000)
+    monkeypatch.setattr(results, "TAIL", 100)
+    many = part("many", "for i in range(100): print(json.dumps(dict(text='x' * 90))), print('y' * 90, file=sys.stderr)")
+    status, _, found = run(many)
+    end = results.Results(tmp_path / "out", tiny=False).ends()["many"]
+    assert status == 0 and 10 < len(found["many"]) < 20 and end["rows_left_out"] == 100 - len(found["many"])
+    assert (tmp_path / "out" / "some.jsonl").stat().st_size < 2500 and (tmp_path / "out" / "log.txt").stat().st_size < 200
+
+
+def test_bad_options_are_one_line(run, tmp_path, capsys):
+    run(part("first", ""))
+    capsys.readouterr()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "decode.jsonl").write_text('{"tpot_s": 1.0}\n')
+    for out, options, message in (
+        ("out", ["--minutes", "0"], "--minutes must be above 0 and at most 1440, got 0"),
+        ("out", ["--part", "First"], "--part must be one of first, got 'First'"),
+        ("out", ["--minutes", "nan"], "--minutes must be above 0 and at most 1440, got nan"),
+        ("out", ["--tiny"], "holds results of the whole sizes: choose another folder, or run without --tiny"),
+        ("file", [], "--out must be a folder that can be written, got "),
+        ("other", [], "--out must be a new folder or one of earlier results, got "),
+        ("empty", ["--page"], "--page needs results in --out, got none in "),
+    ):
+        with pytest.raises(SystemExit) as end:
+            device.main(["--out", str(tmp_path / out), *options])
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and len(err.splitlines()) == 1 and message in err
+
+
+def test_the_page_says_what_the_files_say(tmp_path, monkeypatch):
+    for name, rows in FILES.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (tmp_path / "decode.jsonl").open("a") as file:
+        file.write("".join(json.dumps(dict(part=name, seconds=1, tiny=False) | end) + "\n" for name, end in ENDS.items()))
+    names = ["versions and link", *ENDS, "model, full"]
+    monkeypatch.setattr(device, "parts", lambda *_: [part(name, "sys.exit(9)") for name in names])
+    assert device.main(["--out", str(tmp_path), "--page"]) == 1
+    page = (tmp_path / "device.md").read_text()
+    for line in (
+        "gpu: NVIDIA H200; 16 cores, 137 GB on the host; 2026-11-22.",
+        "nvidia-smi: name NVIDIA H200, driver_version 580.1.",
+        "| triton | 512 of 8 KiB (doctor) | yes | 90.5 | 46.3 |",
+        "| gather | 448, uint16, of 4.33 GB | no: other bits | 100 | 41.9 |",
+        "| clustered | bfloat16 | 17 of 128 | 0.031 | 0.0021 |",
+        "| hops | 8192 | clustered | 64 | 7 of 8 | 2.50 |",
+        # The floor: 15.0e9 bytes of weights, 1.07e9 of two dense layers and 0.5e9 of digests at 0.9 of 4.8e12 a second.
+        "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 4.00 (3.00 - 5.00) | 3.83 | 1.0 | 1 | 2 kCopy |",
+        # 1 ms of weights, half as much of cache and digests each, and 26 MB at 52 GB/s.
+        "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 25% | 12% | 12% | 12% |",
+        "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 4.80 | 2.40 | 2.40 | 16.00 | 30.00 | - |",
+        "| 131072 | clustered | 1.5 | 0.25 | 0.02 |",
+        "| llama-3.1-8b | 8 | 32768 | full | yes | 1.5 | 21845.3 |",
+        "- model, 524288: failed: SIGSEGV.",
+        "- model, full: not run.",
+    ):
+        assert line in page.splitlines() or line in page, line
+
+
+def kind(part):
+    """What tells a part from those that differ in a number: its module, its options, what is set for it."""
+    named = tuple(word for word in part.command if word.startswith("--"))
+    return named, part.command[1], *part.environment, bool(part.xla_flags)
+
+
+@pytest.mark.slow
+def test_every_kind_of_part_runs_where_there_is_no_device(tmp_path, monkeypatch):
+    # What is compiled is thrown away after some steps.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    kinds = {kind(part): part for part in reversed(device.parts(device.TINY, tmp_path / "scratch"))}
+    monkeypatch.setattr(device, "parts", lambda *_: [*reversed(kinds.values())])
+    status = device.main(["--out", str(tmp_path / "out"), "--tiny", "--minutes", "30"])
+    page = (tmp_path / "out" / "device.md").read_text()
+    assert status == 0 and "What is missing" not in page, page
+    titles = "Reading host memory, Text, Needles, Decode, Where a step's time goes, Memory, Prefill".split(", ")
+    assert all(f"\n## {title}" in page for title in titles)
+    assert "One large array" in page and all(f"| {n} | 448, uint8" in page for n in ("gather_flat", "host_compute", "slices"))
+    files = [*(tmp_path / "out").iterdir()]
+    assert len(files) <= 8 and max(file.stat().st_size for file in files) < 2**24
+
+
+def test_a_page_that_cannot_be_made_costs_no_part(run, tmp_path):
+    odd = part("odd", "print(json.dumps(dict(weight_bytes=1)), flush=True)\n")
+    status, told, found = run(odd, part("next", "print(json.dumps(dict(x=1)), flush=True)\n"))
+    assert status == 0 and found["next"] and any("The page cannot be made of these results: KeyError" in line for line in told)
+    assert (tmp_path / "out" / "device.md").read_text().startswith("The page cannot be made")

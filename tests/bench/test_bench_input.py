@@ -1,0 +1,72 @@
+"""What the commands of bench/ cannot do is a line that says what was expected, and status 2, before anything runs."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import chat_templates, families
+
+BAD = {
+    "pages --lengths abc": "--lengths must be whole numbers, comma-separated, got 'abc'",
+    "pages --budgets x": "--budgets must be whole numbers, comma-separated, got 'x'",
+    "pages --lengths 4096 --budgets 4000": "--budgets must be at most 2048, got 4000",
+    "pages --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
+    "pages --prompts 0": "--prompts must be at least 1, got 0",
+    "pages --formations any": "--formations must be of ",
+    "pages --uneven nan": "--uneven must be a number from 0 to 10, got nan",
+    "sharing --length 10": "--length must be at least 512, got 10",
+    "sharing --length 16001": "--length must be at most 16000, got 16001",
+    "sharing --budgets x": "--budgets must be whole numbers, comma-separated, got 'x'",
+    "needle.language --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
+    "needle.language --length 1": "--length must be at least 65, got 1",
+    "needle.evaluate --seed -1": "--seed must be at least 0, got -1",
+    "needle.evaluate --questions 0": "--questions must be at least 1, got 0",
+    "needle.evaluate --cache full --budget 64": "cache 'full' has no option 'budget': it has none",
+    "compare.__main__ --budgets inf%": "--budgets must be numbers of tokens or shares such as 10%, got 'inf%'",
+    "compare.__main__ --budgets 0 --policies topp": "--budgets must be numbers of tokens or shares such as 10%, got '0'",
+    "compare.__main__ --policies full --out FILE": "results must go to a folder, FILE cannot be one: File exists",
+    "decode --contexts 0": "--contexts must be at least 1, got 0",
+    "decode --steps 0": "--steps must be at least 1, got 0",
+    "decode --plot FILE/x.png": "results must go to a folder, FILE cannot be one: File exists",
+    "decode --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
+    "decode --shape bundled --layers 2": "--layers is for random weights of a shape",
+    "decode --layers 0": "--layers must be at least 1, got 0",
+    "prefill --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
+    "prefill --lengths 0": "--lengths must be at least 1, got 0",
+    "prefill --shape qwen3-30b-a3b --policies transformers": "transformers is timed with Llama's layers, and this shape is qwen3_moe's",
+    "weights --shape attention --dtype int3": "dtype must be one of float32, bfloat16, float16, got 'int3'",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_a_line(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    name, *arguments = line.split()
+    try:
+        status = importlib.import_module(f"bench.{name}").main(arguments)
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert status == 2 and not out and BAD[line] in err.splitlines()[-1] and "Traceback" not in err
+    assert [path.name for path in Path().iterdir()] == ["FILE"]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """A model whose tokens are no bytes."""
+    folder = tmp_path_factory.mktemp("others")
+    families.save(families.build(families.row("llama-gqa"), vocab_size=300), folder)
+    chat_templates.tokenizer("qwen2.5").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["needle.evaluate", "needle.language", "pages", "calibrate", "sharing"])
+def test_other_tokens_than_bytes_are_refused(name, others, capsys):
+    try:
+        status = importlib.import_module(f"bench.{name}").main(["--model", str(others)])
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert status == 2 and not out and f"{others} must have a tokenizer of bytes" in err.splitlines()[-1]

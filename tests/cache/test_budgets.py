@@ -1,0 +1,183 @@
+"""Evicting policies whose layers or KV heads have budgets of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import icejax
+from icejax.cache.bases.eviction import Slots
+from icejax.cache.registry import AdaKV, LaCache, PyramidKV, RocketKV, ShadowKV, SnapKV, Streaming, Tolerant, VAttention
+from icejax.engine import prefill
+from tests import tolerances
+from tests.helpers.layer import HEADS, KV_HEADS, Layer, attention, dense, draw
+from tests.helpers.run import plan_for
+
+LENGTHS, STEPS = (250, 9, 120), 64
+SHARES = np.asarray([0.5, 1.5])  # of the mean budget
+
+
+@dataclass(frozen=True)
+class Uneven(Streaming):
+    """The first KV head keeps a third of what the second does, and goes on so."""
+
+    def most(self, kv_heads) -> int:
+        return int(SHARES.max() * self.budget)
+
+    def budgets(self, tokens: Slots):
+        shares = (SHARES * self.budget).astype(np.int32)
+        return jnp.broadcast_to(jnp.asarray(shares)[None], tokens.positions.shape[:2])
+
+
+def kept(layer: Layer) -> list[list[np.ndarray]]:
+    """Returns the positions that every row and KV head keeps."""
+    positions = np.asarray(layer.state.positions)
+    return [[np.sort(head[head >= 0]) for head in row] for row in positions]
+
+
+def assert_attends_to(layer: Layer, found: np.ndarray, prompt, new, step: int) -> None:
+    """Asserts that a step's output is dense attention over what is kept."""
+    for row, heads in enumerate(kept(layer)):
+        k, v = (np.concatenate([p[row, : LENGTHS[row]], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True))
+        for head, positions in enumerate(heads):
+            of = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+            expected = attention(new[0][step, row, of], k[positions, head : head + 1], v[positions, head : head + 1])
+            np.testing.assert_allclose(found[row, of], expected, rtol=0, atol=tolerances.EXACT)
+
+
+def test_a_pyramid_is_that_of_its_own_code_where_that_rounds_nothing():
+    """KVCache-Factory's steps are whole with 13 and with 20 layers."""
+    low, high = (128 - 8) // 20, 2 * (128 - 8) - (128 - 8) // 20
+    for layers, step in ((13, 19), (20, 12)):
+        found = PyramidKV(budget=128, window=8).for_layers(range(layers), of=layers)
+        assert [each.budget for each in found] == [8 + high - step * i for i in range(layers)] and found[-1].budget == 8 + low
+    assert PyramidKV(budget=128).for_layers([3], of=4)[0].budget == 128
+
+
+def test_budgets_of_a_pyramid_sum_up_to_what_was_asked():
+    options = dict(window=12, kernel=3, pooling="max", group="sum")
+    for layers in range(1, 40):
+        for budget, beta in ((12, 20), (64, 20), (77, 1), (101, 3), (1000, 7)):
+            found = PyramidKV(budget=budget, beta=beta, **options).for_layers(range(layers), of=layers + 2)
+            sizes = [each.budget for each in found]
+            assert sum(sizes) == layers * budget and sizes == sorted(sizes, reverse=True)
+            assert found == [SnapKV(budget=size, **options) for size in sizes]
+
+
+def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
+    model, prompt = bundled[0], np.random.default_rng(0).integers(0, 256, 200).tolist()
+    sizes = [102, 77, 51, 26]
+
+    def kept_by(policy) -> list[np.ndarray]:
+        state, *_ = prefill.prefill(model, [prompt], plan_for(model, policy, [prompt], 8))
+        return [np.asarray(layer.positions[0]) for layer in state.cache.layers]
+
+    found, first, last = (
+        kept_by(x) for x in (PyramidKV(budget=64, window=24), *(SnapKV(budget=n, window=24) for n in (102, 26)))
+    )
+    assert [(layer >= 0).sum(-1).tolist() for layer in found] == [[n] * len(found[0]) for n in sizes]
+    for layer, expected in ((found[0], first[0]), (found[-1], last[-1])):
+        np.testing.assert_array_equal(layer[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (AdaKV, dict(floor=1.5), "floor must be a number from 0 to 1, got 1.5"),
+        (AdaKV, dict(kernel=2), "kernel must be an odd number, got 2"),
+        (PyramidKV, dict(beta=0), "beta must be at least 1, got 0"),
+        (PyramidKV, dict(budget=31), "budget must be at least 32, got 31"),
+        (Tolerant, dict(budget=2**29), "budget must be at most 268435456, got 536870912"),
+        (LaCache, dict(budget=3_000_000, rungs=1024), "budget must be at most 2097151, got 3000000"),
+    ],
+    ids=str,
+)
+def test_bad_options_say_what_is_expected(kind, options, message):
+    with pytest.raises(icejax.InputError, match=f"^{message}$"):
+        kind(**options)
+
+
+def test_each_kv_head_evicts_within_its_own_room():
+    """Over 64 steps and a later text; what is allocated is the room of the largest."""
+    prompt, new = draw(LENGTHS, STEPS + 30)
+    policy = Uneven(budget=40, reassign=False)
+    layer, told = Layer(policy, LENGTHS, *prompt), [x[:STEPS] for x in new]
+
+    def assert_newest(seen: int) -> None:
+        for length, heads in zip(LENGTHS, kept(layer), strict=True):
+            for positions, size in zip(heads, (20, 60), strict=True):
+                numbers = np.arange(length + seen)
+                expected = numbers if len(numbers) <= size else np.concatenate([numbers[:4], numbers[4 - size :]])
+                np.testing.assert_array_equal(positions, expected)
+
+    assert_newest(0)
+    for step in range(STEPS):
+        found = layer.step(*(x[step] for x in told))
+        assert_newest(step + 1)
+        assert_attends_to(layer, found, prompt, new, step)
+    layer.extend(*(x[STEPS:].swapaxes(0, 1) for x in new), [30] * len(LENGTHS))
+    assert_newest(STEPS + 30)
+    report = policy.report(layer.state, layer.lengths)
+    np.testing.assert_array_equal(report.slots, [80, 80, 80])
+    assert report.allocated == 2 * 60
+
+
+@pytest.mark.parametrize("budget", [48, 100])
+def test_heads_compete_for_the_budget_of_all(budget):
+    """As many tokens as the even rule keeps, of which each is worth at least any that left; decoded tokens come on top."""
+    prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
+    policies = SnapKV(budget=budget, window=16), AdaKV(budget=budget, window=16, floor=0.0)
+    even, own = (Layer(policy, LENGTHS, *prompt) for policy in policies)
+    scores = np.asarray(Layer(SnapKV(budget=256, window=16), LENGTHS, *prompt).state.scores)  # of all tokens
+    for row, length in enumerate(LENGTHS):
+        sizes = [len(x) for x in kept(own)[row]]
+        assert sum(sizes) == min(KV_HEADS * budget, KV_HEADS * length) == sum(len(x) for x in kept(even)[row])
+        worth = scores[row, :, :length].reshape(-1)
+        expected = np.sort(np.argsort(-worth, kind="stable")[: KV_HEADS * budget])
+        found = np.sort(np.concatenate([head * length + x for head, x in enumerate(kept(own)[row])]))
+        np.testing.assert_array_equal(found, expected)
+    assert len({len(x) for x in kept(own)[0]}) == 2
+    before = [[len(x) for x in row] for row in kept(own)]
+    for step in range(STEPS):
+        found = own.step(*(x[step] for x in new))
+        assert_attends_to(own, found, prompt, new, step)
+    assert [[len(x) - STEPS for x in row] for row in kept(own)] == before
+
+
+@pytest.mark.parametrize(
+    "floor, least, most, room", [(0.0, 9, 229, 232), (0.2, 20, 196, 198), (0.55, 38, 137, 139), (1.0, 64, 64, 64)]
+)
+def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor, least, most, room):
+    """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest.
+
+    Beside windows of 8 they win 1, 1, 1 and 221 of 224 tokens; of a floor of 0.2 they keep 0.8 and 176.8 of these, and 11.
+    """
+    prompt, _ = draw((250,), 1, sharp=0.01, kv_heads=4)
+    prompt[0][:, :, :3] = prompt[1][:, 40, None, :3] * 400
+    policy = AdaKV(budget=64, window=8, kernel=1, floor=floor)
+    layer = Layer(policy, (250,), *prompt)
+    assert [len(x) for x in kept(layer)[0]] == [least] * 3 + [most]
+    slots = layer.state.positions.shape[2]
+    assert slots == room + layer.spec.new_capacity
+    assert policy.report(layer.state, layer.lengths).allocated == 4 * slots
+
+
+@pytest.mark.parametrize(
+    "policy, exact",
+    [
+        (RocketKV(budget=300_000_000), True),
+        (LaCache(budget=2_000_000, recent=32, rungs=1024), True),
+        (ShadowKV(outliers=0), False),
+        (VAttention(delta=1e-17), False),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_options_at_their_ends_leave_numbers(policy, exact):
+    prompt, new = draw((200,), 1)
+    found = Layer(policy, (200,), *prompt).step(*(x[0] for x in new))[0]
+    assert np.isfinite(found).all() and (found != 0).any()
+    if exact:
+        np.testing.assert_allclose(found, dense(prompt, new, (200,), 0)[0], rtol=0, atol=tolerances.EXACT)

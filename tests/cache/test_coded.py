@@ -1,0 +1,84 @@
+"""Codes of keys, and the policy that ranks tokens by them, against plain numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache.options import make_policy
+from icejax.cache.registry import Coded
+from icejax.cache.sizes import CacheSpec
+from icejax.checks.errors import InputError
+from icejax.ops.pages import key_codes
+from tests import tolerances
+from tests.cache.test_clustered import STEPS, assert_reference
+from tests.helpers import layer as harness
+from tests.reference import coded as reference_coded
+
+
+@pytest.mark.parametrize("bits", key_codes.BITS)
+def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
+    """Of as many channels as fill no byte, of pages filled in part and empty ones, beside slots that hold anything."""
+    rng = np.random.default_rng(bits)
+    k, mask = rng.standard_normal((2, 3, 200, 8, 21)).astype(np.float32), np.arange(8) < rng.integers(0, 9, (2, 3, 200, 1))
+    k[0, 0, 0, :, 0] = 3.0  # a channel that is the same everywhere
+    found = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
+    empty = key_codes.empty_codes((2, 3, 200), 8, 21, bits, "float32")
+    assert [(x.shape, x.dtype) for x in vars(found).values()] == [(x.shape, x.dtype) for x in vars(empty).values()]
+    keys = np.asarray(key_codes.decode_keys(found, 8, bits))
+    for at in np.ndindex(2, 3, 200):
+        if mask[at].any():
+            expected = reference_coded.coded(k[at][mask[at]], bits)
+            np.testing.assert_allclose(keys[at][mask[at]], expected, rtol=0, atol=tolerances.EXACT, err_msg=str(at))
+        else:
+            assert not keys[at].any()
+
+
+def test_codes_go_where_their_pages_go():
+    rng, size = np.random.default_rng(0), (1, 2, 6, 8, 16)
+    spec = CacheSpec(
+        batch_size=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        value_dim=16,
+        prompt_capacity=32,
+        new_capacity=16,
+        dtype="float32",
+    )
+    tree = Coded(page_size=8).index
+    k, v = (jnp.asarray(rng.standard_normal(size), jnp.float32) for _ in range(2))
+    index = tree.with_pages(tree.empty(spec, 6), tree.describe(k, v, jnp.ones(size[:-1], bool)), jnp.int32(0))
+    before = np.asarray(key_codes.decode_keys(index.codes, 8, 4))
+    moved = tree.after_move(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
+    after = np.asarray(key_codes.decode_keys(moved.codes, 8, 4))
+    np.testing.assert_array_equal(after[:, :, :3], before[:, :, [0, 1, 5]])
+    assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("codes", "singly"),
+    [
+        pytest.param(codes, form == "tokens", id=f"{codes}-{form}", marks=[pytest.mark.slow] if slow else [])
+        for codes, form, slow in ((4, "tokens", False), (4, "pages", True), (2, "tokens", True), (1, "pages", True))
+    ],
+)
+def test_200_steps_equal_the_reference(monkeypatch, codes, singly):
+    """Nodes above the pages, twelve flushes, three compactions; prompts long and short."""
+    monkeypatch.setattr(harness, "PROMPT", 1024)
+    policy = Coded(budget=64, candidates=2, opened=4, codes=codes, singly=singly, compact_every=64)
+    reference = reference_coded.Tokens if singly else reference_coded.Pages
+    assert_reference(monkeypatch, policy, (1000, 150, 20), STEPS, levels=2, reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(codes=3), "codes must be one of 1, 2, 4, got 3"),
+        (dict(tail=False), "cache 'coded' has no option 'tail': expected one of budget, "),
+        (dict(rerank=False), "cache 'coded' has no option 'rerank': expected one of budget, "),
+        (dict(reuse=3), "cache 'coded' has no option 'reuse': expected one of budget, "),
+    ],
+)
+def test_what_leaves_nothing_to_rank_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        make_policy("coded", options)

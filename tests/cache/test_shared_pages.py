@@ -1,0 +1,146 @@
+"""What clustered layers take from one another: partition and pages (`reuse`), and a guess of their queries (`prefetch`)."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache.protocol import Heads, Lengths, View
+from icejax.cache.registry import Clustered, Full
+from icejax.cache.sizes import CacheSpec
+from icejax.engine import prefill as prefilling
+from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.layers import LayerPlace, run_layers
+from icejax.models.decoder import DecoderLayer
+from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.pages import tree, tree_walk
+from icejax.ops.pages.digests import digest
+from tests import tolerances
+from tests.helpers import families
+from tests.helpers.paged import scatter_of
+from tests.helpers.run import greedy, jitted, plan_for
+
+LAYERS = 5  # with reuse=3 the last group is not whole
+SMALL = Clustered(budget=64, compact_every=32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    built = families.build(families.row("llama-gqa"), num_hidden_layers=LAYERS)
+    return families.load(built, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(reuse=3), dict(prefetch=True), dict(reuse=2, prefetch=True, resident=True)], ids=str)
+def test_room_for_all_tokens_is_still_the_full_cache(model, options):
+    prompts = [families.tokens(300), families.tokens(90)]
+    expected = greedy(model, Full(), prompts, 80)
+    found = greedy(model, Clustered(budget=512, compact_every=32, **options), prompts, 80)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.slow
+def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
+    plan = plan_for(model, replace(SMALL, reuse=3, keys_first=False), [families.tokens(300)], 80)
+    state, _, pool = prefilling.prefill(model, [families.tokens(300)], plan)
+    decoding = DecodePrograms(model, plan)
+    for _ in range(70):  # past flushes and compactions
+        state, _, pool = decoding.step(state, pool)
+        ids = [np.asarray(layer.ids) for layer in state.cache.layers]
+        for follower, leader in ((1, 0), (2, 0), (4, 3)):
+            np.testing.assert_array_equal(ids[follower], ids[leader])
+        assert (ids[3] != ids[0]).any() or (ids[0] < 0).all()  # none are known after a compaction
+
+
+def test_a_follower_is_packed_in_the_order_of_its_leader():
+    """The follower's values are positions, and its keys noise: pages of equal positions are pages of the leader's keys."""
+    policy, tokens = replace(SMALL, reuse=2), 256
+    sizes = dict(batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16)
+    spec = CacheSpec(**sizes, prompt_capacity=tokens, new_capacity=tokens, dtype="float32")
+    rng = np.random.default_rng(0)
+    q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))
+    where = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
+    lengths = Lengths.of(jnp.asarray([200]))
+
+    leads, follows = policy.for_layers([0, 1], of=2)
+
+    def prefill(k, policy, shared=None):
+        attended = Attended(q, q[..., 0])
+        found = policy.prefill(
+            policy.init(spec), Heads(q, k, where, lengths.seen, Scoring(0.25)), attended, View(Lengths.none(1), shared=shared)
+        )
+        return found.state, found.pages, found.shared
+
+    _, leader, order = jitted(prefill, k, policy=leads)
+    _, alone, _ = jitted(prefill, noise, policy=leads)
+    state, follower, _ = jitted(lambda k, shared: prefill(k, follows, shared), noise, order)
+    positions = np.asarray(follower)[:, :, :, 1, :, 0].astype(int)
+    np.testing.assert_array_equal(positions, np.asarray(leader)[:, :, :, 1, :, 0])
+    assert (positions != np.asarray(alone)[:, :, :, 1, :, 0]).any()
+    digests = state.index.levels[0]
+    keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(digests.count)[0, 0]
+    for page, count in enumerate(counts[: len(keys)]):
+        np.testing.assert_array_equal(keys[page, :count], np.asarray(noise)[0, positions[page, 0, 0, :count], 0])
+        if count:
+            *outliers, others = (np.asarray(x.data)[0, 0, page] for x in (*digests.outliers, digests.mean))
+            mean = (sum(outliers) + (count - 2) * others) / count if count > 2 else others
+            np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
+
+
+def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkeypatch):
+    monkeypatch.setattr(tree, "TOP", 16)
+    rng = np.random.default_rng(0)
+    k, v, q, guess = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((1, 1, 128, 4, 8), (1, 1, 128, 4, 8), (1, 1, 2, 8), (1, 1, 2, 8))
+    )
+    mask = np.ones((1, 1, 128, 4), bool)
+    levels = jitted(lambda *pages: tree.build(digest(*pages)), k, v, mask)
+    assert len(levels) == 2
+    options = dict(
+        scatter=jnp.asarray(scatter_of(np.asarray(k), mask), jnp.float32),
+        scoring=Scoring(8**-0.5),
+        rules=tree_walk.WalkRules(opened=4, selected=6),
+    )
+    own, other = jitted(tree_walk.walk, q, levels, **options), jitted(tree_walk.walk, guess, levels, **options)
+    found = jitted(lambda q, levels, guess: tree_walk.walk(q, levels, guess=guess, **options), q, levels, guess)
+    followed = jitted(lambda q, levels, path: tree_walk.walk(q, levels, path=path, **options), q, levels, other.path)
+    for each in (found, followed):
+        np.testing.assert_array_equal(each.page_ids, other.page_ids)
+        assert set(np.asarray(each.page_ids).ravel()) != set(np.asarray(own.page_ids).ravel())
+    for name in ("tail_out", "tail_lse"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(followed, name))
+        assert not np.allclose(getattr(found, name), getattr(other, name))
+    exact = jitted(lambda q, levels: tree_walk.walk(q, levels, guess=q, **options), q, levels)
+    for name in ("page_ids", "tail_out", "tail_lse"):
+        np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
+
+
+def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found(model):
+    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
+        assert layer is model.model.layers[at.number]
+        return x + 1, (at.number, at.before, at.shared), f"found by {at.number}"
+
+    for number, (x, kept) in enumerate(run_layers(model, jnp.zeros((1, 1, 1)), run)):
+        assert x == number + 1
+        assert kept == (number, number - 1, f"found by {number - 1}") if number else (0, None, None)
+    assert number == LAYERS - 1
+
+
+def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
+    """By hand: norm, projection and rotation of the layer's own weights, on another layer's input."""
+    layer, rng = model.model.layers[1], np.random.default_rng(0)
+    x = rng.standard_normal((1, 1, 64)).astype(np.float32)
+    normal = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + layer.input_layernorm.eps)
+    normal = normal * np.asarray(layer.input_layernorm.weight[...])
+    q = (normal @ np.asarray(layer.self_attn.q_proj.weight[...]).T).reshape(4, 16)
+    angles = 9 * 10000.0 ** (-np.arange(8) / 8)
+    first, second = q[:, :8], q[:, 8:]
+    expected = np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
+    )
+    found = jitted(lambda x: layer.enter(x, jnp.asarray([[9]]), jnp.asarray([10])).q, x)[0, 0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)

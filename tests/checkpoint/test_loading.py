@@ -1,0 +1,131 @@
+"""What loading and converting take of host memory: beside weights that are kept there, two of the largest tensor."""
+
+import gc
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.checkpoint import convert, load, load_model
+from icejax.checkpoint.quantized.layouts import QuantizedMatrix
+from icejax.checkpoint.quantized.rounding import METHODS
+from icejax.checkpoint.readers import huggingface
+from tests.helpers import families
+from tests.helpers.checkpoints import edit
+from tests.helpers.peak import resident_peak
+
+SIZES = dict(num_hidden_layers=2, hidden_size=512, vocab_size=256)
+# A row, its sizes, and what its matrices are rounded to, or its experts stored in: the largest tensor has some 4M numbers.
+CASES = {
+    "plain": ("llama-gqa", dict(intermediate_size=8192), None),
+    "experts": ("qwen3_moe-plain", dict(num_local_experts=16, moe_intermediate_size=512), None),
+    "fused": ("phi3-window", dict(intermediate_size=4096), None),
+    "fused experts": ("mistral4-plain", dict(n_routed_experts=16, moe_intermediate_size=256), None),
+    "turned experts": ("gpt_oss-plain", dict(num_local_experts=16, intermediate_size=256), None),
+    "rounded": ("llama-gqa", dict(intermediate_size=8192), "int4"),
+    "rounded experts": ("qwen3_moe-plain", dict(num_local_experts=16, moe_intermediate_size=512), "int4"),
+    "rounded turned experts": ("gpt_oss-plain", dict(num_local_experts=16, intermediate_size=256, head_dim=32), "int4"),
+    "experts of blocks": ("gpt_oss-plain", dict(num_local_experts=64, intermediate_size=128), "mxfp4"),
+}
+BY_DEFAULT = "turned experts"
+EACH = pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == BY_DEFAULT else pytest.mark.slow) for x in CASES])
+PYTHON, PROGRAMS, ORBAX = 2e6, 6e7, 1e8  # bytes of objects that are no arrays, of JAX's programs, and of what Orbax keeps
+
+
+def folder(case: str, path, dtype="bfloat16", **more):
+    """Writes the folder of a case; returns the bytes of its largest tensor."""
+    name, sizes, _ = CASES[case]
+    model = families.build(families.row(name), **SIZES | sizes | more)
+    families.save(getattr(model, dtype)(), path)
+    if CASES[case][2] == "mxfp4":
+        families.edit_config(
+            path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "lm_head"]}
+        )
+        edit(path, blocks)
+    return max(huggingface.size(shape, kind) for _, _, shape, kind in huggingface.keys(huggingface.shards(path)))
+
+
+def size_of(parameter: np.ndarray | QuantizedMatrix) -> int:
+    """Returns the bytes of a parameter."""
+    if isinstance(parameter, QuantizedMatrix):
+        return sum(size_of(x) for x in parameter[:3] if x is not None)
+    return parameter.nbytes
+
+
+def blocks(tensors: dict[str, np.ndarray]) -> None:
+    """Puts blocks of zeros in the place of experts."""
+    for key in [key for key in tensors if key.endswith("_proj") and ".experts." in key]:
+        count, columns, rows = tensors.pop(key).shape
+        tensors[f"{key}_blocks"] = np.zeros((count, rows, columns // 32, 16), np.uint8)
+        tensors[f"{key}_scales"] = np.full((count, rows, columns // 32), 127, np.uint8)
+
+
+def numpy_peak(run) -> int:
+    """Returns the bytes that Python and numpy have at most while `run` runs a second time, beyond what they had before."""
+    run()
+    seldom = gc.get_threshold()
+    gc.set_threshold(2000, 10, 10)  # as in use: the suite's leaves garbage for longer
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        gc.set_threshold(*seldom)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_weights_go_to_a_device_one_by_one(case, dtype, tmp_path, monkeypatch):
+    """One with memory of its own: what has been put there is gone here. Every tensor is read once."""
+    stored, read, put = folder(case, tmp_path), [], []
+    reading = huggingface.read_tensor
+    monkeypatch.setattr(huggingface, "read_tensor", lambda file, key: (read.append(key), reading(file, key))[1])
+    monkeypatch.setattr(jax, "device_put", lambda x: jnp.zeros(()))
+    putting = load._to_device
+    monkeypatch.setattr(load, "_to_device", lambda x: (put.append(size_of(x)), putting(x))[1])
+    quantize = CASES[case][2] if CASES[case][2] in METHODS else None
+    peak = numpy_peak(lambda: load_model(tmp_path, dtype=dtype, quantize=quantize, codes=True))
+    largest = max(stored, *put)
+    print(f"peak {peak / largest:.3f} of the largest tensor")
+    assert largest > 4e6 and 0.9 * largest < peak < 2 * largest + PYTHON
+    assert len(read) == 2 * len(set(read))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] is None])
+def test_a_process_holds_the_weights_and_two_tensors(case, tmp_path):
+    """On CPU, where the device is host memory too."""
+    stored = folder(case, tmp_path, num_hidden_layers=4, hidden_size=1024)
+    leaves = [leaf.nbytes for leaf in jax.tree.leaves(load_model(tmp_path, dtype="float32"))]
+    peak = resident_peak(f"icejax.checkpoint.load_model({str(tmp_path)!r}, dtype='float32')")
+    largest = max(stored, *leaves)
+    print(f"peak {(peak - sum(leaves)) / largest:.3f} of the largest tensor beside the weights")
+    assert 0.9 * sum(leaves) < peak < sum(leaves) + 2 * largest + PROGRAMS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "experts", "fused experts", "rounded"])
+def test_a_conversion_holds_two_tensors(case, tmp_path):
+    quantize, names = CASES[case][2], ("hf", "orbax", "back")
+    largest = folder(case, tmp_path / "hf")
+    for run, source, target in zip((convert.hf_to_orbax, convert.orbax_to_hf), names, names[1:], strict=False):
+        how = dict(quantize=quantize if source == "hf" else None, force=True)
+        peak = numpy_peak(
+            lambda run=run, source=source, target=target, how=how: run(tmp_path / source, tmp_path / target, **how)
+        )
+        print(f"{source}: peak {peak / largest:.3f} of the largest tensor")
+        assert peak < 2 * largest + PYTHON
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "experts", "fused experts"])
+def test_a_process_that_converts_holds_few_tensors(case, tmp_path):
+    largest = folder(case, tmp_path / "hf", num_hidden_layers=6, hidden_size=1024)
+    for run, source, target in (("hf_to_orbax", "hf", "orbax"), ("orbax_to_hf", "orbax", "back")):
+        where = ", ".join(f"__import__('pathlib').Path({str(tmp_path / x)!r})" for x in (source, target))
+        peak = resident_peak(f"icejax.checkpoint.convert.{run}({where})")
+        print(f"{source}: peak {peak / largest:.3f} of the largest tensor")
+        assert peak < 2 * largest + ORBAX

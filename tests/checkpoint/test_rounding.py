@@ -1,0 +1,205 @@
+"""Matrices rounded as they are read: near what they were, the same as in a folder of their codes, and told in a line."""
+
+import logging
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.torch import load_file
+
+from icejax.api import generate as generation
+from icejax.cache.registry import Full
+from icejax.checkpoint import load, load_model
+from icejax.checkpoint.quantized.rounding import METHODS
+from icejax.commands import convert, generate
+from icejax.models.parts.experts import ExpertStack
+from icejax.ops.quantized.products import Grouped
+from icejax.runtime import devices
+from tests import tolerances
+from tests.helpers import families, quantised
+from tests.helpers.checkpoints import same_arrays
+from tests.helpers.run import all_logits
+
+# The study's relative errors of Gaussian weights, and the largest code.
+ERROR, MOST = {"int8": 0.008, "fp8": 0.026, "int4": 0.118}, {"int8": 127, "fp8": 448, "int4": 7}
+GROUP, SIZES = {"int8": None, "fp8": None, "int4": 128}, dict(hidden_size=128, intermediate_size=256)
+ALL = pytest.mark.parametrize("name", METHODS)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["float32", ml_dtypes.bfloat16])
+def test_a_matrix_is_rounded_to_the_nearest_codes(name, dtype):
+    matrix = np.random.default_rng(0).standard_normal((96, 512)).astype(dtype)
+    matrix[3] = 0
+    found, wide = METHODS[name].rounded(matrix), matrix.astype(np.float32)
+    groups = wide.reshape(96, -1, GROUP[name] or 512)
+    scale = (np.abs(groups).max(-1) / MOST[name]).astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(found.scale, scale, rtol=2.0**-8, atol=1e-37)
+    off = np.abs(found.weights().reshape(groups.shape) - groups)
+    step = np.abs(groups) / 8 + 2.0**-9 * scale[..., None] if name == "fp8" else scale[..., None]
+    assert (off <= 0.5 * step + 2.0**-8 * np.abs(groups).max(-1, keepdims=True) * (np.abs(groups) > 6 * step)).all()
+    assert np.linalg.norm(off) / np.linalg.norm(wide) < 1.3 * ERROR[name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder in bf16 with a head of its own, and a tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    families.save(families.build(families.row("llama-gqa"), num_hidden_layers=2, **SIZES).bfloat16(), path)
+    for file in generation.ASSETS.glob("token*"):
+        shutil.copy(file, path)
+    return path
+
+
+def rounded_to(folder, method) -> dict[str, np.ndarray]:
+    """What the matrices of layers become, by key."""
+    stored = load_file(folder / "model.safetensors")
+    names = [key for key in stored if key.endswith("proj.weight")]
+    return {key: METHODS[method].rounded(stored[key].float().numpy()).weights() for key in names}
+
+
+@ALL
+def test_only_matrices_of_layers_are_rounded(folder, name, caplog):
+    plain = load_model(folder, dtype="float32")
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        found = load_model(folder, dtype="float32", quantize=name, codes=False)
+    why = "14 are dequantised as they are read (codes=False)"
+    assert caplog.messages == [f"of 14 matrices rounded to {name} 0 stay codes, {why}"]
+    expected = rounded_to(folder, name)
+    keys = load.abstract(plain.config, "float32")[1]
+    for key, leaf, old in zip(keys, *(jax.tree.leaves(nnx.state(model)) for model in (found, plain)), strict=True):
+        np.testing.assert_array_equal(leaf, expected.pop(key, old))
+        assert ("proj" in key) == (not np.array_equal(leaf, old)), key
+    assert not expected
+
+
+@pytest.mark.parametrize("name, kind", [("int4", "int4"), ("fp8", "float8_e4m3fn"), ("int8", "int8")])
+def test_they_stay_codes(folder, name, kind, monkeypatch, caplog):
+    monkeypatch.setattr(devices, "platform", lambda: "gpu")
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        weight = load_model(folder, quantize=name).model.layers[1].mlp.down_proj.weight.get_value()
+    assert caplog.messages == [f"of 14 matrices rounded to {name} 14 stay codes"]
+    assert weight.codes.dtype == kind and weight.zero is None
+    found = np.concatenate(list(np.asarray(weight.weights("float32"))), axis=-1)
+    np.testing.assert_array_equal(found, rounded_to(folder, name)["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_routers_stay_and_experts_are_rounded(tmp_path):
+    row = families.row("qwen2_moe-plain")
+    families.save(families.build(row, num_hidden_layers=1, hidden_size=128), tmp_path)
+    plain, found = (
+        load_model(tmp_path, dtype="float32", quantize=each, codes=False).model.layers[0].mlp for each in (None, "int8")
+    )
+    for part in ("gate", "shared_expert_gate"):
+        np.testing.assert_array_equal(getattr(plain, part).weight[...], getattr(found, part).weight[...])
+    off = found.experts.up_proj.weight[...] - plain.experts.up_proj.weight[...]
+    assert 0 < np.linalg.norm(off) < 1.3 * ERROR["int8"] * np.linalg.norm(plain.experts.up_proj.weight[...])
+
+
+def rounded(matrix: np.ndarray, method: str, *, turned: bool) -> np.ndarray:
+    """What a matrix becomes, or each of all experts, whose columns are their last axis but one if they are turned."""
+    if matrix.ndim == 3:
+        return np.stack([rounded(each, method, turned=turned) for each in matrix])
+    return METHODS[method].rounded(matrix.T).weights().T if turned else METHODS[method].rounded(matrix).weights()
+
+
+ONE_TENSOR = (
+    ("gpt_oss-plain", "int8", dict(num_hidden_layers=1)),
+    ("gpt_oss-plain", "int4", dict(head_dim=32)),
+    ("mistral4-plain", "fp8", dict(moe_intermediate_size=128)),
+    ("gemma4_text-experts", "int8", dict(moe_intermediate_size=128)),
+)
+
+
+@pytest.mark.parametrize(
+    "row, name, more", [ONE_TENSOR[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in ONE_TENSOR[1:])]
+)
+def test_experts_in_one_tensor_are_rounded_each_by_itself(row, name, more, tmp_path, caplog):
+    """As codes and as numbers again the model has transformers' logits with those weights, and not those before."""
+    sizes = dict(hidden_size=128, intermediate_size=128) | more
+    theirs = families.build(families.row(row), **sizes)
+    prompt, before = families.tokens(40), {}
+    with torch.no_grad():
+        plain = theirs(torch.tensor([prompt])).logits[0].numpy()
+        families.save(theirs, tmp_path)
+        for key, weight in theirs.named_parameters():
+            if (
+                ".layers." in key
+                and weight.ndim > 1
+                and not key.endswith(("gate.weight", "router.weight", "router.proj.weight", "bias"))
+            ):
+                before[key], turned = weight.numpy().copy(), weight.ndim == 3 and row.startswith("gpt_oss")
+                weight.copy_(torch.tensor(rounded(before[key], name, turned=turned)))
+                off = np.linalg.norm(weight.numpy() - before[key])
+                assert 0 < off < 1.3 * ERROR[name] * np.linalg.norm(before[key])
+        expected = theirs(torch.tensor([prompt])).logits[0].numpy()
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        coded, wide = (load_model(tmp_path, dtype="float32", quantize=name, codes=codes) for codes in (True, False))
+    assert caplog.messages[0].startswith(f"of {len(before)} matrices rounded to {name} ")
+    assert isinstance(experts_of(coded).down_proj.weight.get_value(), Grouped)
+    for ours in (coded, wide):
+        np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+    assert np.abs(plain - expected).max() > 100 * tolerances.LOGITS
+
+
+def experts_of(model) -> ExpertStack:
+    """The experts of a model's last layer."""
+    layer = model.model.layers[-1]
+    return layer.mlp.experts if hasattr(layer.mlp, "experts") else layer.beside.experts
+
+
+def refused(capsys, folder, method) -> str:
+    """Returns the one line that the command line ends with."""
+    capsys.readouterr()
+    assert generate.main(["--model", str(folder), "--prompt", "x", "--max-new-tokens", "1", "--quantize", method]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("icejax.generate: error: ") and err.count("\n") == 1
+    return err.removeprefix("icejax.generate: error: ").strip()
+
+
+def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
+    assert refused(capsys, folder, "nf4") == "quantize must be one of int8, fp8, int4, got 'nf4'"
+    narrow = families.build(families.row("llama-gqa"), num_hidden_layers=1)
+    quantised.save(narrow, tmp_path / "awq", quantised.FORMATS["awq"])
+    families.save(narrow, tmp_path / "narrow")
+    families.save(families.build(families.row("mistral4-plain"), num_hidden_layers=2, vocab_size=256), tmp_path / "whole")
+    for each in ("awq", "narrow", "whole"):
+        for file in generation.ASSETS.glob("token*"):
+            shutil.copy(file, tmp_path / each)
+    told = f"{tmp_path / 'awq'} is quantised by awq already: leave quantize out, or take what it was made from"
+    assert refused(capsys, tmp_path / "awq", "int8") == told
+    whole = "(model.layers.1.mlp.experts.down_proj; model.layers.1.mlp.experts.gate_up_proj)"
+    assert convert.main([str(tmp_path / "whole"), str(tmp_path / "x"), "--quantize", "int8"], name="icejax convert") == 2
+    told = f"no folder holds codes of experts in one tensor: leave --quantize to what loads it {whole}"
+    assert capsys.readouterr().err == f"icejax convert: error: {told}\n" and not (tmp_path / "x").exists()
+    start = "groups of 128 columns do not divide all matrices: model.layers.0.mlp.down_proj.weight has 96 columns; "
+    told = refused(capsys, tmp_path / "narrow", "int4")
+    assert told.startswith(start) and told.endswith(": use int8 or fp8")
+
+
+@pytest.mark.parametrize(
+    "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
+)
+def test_a_folder_of_codes_is_what_is_rounded_as_it_is_read(folder, tmp_path, name, capsys):
+    """In both forms, and bit for bit from one to the other."""
+    plain, coded, back, again = (tmp_path / each for each in ("plain", "coded", "back", "again"))
+    for source, target, line in (
+        (folder, coded, ["--quantize", name]),
+        (coded, back, []),
+        (folder, plain, []),
+        (plain, again, ["--quantize", name]),
+    ):
+        assert convert.main([str(source), str(target), *line], name="icejax convert") == 0
+    expected = load_model(folder, quantize=name, codes=True)
+    for found in (load_model(plain, quantize=name, codes=True), *(load_model(x, codes=True) for x in (coded, back, again))):
+        assert same_arrays(found, expected)
+    assert (back / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    stored, old = (load_file(path / "model.safetensors") for path in (back, folder))
+    assert sum(x.nbytes for x in stored.values()) < sum(x.nbytes for x in old.values())
+    assert convert.main([str(coded), str(tmp_path / "x"), "--quantize", name], name="icejax convert") == 2
+    told = f"icejax convert: error: {coded} is quantised by compressed-tensors already: leave quantize out"
+    assert capsys.readouterr().err.startswith(told)

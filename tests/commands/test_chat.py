@@ -1,0 +1,276 @@
+"""`icejax chat`: what is typed or piped in is answered as a session does, kept, and nothing but Ctrl-D and /quit ends it."""
+
+import io
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import icejax
+from icejax.api.generate import ASSETS
+from icejax.cache.registry import Full
+from icejax.commands import chat, lines
+from icejax.files.atomic_folder import claim
+from icejax.session import storage
+from icejax.session.session import Session
+from tests.helpers import families
+from tests.text.test_chat_turns import BUNDLED
+
+OPTIONS = ["--cache", "full", "--context-length", "600", "--compile-cache", "none", "--max-new-tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled model with a chat template."""
+    folder = tmp_path_factory.mktemp("model") / "chatting"
+    shutil.copytree(ASSETS, folder)
+    (folder / "chat_template.jinja").write_text(BUNDLED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatting(folder):
+    return icejax.load(folder)
+
+
+@pytest.fixture
+def talk(folder, chatting, capsys, monkeypatch):
+    """Returns a function that pipes lines in, and gives the status, the lines of stdout and those of stderr."""
+    monkeypatch.setattr(chat, "load", lambda *_: chatting)
+
+    def talk(*typed, options=OPTIONS):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in typed)))
+        status = chat.main(["--model", str(folder), *options])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err.splitlines()
+
+    return talk
+
+
+def answers(chatting, *messages, system=None):
+    session = Session(*chatting, cache=Full(), context_length=600, system=system)
+    return [session.chat(message, max_new_tokens=4).text for message in messages]
+
+
+def test_lines_are_answered_one_behind_the_other(talk, chatting, tmp_path):
+    (tmp_path / "a file").write_text("import os\nimport ")
+    status, out, err = talk(
+        "def f(x):", "", "  ", "/file " + str(tmp_path / "a file"), "what?", "/stats", " /quit", "/quit", "unread"
+    )
+    expected = answers(chatting, "def f(x):", "import os\nimport \n\nwhat?", " /quit")
+    assert (status, "\n".join(out)) == (0, "\n".join(expected))
+    assert err[0] == "17 characters go in front of the next message"
+    stats = dict(line.strip().split("  ", 1) for line in err[1:])
+    assert stats["messages"].strip() == "4" and stats["tokens"].strip().endswith(" of 600")
+    assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s of them compiling")
+
+
+def test_reset_begins_anew_and_files_can_be_left_out(talk, chatting):
+    options = [*OPTIONS, "--system", "s"]
+    status, out, err = talk("a", f"/file {__file__}", "/file", "/reset", "/stats", "b", options=options)
+    expected = answers(chatting, "a", system="s") + answers(chatting, "b", system="s")
+    assert (status, "\n".join(out)) == (0, "\n".join(expected))
+    assert [line.split() for line in err[1:]] == [["messages", "1"], ["tokens", "0", "of", "600"]]
+
+
+def test_a_conversation_is_kept_and_gone_on_with(talk, chatting, tmp_path):
+    kept = tmp_path / "kept"
+    status, out, err = talk("a", f"/save {kept}", "b", f"/load {kept}", "c")
+    expected = answers(chatting, "a", "b")
+    assert (status, "\n".join(out)) == (0, "\n".join([*expected, answers(chatting, "a", "c")[1]]))
+    assert err == [f"kept in {kept}", "2 messages, 26 tokens"]
+
+
+def test_a_folder_holds_the_conversation_after_every_answer(talk, chatting, tmp_path, monkeypatch):
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    session = ["--session", str(kept)]
+    real = Session.save
+
+    def save(self, path):
+        with pytest.raises(icejax.InputError, match="in use by another writer"), claim(kept, mark=storage.ABOUT):
+            pass
+        real(self, path)
+
+    monkeypatch.setattr(Session, "save", save)
+    assert talk("a", options=[*OPTIONS, *session])[0] == 0
+    more = [option for option in OPTIONS if option not in ("--context-length", "600")] + session
+    stays = f"{kept} stays as it is: /save {kept} keeps this conversation there instead"
+    status, out, err = talk("b", f"/save {other}", "/reset", "c", options=more)
+    assert (status, "\n".join(out[:1])) == (0, answers(chatting, "a", "b")[1].split("\n")[0])
+    assert err == ["2 messages, 26 tokens", f"kept in {other}", stays]
+    said = [m["content"] for m in Session.load(kept, *chatting).messages[::2]]
+    assert said == ["a", "b"] == [m["content"] for m in Session.load(other, *chatting).messages[::2]]
+    status, _, err = talk("/reset", "d", f"/save {kept}", "e", f"/load {kept}", options=more)
+    assert status == 0 and err[1:] == [stays, f"kept in {kept}", err[-1]] and err[-1].startswith("4 messages")
+    assert [m["content"] for m in Session.load(kept, *chatting).messages[::2]] == ["d", "e"]
+    assert sorted(os.listdir(tmp_path)) == ["kept", "other"]
+    status, out, err = talk("a", options=[*more, "--system", "s"])
+    assert (status, out) == (2, []) and err == [
+        "icejax chat: error: a session's system message is set when it begins: leave --system out"
+    ]
+
+
+WRONG = {
+    "unknown": ("/rest", "there is no /rest: expected a message or one of /file, /save, /load, /reset, /stats, /help, /quit (did you mean /reset?)"),
+    "no folder": ("/save", "/save needs a folder: /save DIR"),
+    "nothing to load": ("/load", "/load needs a folder: /load DIR"),
+    "nothing to keep": ("/save {tmp}/x", "the session is empty: ask something before saving it"),
+    "no session": ("/load {tmp}", "{tmp} is no session: expected a folder that Session.save or --session wrote"),
+    "no file": ("/file {tmp}/x", "{tmp}/x cannot be read: No such file or directory"),
+    "no text": ("/file {tmp}/bytes", "{tmp}/bytes is not UTF-8 text (byte 0): convert it first"),
+    "zero byte": ("/file a\0b", "/file takes the name of a file, which has no zero byte"),
+    "long": ("x" * 700, "prompt 1 has 721 tokens and the context holds 600, the answer included: shorten it, or raise --context-length if the model can take it"),
+}  # fmt: skip
+
+
+def test_what_is_wrong_with_a_line_is_told_in_one_and_the_conversation_goes_on(talk, chatting, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    wrong = [case.format(tmp=tmp_path) for case, _ in WRONG.values()]
+    status, out, err = talk(*wrong, "a")
+    assert (status, "\n".join(out)) == (0, answers(chatting, "a")[0])
+    expected = [f"icejax chat: error: {message.format(tmp=tmp_path)}" for _, message in WRONG.values()]
+    assert err == expected
+
+
+def test_a_full_context_says_so(talk):
+    status, out, err = talk("x" * 572, "b")
+    message = "the session holds 597 tokens and the text has 24: its context of 600 is full; "
+    assert status == 0 and err == [f"icejax chat: error: {message}begin a new one, or one with a larger context_length"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["--budget", "x"], "argument --budget: invalid int value: 'x'"),
+        (["--sesion", "x"], "unrecognized arguments: --sesion x (did you mean --session?)"),
+        (["--x\n\x1b[31m"], r"unrecognized arguments: --x\n\x1b[31m"),
+        (["--host-memory-limit", "0"], "--host-memory-limit must be a number above 0 and at most 1e+09, got 0.0"),
+    ],
+)
+def test_wrong_options_are_told_before_the_model_is_loaded(capsys, monkeypatch, options, message):
+    monkeypatch.setattr(chat, "load", lambda *_: pytest.fail("the model was loaded"))
+    assert chat.main(options) == 2
+    assert capsys.readouterr() == ("", f"icejax chat: error: {message}\n")
+
+
+def test_without_a_template_nothing_is_asked(bundled, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "load", lambda *_: bundled)
+    monkeypatch.setattr(chat, "piped", lambda: pytest.fail("it asked"))
+    assert chat.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("icejax chat: error: the tokenizer has no chat template: ") and err.count("\n") == 1
+
+
+def test_a_text_without_a_template_is_no_chat(talk, chatting, tmp_path):
+    session = Session(*chatting, cache=Full(), context_length=600)
+    session.ask("x", max_new_tokens=1)
+    session.save(tmp_path / "raw")
+    status, out, err = talk(f"/load {tmp_path / 'raw'}")
+    message = "the session holds text as it is: go on with icejax.generate, or choose another folder"
+    assert (status, out, err) == (0, [], [f"icejax chat: error: {message}"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_a_full_stdout_ends_the_conversation(talk, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
+    status, _, err = talk("a", "b")
+    assert status == 2 and err == [
+        "icejax chat: error: stdout cannot be written (No space left on device): choose another place for the answer"
+    ]
+
+
+def test_stdin_that_is_no_text_is_one_line(talk, capsys, monkeypatch, folder):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert chat.main(["--model", str(folder), *OPTIONS]) == 2
+    assert capsys.readouterr() == ("", "icejax chat: error: stdin is not utf-8 text: convert it first\n")
+
+
+def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch):
+    """The action of `instead_of_ending` is called after the first layer: first of a new cache, then of one that is there."""
+    session = Session(*chatting, cache=Full(), context_length=600)
+    expected = [session.chat(text, max_new_tokens=most).text for text, most in (("a", 4), ("stop", 1), ("b", 4))]
+    pressed, real = [], Session.stream_chat
+
+    def stream_chat(self, text, *, progress, **options):
+        def told(layers):
+            if layers == 1 and "stop" in text:
+                pressed[-1]()
+            progress(layers)
+
+        return real(self, text, progress=told, **options)
+
+    class Typed(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(Session, "stream_chat", stream_chat)
+    monkeypatch.setattr(chat, "instead_of_ending", lambda action: _appended(pressed, action))
+    monkeypatch.setattr(io, "StringIO", Typed)
+    monkeypatch.setattr(chat, "typed", lines.piped)
+    status, out, err = talk("stop", "a", "stop", "b")
+    assert (status, "\n".join(out)) == (0, "\n".join(expected))
+    assert err == ["ended before there was an answer: the message is not part of the conversation"]
+
+
+def _appended(pressed, action):
+    pressed.append(action)
+    return chat.contextlib.nullcontext()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation_in_a_terminal(folder, tmp_path):
+    endless = tmp_path / "endless"
+    shutil.copytree(folder, endless)
+    (endless / "generation_config.json").unlink()
+    families.edit_config(endless, eos_token_id=None)
+    arguments = ["--model", str(endless), "--cache", "full", "--max-new-tokens", "20000", "--session", str(tmp_path / "kept")]
+    code = f"from icejax.commands.process import launch; launch('icejax.commands.chat', {arguments}, name='icejax chat')"
+    here, there = pty.openpty()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or what is started in the background ignores it
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); " + code],
+        stdin=there, stdout=there, stderr=there, env=environment,
+    )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
+    os.close(there)
+    shown = b""
+
+    def until(condition) -> None:
+        nonlocal shown
+        stop = time.monotonic() + 60
+        while not condition(shown):
+            assert time.monotonic() < stop and process.poll() is None, shown
+            if select.select([here], [], [], 0.2)[0]:
+                shown += os.read(here, 4096)
+
+    try:
+        until(lambda found: b"\x1b[?2004h" in found)  # the prompt: pasting is told apart
+        os.write(here, b"dropped\x03")
+        until(lambda found: found.count(b"\x1b[?2004h") == 2)
+        os.write(here, b"first\r")
+        until(lambda found: b"prefill layers" in found)
+        os.write(here, b"\x03")
+        until(lambda found: b"\x1b[?2004h" in found.partition(b"the message is not part of the conversation")[2])
+        shown = b""
+        os.write(here, b"import\r")
+        until(lambda found: len(found.partition(b"\x1b[1A\x1b[2K")[2]) > 100)  # the bar is gone, an answer on its way
+        os.write(here, b"\x03")
+        shown = b""
+        until(lambda found: b"\x1b[?2004h" in found)
+        os.write(here, b"\x04")
+        status = process.wait(timeout=30)
+    finally:
+        process.kill()
+        os.close(here)
+    assert status == 0
+    messages = Session.load(tmp_path / "kept", *icejax.load(endless)).messages
+    assert [m["role"] for m in messages] == ["user", "assistant"] and messages[0]["content"] == "import"
+    assert 50 < len(messages[1]["content"]) < 15000

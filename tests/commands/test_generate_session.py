@@ -1,0 +1,73 @@
+"""A session from the command line: what keeps it from being kept is told in one line, if it can be before the prompt runs."""
+
+import os
+import shutil
+
+import pytest
+
+from icejax.commands import generate as command
+from icejax.files.atomic_folder import claim
+from icejax.session import session, storage
+from tests.helpers.commands import SHORT, run
+from tests.helpers.crash import file_limit
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """No model is loaded."""
+    monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+
+
+def line(folder, *more: str) -> list[str]:
+    return ["--prompt", "Pass key ab:12345.\nPass key ab:", "--session", str(folder), "--context-length", "500", *SHORT, *more]
+
+
+def test_a_folder_in_use_or_not_to_be_written_is_told_before_the_model_is_loaded(capsys, tmp_path, unloaded):
+    with claim(tmp_path / "kept", mark=storage.ABOUT):
+        status, out, err = run(capsys, *line(tmp_path / "kept"))
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"error: {tmp_path / 'kept'} is in use by another writer" in err
+    (tmp_path / "file").touch()
+    for name, message in (
+        ("file", "exists and is no session folder"),
+        ("file/kept", "file/kept cannot be written (File exists"),
+    ):
+        status, out, err = run(capsys, *line(tmp_path / name))
+        assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_folder_is_held_while_the_command_runs(capsys, tmp_path, monkeypatch):
+    def at_work(*_, **__):
+        assert os.listdir(tmp_path) == [".kept.lock"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "prefill", at_work)
+    with pytest.raises(KeyboardInterrupt):
+        run(capsys, *line(tmp_path / "kept"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_too_small_is_told_before_the_prompt_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "prefill", lambda *_, **__: pytest.fail("the prompt ran"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 2**20))
+    status, out, err = run(capsys, *line(tmp_path / "kept"))
+    assert (status, out, err.count("\n")) == (2, "", 1) and "GiB and 0.000977 GiB is free on its disk: make room" in err
+
+
+def test_a_save_that_fails_is_told_after_the_answer_and_the_old_session_kept(capsys, tmp_path):
+    assert run(capsys, *line(tmp_path / "kept"), "--cache", "full")[0] == 0
+    before = {file: (tmp_path / "kept" / file).read_bytes() for file in os.listdir(tmp_path / "kept")}
+    os.rename(tmp_path / "kept", tmp_path / ".kept.old")  # as a writer leaves it that is killed at the wrong moment
+    with file_limit(2**20):
+        status, out, err = run(capsys, "--prompt", "Pass key ab:", "--session", str(tmp_path / "kept"), *SHORT)
+    expected = (
+        f"icejax.generate: error: {tmp_path / 'kept'} cannot be written (File too large): what was there before is kept\n"
+    )
+    assert (status, err) == (2, expected) and len(out) > 1
+    assert {file: (tmp_path / "kept" / file).read_bytes() for file in os.listdir(tmp_path / "kept")} == before
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_an_answer_without_a_limit_needs_room_for_the_context_alone(capsys, tmp_path):
+    status, out, err = run(capsys, *line(tmp_path / "kept"), "--max-new-tokens", str(10**12))
+    assert (status, err) == (0, "") and out.startswith("12345.")

@@ -1,0 +1,168 @@
+"""Prompts with wishes of their own: lines of a file, token ids, log-probabilities, and what runs together."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import icejax
+from icejax.cache.registry import Full
+from icejax.commands.generate import batches
+from tests.helpers import families
+from tests.helpers.commands import run
+from tests.helpers.run import all_logits
+
+LINES = [
+    {"id": "a", "prompt": "import os\n" * 4, "max_new_tokens": 3},
+    {"id": 7, "prompt": "import ", "temperature": 1.5, "seed": 5, "max_new_tokens": 12},
+    {"prompt": "x = 1\n", "stop": "1", "id": None, "seed": None},
+    {"id": "b", "prompt": "import ", "temperature": 1.5, "seed": 5, "max_new_tokens": 12, "stop": ["\0zz", "\0\0"]},
+]
+COMMON = ["--json", "--cache", "full", "--max-new-tokens", "6", "--compile-cache", "none"]
+
+
+def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundled, monkeypatch):
+    monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in LINES))
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--batch-size", "2", *COMMON)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "") and [each.get("id") for each in found] == ["a", 7, None, "b"]
+    assert [len(each["token_ids"]) for each in found][:2] == [3, 12] and "id" not in found[2]
+    assert found[1]["token_ids"] == found[3]["token_ids"] != found[0]["token_ids"]  # a seed draws alike wherever it stands
+    for line, each in zip(LINES, found, strict=True):
+        options = {name: line[name] for name in ("seed", "stop") if line.get(name) is not None} | {"max_new_tokens": 6}
+        options["max_new_tokens"] = line.get("max_new_tokens", 6)
+        sampling = icejax.Sampling(temperature=line.get("temperature", 0.0))
+        (alone,) = icejax.generate(*bundled, line["prompt"], cache=Full(), sampling=sampling, **options)
+        assert each["text"] == alone.text
+
+
+WRONG = {
+    "unknown": ({"prompt": "x", "temprature": 1}, "unknown key 'temprature': expected prompt, messages, id, max_new_tokens, seed, temperature, stop (did you mean temperature?)"),
+    "nothing": ({"id": 3}, "expected a text 'prompt' or a list of 'messages' in the JSON object, got neither"),
+    "null": ({"prompt": None}, "got neither"),
+    "both": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "got both"),
+    "messages": ({"messages": [{"role": "user"}]}, "'messages' must be a list of objects with a text role and a text content, got [{'role': 'user'}]"),
+    "no messages": ({"messages": []}, "'messages' must be a list of objects"),
+    "id": ({"prompt": "x", "id": [1]}, "'id' must be text or a number, got [1]"),
+    "endless id": ({"prompt": "x", "id": float("nan")}, "'id' must be text or a number, got nan"),
+    "true id": ({"prompt": "x", "id": True}, "'id' must be text or a number, got True"),
+    "half an id": ({"prompt": "x", "id": "\ud800"}, "'id' must be text or a number, got '\\ud800'"),
+    "tokens": ({"prompt": "x", "max_new_tokens": 0}, "'max_new_tokens' must be at least 1, got 0"),
+    "seed": ({"prompt": "x", "seed": -1}, "'seed' must be at least 0, got -1"),
+    "temperature": ({"prompt": "x", "temperature": "hot"}, "line 2: temperature must be a number from 0 to 1e+06, got 'hot'"),
+    "stop": ({"prompt": "x", "stop": [""]}, "a stop string is empty: expected some text"),
+    "no stop": ({"prompt": "x", "stop": 3}, "stop must be a string or several in a list, got 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_line_that_asks_for_what_cannot_be_is_refused(capsys, tmp_path, case):
+    line, message = WRONG[case]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' + json.dumps(line))
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"))
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+    assert "line 2: " in err
+
+
+def test_messages_are_no_turn_of_a_session(capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--session", str(tmp_path / "kept"))
+    assert (status, out) == (2, "") and "'messages' are a whole chat: leave --session out" in err
+
+
+def test_token_ids_are_prompts(bundled):
+    text = "import os\nimport sys\n"
+    options = dict(cache=Full(), max_new_tokens=5)
+    expected = icejax.generate(*bundled, text, **options)[0].token_ids
+    ids = bundled[1](text).input_ids
+    for prompts in (ids, [ids], np.asarray(ids), [np.asarray(ids, np.int64)], icejax.Request(prompt=ids)):
+        assert icejax.generate(*bundled, prompts, **options)[0].token_ids == expected
+    for bad, message in (
+        ([[1, 300]], "prompt 1 has token 300 and the model knows 257: they are of another model"),
+        ([-1], "a token id of prompt 1 must be at least 0, got -1"),
+        ([[]], "prompt 1 is empty"),
+        ([], "no prompt: expected at least one"),
+        ([["a"]], r"prompt 1 must be text or token ids, got \['a'\]"),
+        ([None], "prompt 1 must be text or token ids, got None"),
+        (b"abc", "prompt 1 must be text or token ids, got b'abc'"),
+        ([True, False], r"prompt 1 must be text or token ids, got \[True, False\]"),
+        ({1, 2}, "prompt 1 must be text or token ids"),
+        (7, "prompts must be text, token ids, or several of them, got 7"),
+    ):
+        with pytest.raises(icejax.InputError, match=message):
+            icejax.generate(*bundled, bad, **options)
+
+
+@pytest.mark.parametrize(
+    "cache", [pytest.param(Full(), marks=pytest.mark.slow), icejax.Clustered(budget=2000)], ids=["full", "clustered"]
+)
+def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
+    """Against a log-softmax in float64 of the logits of one pass over the whole text."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(40)
+
+    class Numbers:
+        def decode(self, ids, **_):
+            return " ".join(map(str, ids))
+
+    options = dict(cache=cache, max_new_tokens=6, logprobs=3)
+    (found,) = icejax.generate(model, Numbers(), prompt, sampling=icejax.Sampling(temperature=2.0), seed=3, **options)
+    logits = all_logits(model, [*prompt, *found.token_ids], Full()).astype(np.float64)[len(prompt) - 1 : -1]
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert len(found.logprobs) == len(found.token_ids) == 6
+    for token, own, row in zip(found.token_ids, found.logprobs, expected, strict=True):
+        assert own.chosen.token_id == token and own.chosen.text == str(token)
+        best = np.argsort(-row)[:3]
+        assert [each.token_id for each in own.top] == best.tolist()
+        np.testing.assert_allclose(
+            [own.chosen.logprob, *(each.logprob for each in own.top)], [row[token], *row[best]], atol=1e-3
+        )
+    for bad in (-1, 1001, 2.5):
+        with pytest.raises(icejax.InputError, match="logprobs must be"):
+            icejax.generate(model, Numbers(), prompt, **options | {"logprobs": bad})
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 9))
+def test_what_runs_together_is_of_like_length(lengths, size):
+    found = batches([[0] * length for length in lengths], size)
+    rows = [row for each in found for row in each]
+    assert sorted(rows) == list(range(len(lengths))) and [lengths[row] for row in rows] == sorted(lengths)
+    assert all(len(each) == size for each in found[:-1]) and 0 < len(found[-1]) <= size
+
+
+def test_options_of_other_types_are_refused(bundled):
+    for options, message in (
+        (dict(sampling=0.5), r"sampling must be an icejax.Sampling\(...\), got 0.5"),
+        (dict(sampling=icejax.Sampling), "sampling must be an icejax.Sampling"),
+        (dict(host_memory_limit="x"), "host_memory_limit must be a whole number, got 'x'"),
+        (dict(host_memory_limit=-5), "host_memory_limit must be at least 1, got -5"),
+    ):
+        with pytest.raises(icejax.InputError, match=message):
+            icejax.generate(*bundled, "x", **options)
+    for options, message in (
+        (dict(index=-1), "index must be at least 0, got -1"),
+        (dict(index=2**40), "index must be at most 4294967295, got 1099511627776"),
+        (dict(index="a"), "index must be a whole number, got 'a'"),
+        (dict(sampling="hot"), r"sampling must be an icejax.Sampling\(...\), got 'hot'"),
+        (dict(special_tokens="no"), "special_tokens must be true or false, got 'no'"),
+        (dict(special_tokens=0), "special_tokens must be true or false, got 0"),
+    ):
+        with pytest.raises(icejax.InputError, match=message):
+            icejax.Request(prompt="x", **options)
+    with pytest.raises(icejax.InputError, match=r"sampling must be an icejax.Sampling\(...\), got 0.5"):
+        icejax.Session(*bundled).ask("x", sampling=0.5)
+    for content in (5, b"a", [1, 2]):
+        with pytest.raises(icejax.InputError, match="the user's message must be text"):
+            icejax.chat(bundled[1], content)
+        with pytest.raises(icejax.InputError, match="the user's message must be text"):
+            icejax.Session(*bundled).chat(content)
+    with pytest.raises(icejax.InputError, match="the system's message must be text, got 5"):
+        icejax.Session(*bundled, system=5)
+
+
+def test_log_probabilities_need_a_place(capsys):
+    status, out, err = run(capsys, "--prompt", "x", "--logprobs", "5")
+    assert (status, out) == (2, "") and "--logprobs needs --json: a text has no place for them" in err

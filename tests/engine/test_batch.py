@@ -1,0 +1,325 @@
+"""Rows that join and leave a batch that decodes: each goes on as it would alone, and forks as two runs would."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import icejax
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import Extents
+from icejax.cache.registry import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
+from icejax.checks.errors import InputError
+from icejax.engine import batch as rows
+from icejax.engine.batch import empty_batch, end, extract, fold_into_prompt, fork, insert
+from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.extend import extend
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import prefill
+from tests import tolerances
+from tests.helpers import families
+from tests.helpers.run import greedy
+
+ROOM = 2048  # a budget for all tokens there are, in pages that may be filled in part
+PAGE = 8
+EXACT = {
+    "full": Full(),
+    "clustered": Clustered(budget=ROOM, page_size=PAGE, compact_every=32),
+    "resident": Clustered(budget=ROOM, page_size=PAGE, compact_every=32, resident=True),
+    "quest": Quest(budget=ROOM, page_size=PAGE),
+    "snapkv": SnapKV(budget=ROOM),
+    "streaming": Streaming(budget=ROOM),
+    "omnikv": OmniKV(budget=ROOM, generated=16, every=2, wait=0),
+    "pqcache": PQCache(budget=ROOM, window=40),
+    "retroinfer": RetroInfer(budget=ROOM),
+    "pariskv": ParisKV(budget=ROOM),
+    "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
+}
+# What finds single tokens; OmniKV, which needs layers that follow, is in test_omnikv.py.
+SINGLY = ("pqcache", "retroinfer", "pariskv", "coded")
+
+
+def slow(*values):
+    """A case that the default run leaves out: others are like it."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Sliding layers too, whose rings wrap."""
+    return families.load(families.build(families.row("qwen3-layer-types")), tmp_path_factory.mktemp("model"))
+
+
+class Batch:
+    """A batch of `rows` places, and what every row is told step by step."""
+
+    def __init__(self, model, policy, *, rows: int, longest: int = 250, new: int = 250, extents: int = 40) -> None:
+        self.model, self.plan = model, make_plan(model, policy, batch_size=rows, prompt_tokens=longest, new_tokens=new)
+        self.alone = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
+        self.state, self.decoding, self.extents = empty_batch(self.plan), DecodePrograms(model, self.plan), Extents(extents)
+        self.pool = host_pool.allocate(self.plan.pool_shape(extents), self.plan.pool_dtype) if self.plan.pooled else None
+        self.logits: dict[int, list[np.ndarray]] = {}
+
+    def prefill(self, prompt, **options):
+        """Returns the state of a row behind its prompt, whose pages come into the pool."""
+        into = None
+        if self.pool is not None:
+            into = self.pool, self.extents.take(self.plan.extents(len(prompt))[None])
+        row, step, self.pool = prefill(self.model, [prompt], self.alone, into=into, **options)
+        return row, step
+
+    def join(self, prompt, at: int, **options) -> None:
+        row, step = self.prefill(prompt, **options)
+        self.state, self.logits[at] = insert(self.state, row, at, plan=self.plan), [np.asarray(step.logits)[0]]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.state, step, self.pool = self.decoding.step(self.state, self.pool)
+            for at, kept in self.logits.items():
+                kept.append(np.asarray(step.logits)[at])
+
+
+def assert_alone(model, policy, prompt, found) -> None:
+    """Asserts that logits are those of a greedy generation of the prompt alone, and the tokens too."""
+    tokens, expected, _ = greedy(model, policy, [prompt], len(found))
+    np.testing.assert_allclose(found, expected[:, 0], rtol=0, atol=tolerances.LOGITS)
+    np.testing.assert_array_equal(np.argmax(found, -1), tokens[0])
+
+
+@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "quest", "snapkv", "streaming", *SINGLY))])
+def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
+    """At every phase of the window's page; across compactions, and the rings of sliding layers wrap. Others' rows stay."""
+    policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
+    prompts = [families.tokens(length, seed=length) for length in (200, 5, 40, 250, 33, 64, 9, 129, 77, 31)]
+    for at, prompt in enumerate(prompts):
+        batch.join(prompt, at)
+        batch.step(3 if at < 8 else 1)  # prime to the page: at phases 0, 3, 6, 1, 4, 7, 2, 5, 0, 1
+    batch.step(20)
+    for at, prompt in enumerate(prompts):
+        assert_alone(model, policy, prompt, batch.logits[at])
+
+
+@pytest.mark.parametrize("name", [slow("full"), "clustered", *map(slow, ("quest", *SINGLY))])
+def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
+    """A row joins when they are nearly through, in the place of one that has left, and its own go on from the first."""
+    policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2)
+    batch.join(families.tokens(150), 1)
+    free = batch.extents.free
+    batch.step(batch.plan.spec.new_capacity - 20)
+    batch.state, _ = end(batch.state, 1, batch.extents), batch.logits.pop(1)
+    prompt = families.tokens(90, seed=1)
+    batch.join(prompt, 1)
+    assert batch.extents.free == free
+    batch.step(60)
+    assert_alone(model, policy, prompt, batch.logits[1])
+
+
+def test_a_row_that_decodes_all_it_may_has_its_windows(model):
+    """Beyond the tokens that were asked for, up to what they are padded to."""
+    batch, prompt = Batch(model, Full(), rows=1, longest=16, new=16), families.tokens(16)
+    batch.join(prompt, 0)
+    batch.step(40)
+    assert 40 < batch.plan.joining_tokens
+    assert_alone(model, Full(), prompt, batch.logits[0])
+
+
+def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
+    """Or a round would begin at the end of them and go on at their beginning. None runs for which they have no room."""
+    sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=300)
+    plans = [make_plan(model, Clustered(budget=64, compact_every=every), **sizes) for every in (256, 512)]
+    assert [(plan.growth_pages * plan.page_size, plan.compact_every) for plan in plans] == [(512, 256), (384, 0)]
+
+
+@pytest.mark.slow
+def test_the_last_round_before_that_is_compacted_as_the_others(model):
+    """A round larger than the prompts: the pages of new tokens begin anew at the step at which it ends."""
+    policy, prompt = Clustered(budget=ROOM, page_size=PAGE, compact_every=512), families.tokens(90)
+    batch = Batch(model, policy, rows=1, longest=100, new=1000)
+    batch.step(990)
+    batch.join(prompt, 0)
+    batch.step(60)
+    assert_alone(model, policy, prompt, batch.logits[0])
+    assert batch.plan.growth_pages == 128 and batch.plan.joining_tokens == 127 * PAGE - 512
+    batch = Batch(model, policy, rows=1, new=500)
+    with pytest.raises(InputError, match="rows cannot join a batch with room for 512 new tokens: plan for more"):
+        batch.join(prompt, 0)
+
+
+def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
+    """NaN too; at a step where the row has only a part of the round that is sorted."""
+    policy, prompt = replace(EXACT["clustered"], compact_every=64), families.tokens(90)
+    batch = Batch(model, policy, rows=1)
+    batch.pool = jax.device_put(np.full(batch.pool.shape, 0x7FC00000, np.uint32), batch.pool.sharding)
+    batch.step(41)
+    batch.join(prompt, 0)
+    batch.step(60)
+    assert_alone(model, policy, prompt, batch.logits[0])
+
+
+def test_twins_that_settle_write_to_extents_of_their_own(model):
+    policy, prompt, more = EXACT["clustered"], families.tokens(90), families.tokens(30, seed=2)
+    batch = Batch(model, policy, rows=1, longest=500)
+    batch.join(prompt, 0)
+    batch.step(45)
+    text = [*prompt, *np.argmax(batch.logits[0][:-1], -1).tolist()]
+    twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
+    rows_of, found = [batch.state, twin], []
+    for i in range(2):
+        rows_of[i], batch.pool = fold_into_prompt(rows_of[i], batch.pool, batch.extents, plan=batch.plan, tokens=30)
+        own = [*more[i:], 7]
+        rows_of[i], step, batch.pool = extend(model, own, batch.plan, rows_of[i], batch.pool)
+        found.append((own, [np.asarray(step.logits)[0]]))
+    runs = [DecodePrograms(model, batch.plan) for _ in rows_of]
+    for _ in range(20):
+        for i, run in enumerate(runs):
+            rows_of[i], step, batch.pool = run.step(rows_of[i], batch.pool)
+            found[i][1].append(np.asarray(step.logits)[0])
+    for own, logits in found:
+        assert_alone(model, policy, [*text, *own], logits)
+
+
+@pytest.mark.slow
+def test_a_small_budget_selects_as_alone_where_pages_begin_together(model):
+    policy = Clustered(budget=64, page_size=PAGE, compact_every=32)
+    batch, prompt = Batch(model, policy, rows=2), families.tokens(240)
+    batch.step(32)
+    batch.join(prompt, 1)
+    batch.step(70)
+    assert_alone(model, policy, prompt, batch.logits[1])
+
+
+@pytest.mark.parametrize("name", ["full", *map(slow, ("clustered", "snapkv"))])
+def test_a_row_taken_out_goes_on_alone(model, name):
+    policy, batch = EXACT[name], Batch(model, EXACT[name], rows=3)
+    for at, length in enumerate((30, 140, 80)):
+        batch.join(families.tokens(length, seed=length), at)
+        batch.step(7)
+    (batch.state, row), kept = extract(batch.state, 1), batch.logits.pop(1)
+    alone = DecodePrograms(model, batch.alone)
+    alone.clock = batch.decoding.clock
+    batch.join(families.tokens(60), 1)  # in its place
+    for _ in range(40):
+        row, step, batch.pool = alone.step(row, batch.pool)
+        kept.append(np.asarray(step.logits)[0])
+        batch.step()
+    assert_alone(model, policy, families.tokens(140, seed=140), kept)
+    assert_alone(model, policy, families.tokens(60), batch.logits[1])
+    with pytest.raises(InputError, match="row 1 of the batch is taken: end it first, or take it out"):
+        batch.join(families.tokens(60), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        ("clustered", 230),
+        *(slow(name, 0) for name in ("clustered", "coded")),
+        *(slow(name, 230) for name in ("snapkv", "full", "resident", "quest", *SINGLY)),
+    ],
+)
+def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun):
+    """Its new tokens were in pages that had been sorted, or not, and had begun anew; others stay as they are."""
+    policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2, longest=500)
+    batch.step(begun)
+    batch.join(families.tokens(120, seed=1), 0)
+    batch.step(6)
+    prompt, more = families.tokens(90), families.tokens(40, seed=2)
+    batch.join(prompt, 1)
+    batch.step(45)
+    text = [*prompt, *np.argmax(batch.logits.pop(1)[:-1], -1).tolist(), *more]
+    batch.state, row = extract(batch.state, 1)
+    row, batch.pool = fold_into_prompt(row, batch.pool, batch.extents, plan=batch.alone, tokens=len(more))
+    row, step, batch.pool = extend(model, more, batch.alone, row, batch.pool)
+    batch.step(3)
+    batch.state, batch.logits[1] = insert(batch.state, row, 1, plan=batch.plan), [np.asarray(step.logits)[0]]
+    batch.step(40)
+    assert_alone(model, policy, text, batch.logits[1])
+    assert_alone(model, policy, families.tokens(120, seed=1), batch.logits[0])
+
+
+def test_a_row_that_has_decoded_cannot_join(model):
+    batch = Batch(model, EXACT["clustered"], rows=2)
+    batch.join(families.tokens(90), 0)
+    batch.step(3)
+    batch.state, row = extract(batch.state, 0)
+    with pytest.raises(InputError, match="a row that has decoded cannot join a batch: take it out, settle it and put new text"):
+        insert(batch.state, row, 1, plan=batch.plan)
+
+
+def test_a_row_that_has_become_too_long_is_told(model):
+    batch = Batch(model, EXACT["clustered"], rows=1)
+    batch.join(families.tokens(230), 0)
+    batch.step(20)
+    with pytest.raises(InputError, match="a row of .* pages does not fit prompts of at most 32: plan for longer prompts"):
+        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.alone, tokens=10)
+
+
+@pytest.mark.parametrize("steps", [slow(5), slow(40), 250, slow(300)])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", slow("quest")])
+def test_a_fork_goes_on_in_its_own_way(model, name, steps):
+    """Both as runs that were never forked; over compactions, before and after the pages of new tokens begin anew."""
+    policy, prompt = EXACT[name], families.tokens(200)
+    batch = Batch(model, policy, rows=1)
+    batch.step(max(0, steps - 40))
+    batch.join(prompt, 0)
+    batch.step(min(steps, 40))
+    where = None if batch.pool is None else batch.pool.unsafe_buffer_pointer()
+    twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
+    other = DecodePrograms(model, batch.plan)
+    other.clock, forced = batch.decoding.clock, jnp.asarray([7], jnp.int32)
+    twin, told = replace(twin, last_tokens=forced), []
+    for _ in range(50):  # in turns
+        twin, step, batch.pool = other.step(twin, batch.pool)
+        told.append(np.asarray(step.logits)[0])
+        batch.step()
+    assert where is None or batch.pool.unsafe_buffer_pointer() == where
+    assert_alone(model, policy, prompt, batch.logits[0])
+    text = [*prompt, *np.argmax(batch.logits[0][: min(steps, 40)], -1).tolist(), 7]
+    assert_alone(model, policy, text, told)
+
+
+def test_forks_share_what_neither_writes_and_give_it_back(model):
+    batch = Batch(model, EXACT["clustered"], rows=1, longest=1500, extents=9)
+    before = batch.extents.free
+    batch.join(families.tokens(1500), 0)
+    held = before - batch.extents.free
+    twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
+    tables = [np.asarray(state.cache.table)[0] for state in (batch.state, twin)]
+    shared = int((tables[0] == tables[1]).sum())
+    assert shared == 3 and before - batch.extents.free == 2 * held - shared
+    with pytest.raises(InputError, match="extents of the pool are needed and . are free: use a larger pool"):
+        for _ in range(9):
+            _, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
+    end(twin, 0, batch.extents)
+    end(batch.state, 0, batch.extents)
+
+
+def test_what_a_row_draws_does_not_depend_on_who_shares_its_batch(bundled):
+    """Nor on when it joined; greedy rows beside it stay greedy, and a penalty is its own row's."""
+    model, tokenizer = bundled
+    way = icejax.Sampling(temperature=1.5, top_k=20, repetition_penalty=1.3)
+    (alone,) = icejax.generate(model, tokenizer, "import ", cache=Full(), sampling=way, seed=3, max_new_tokens=12)
+    (greedily,) = icejax.generate(model, tokenizer, "def ", cache=Full(), max_new_tokens=17)
+    batch, ids = Batch(model, Full(), rows=2), [tokenizer(text)["input_ids"] for text in ("def ", "import ")]
+    batch.join(ids[0], 0)
+    batch.step(5)
+    row, step = batch.prefill(ids[1], sampling=[way], draws=[(3, 0)])
+    batch.state, found = insert(batch.state, row, 1, plan=batch.plan), [int(step.tokens[0])]
+    for _ in range(len(alone.token_ids) - 1):
+        batch.step()
+        found.append(int(batch.state.last_tokens[1]))
+    assert found == list(alone.token_ids)
+    assert (
+        np.argmax(batch.logits[0], -1).tolist()[: len(greedily.token_ids)] == list(greedily.token_ids)[: len(batch.logits[0])]
+    )
+
+
+def test_joining_compiles_once_and_copies_nothing_of_the_pool(model):
+    rows._insert.clear_cache()
+    batch = Batch(model, EXACT["clustered"], rows=3)
+    where = batch.pool.unsafe_buffer_pointer()
+    for at in range(3):
+        batch.join(families.tokens(50 + at), at)
+        batch.step(2)
+    assert rows._insert._cache_size() == 1 and batch.pool.unsafe_buffer_pointer() == where

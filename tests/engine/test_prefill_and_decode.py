@@ -1,0 +1,204 @@
+"""Plans, sizes, programs and repeatability."""
+
+import math
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import icejax
+from icejax.cache.bases.retrieval import Retrieval
+from icejax.cache.index.digest_tree import Digested
+from icejax.cache.protocol import KVCache, Lengths
+from icejax.cache.registry import Clustered, Full, layer_policies
+from icejax.engine import decode_step, extend, prefill
+from icejax.engine.buckets import bucket
+from icejax.engine.counters import StepCounters
+from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.plan import make_plan
+from icejax.engine.sampling import Sampling
+from icejax.models.registry import family
+from icejax.ops.pages import tree
+from tests import tolerances
+from tests.helpers import families
+from tests.helpers.policies import POLICIES, by_row
+from tests.helpers.run import greedy, plan_for
+
+PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.small, Retrieval)}.values()][::-1]  # one each
+
+
+@given(st.integers(1, 2_000_000))
+def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens):
+    size = bucket(tokens)
+    assert tokens <= size <= max(256, tokens * 3 // 2 + 1)
+    assert tokens <= 16384 or size - tokens < 8192
+    assert size % 128 == 0
+
+
+def test_equal_plans_share_their_programs(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(50)
+    decode_step._programs.cache_clear()
+    for policy in (Clustered(budget=64), Clustered(budget=64), Full()):
+        greedy(model, policy, [prompt], 20)
+    assert decode_step._programs.cache_info().misses == 2
+    plan = plan_for(model, Clustered(budget=64), [prompt], 20)
+    step, flush, flushed, compact = DecodePrograms(model, plan)._programs
+    assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
+
+
+def test_growth_compiles_each_program_once(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
+    greedy(model, policy, [prompt], 200)
+    programs = DecodePrograms(model, plan_for(model, policy, [prompt], 200))._programs
+    assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+
+
+def test_one_program_extends_all_layers(tmp_path):
+    """Three layers with pages: one that is compiled per layer would triple the first wait of a session's second text."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 300)
+    state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
+    before = extend._extend_layer._cache_size()
+    extend.extend(model, families.tokens(20), plan, state, pool)
+    assert len(plan.pooled) == 3 and extend._extend_layer._cache_size() == before + 1
+
+
+def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(icejax.InputError, match="page_dtype=int8 does not compile on TPU: leave it out"):
+        plan_for(model, Clustered(budget=64, page_dtype="int8"), [families.tokens(50)], 20)
+
+
+def test_a_flush_copies_no_level_of_the_tree(tmp_path):
+    """Levels are written in place: all are given away, and what is needed beside them is less than one vector of every page."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    model.config = replace(model.config, max_position_embeddings=2**17)
+    plan = make_plan(model, Clustered(), batch_size=1, prompt_tokens=65536, new_tokens=64)
+    state = jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies))
+    assert [len(layer.index.levels) for layer in state] == [2] * len(state)
+    cache = KVCache(state, jax.eval_shape(lambda: Lengths.none(1)))
+    _, flush, flushed, _ = DecodePrograms(model, plan)._programs
+    memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
+    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
+
+
+@pytest.mark.parametrize("row", [*by_row(rows=PAGED[:1]), *by_row(rows=PAGED[1:], slow=True)])
+def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, row):
+    """Of two rows, one without a page yet, so that nothing is known of it, such as PQCache's centroids."""
+    monkeypatch.setattr(tree, "TOP", 8)  # so that trees have levels
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompts = [families.tokens(300), families.tokens(9)]
+    plan = plan_for(model, row.small, prompts, 40)
+    state, _, pool = prefill.prefill(model, prompts, plan)
+    decoding = DecodePrograms(model, plan)
+    for _ in range(2 * plan.page_size - 1):  # the first page to leave begins a node of its own
+        state, _, pool = decoding.step(state, pool)
+    step, flush, *_ = decoding._programs
+    cache = step(decoding._leaves, state, pool)[0].cache
+    pages, news, _ = flush(cache)
+    assert len(news) > 1
+    kept = [cache.layers[i].index for i in plan.pooled]
+    assert all(len(index.levels) > 1 for index in kept if isinstance(index, Digested))
+    for at, i in enumerate(plan.pooled):
+        page, new = jax.jit(plan.policies[i].flush)(cache.layers[i], cache.lengths)
+        np.testing.assert_array_equal(np.asarray(pages[0, at]), np.asarray(page))
+        for found, expected in zip(jax.tree.leaves(news[at]), jax.tree.leaves(new), strict=True):
+            np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=tolerances.EXACT)
+
+
+def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
+    """A place that is another at every step is told to a GPU's graph, kernel by kernel."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
+    state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
+    decoding = DecodePrograms(model, plan)
+    program = decoding._programs[0].lower(decoding._leaves, state, pool).compile()
+    aliased = re.search(r"input_output_alias={(.*?)}, entry", program.as_text().splitlines()[0])[1]
+    assert aliased.count("alias)") == len(jax.tree.leaves(state))
+
+
+def test_the_same_input_gives_the_same_bits(tmp_path):
+    model = families.load(families.build(families.row("qwen3-plain")), tmp_path)
+    prompts = [families.tokens(300), families.tokens(20)]
+    first, second = (greedy(model, Clustered(budget=64), prompts, 40) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_half_precision_finds_the_bundled_answer(dtype):
+    """Pages travel as bit patterns; the answer is that of fp32."""
+    model, tokenizer = icejax.load(dtype=dtype)
+    prompt = (icejax.api.generate.ASSETS / "prompt.txt").read_text()
+    question = prompt[prompt.rindex("Pass key ") :]
+    answer = prompt[prompt.index(question) + len(question) :][:6]
+    near = prompt[prompt.index(question) - 10 :][:1500] + question
+    (response,) = icejax.generate(model, tokenizer, near, cache=Clustered(budget=128), max_new_tokens=8)
+    assert response.text == answer and response.run.dtype == dtype and response.finish_reason == "stop"
+
+
+def test_dense_first_layers_by_depth():
+    deep = family(raw := families.SIZES | dict(model_type="llama", num_hidden_layers=16)).read_config(raw)
+    shallow = family(raw := families.SIZES | dict(model_type="llama")).read_config(raw)
+    policy = Clustered()
+    assert layer_policies(policy, deep, capacity=100) == (Full(), Full()) + (policy,) * 14
+    assert layer_policies(policy, shallow, capacity=100) == (policy,) * 3
+    none = Clustered(dense_layers=0)
+    assert layer_policies(none, deep, capacity=100) == (none,) * 16
+
+
+def test_rows_draw_on_their_own_and_penalty_sees_the_prompt(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = families.tokens(30)
+    sampling = Sampling(repetition_penalty=1e6)
+    plan = make_plan(model, Full(), batch_size=1, prompt_tokens=30, new_tokens=30)
+    state, step, pool = prefill.prefill(model, [prompt], plan, sampling=[sampling])
+    chosen, decoding = [int(state.last_tokens[0])], DecodePrograms(model, plan)
+    for _ in range(29):
+        state, step, pool = decoding.step(state, pool)
+        chosen.append(int(step.tokens[0]))
+    assert len(set(chosen)) == 30 and not set(chosen) & set(prompt)
+
+
+@pytest.mark.slow
+def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompts = [families.tokens(300), families.tokens(120)]
+    base = Clustered(budget=64, compact_every=32, keys_first=False)
+    (tokens, logits, _), held = (greedy(model, policy, prompts, 80) for policy in (base, replace(base, resident=True)))
+    np.testing.assert_array_equal(tokens, held[0])
+    np.testing.assert_array_equal(logits, held[1])
+
+
+@pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
+    """The bundled model answers a short question and stops; the other row writes on."""
+    model, tokenizer = bundled
+    prompt = (icejax.api.generate.ASSETS / "prompt.txt").read_text()
+    question = prompt[prompt.rindex("Pass key ") :]
+    near = prompt[prompt.index(question) - 10 :][:1200]
+    options = dict(cache=Clustered(budget=64, resident=resident), max_new_tokens=48)
+    stopped, going = icejax.generate(model, tokenizer, [near + question, near], **options)
+    assert stopped.finish_reason == "stop" and going.finish_reason == "length"
+    if resident:
+        assert 0 < stopped.hit_rate < 1 and 0 < going.hit_rate < 1
+    else:
+        assert stopped.hit_rate == going.hit_rate == 0
+
+    plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
+    state, _, pool = prefill.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
+    decoding, fetched = DecodePrograms(model, plan), []
+    for _ in range(47):
+        state, step, pool = decoding.step(state, pool)
+        fetched.append(StepCounters.read(step.counters).pages_fetched)
+    fetched = np.stack(fetched)
+    assert (fetched[stopped.new_tokens :, 0] == 0).all() and (fetched[: stopped.new_tokens - 1, 0] > 0).all()
+    assert fetched[20:, 1].sum() > 0

@@ -1,0 +1,99 @@
+"""Attention against float64 softmax over explicit masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.ops.attention.dense import Scoring, attend_all, attend_with_lse, causal, causal_with_lse, merge_by_lse
+from tests import tolerances
+from tests.helpers import dense
+from tests.helpers.run import jitted
+
+
+def draw(lengths, tokens, *, kv_heads, scale=1.0, wide=8):
+    """Returns q f32[B, T, 4, 8], k f32[B, T, K, 8], v f32[B, T, K, `wide`], NaN past each length."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((len(lengths), tokens, 4, 8)).astype(np.float32) * np.float32(scale)
+    k, v = (rng.standard_normal((len(lengths), tokens, kv_heads, size)).astype(np.float32) for size in (8, wide))
+    for x in (q, k, v):
+        for i, length in enumerate(lengths):
+            x[i, length:] = np.nan
+    return q, k, v
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.slow), 100, 700])
+@pytest.mark.parametrize(("kv_heads", "scale", "wide", "softcap"), [(1, 3, 6, None), (2, 0.3, 12, None), (4, 3, 8, 2.0)])
+def test_causal_equals_float64(window, kv_heads, scale, wide, softcap):
+    lengths, tokens = (1536, 3, 801), 1536
+    qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale, wide=wide)
+    scoring = Scoring(8**-0.5, softcap)
+    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window, scoring=scoring), *qkv)
+    assert found.out.dtype == found.lse.dtype == jnp.float32
+    for i, length in enumerate(lengths):
+        expected = dense.attention(*(x[i, :length] for x in qkv), dense.causal(length, window), softcap)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours[i, :length], theirs, rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_causal_asks_cudnn_for_the_same(monkeypatch, window):
+    """JAX's own form in the place of cuDNN's, which needs a GPU; both take the same options and say the same."""
+    real, asked = jax.nn.dot_product_attention, []
+
+    def on_cpu(*qkv, implementation, **options):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"):
+            return real(*qkv, implementation="xla", **options)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
+    lengths = (48, 3, 21)
+    qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw(lengths, 48, kv_heads=2, scale=3)]
+    scoring = Scoring(8**-0.5)
+    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths, jnp.int32), window=window, scoring=scoring), *qkv)
+    assert asked == ["cudnn"] and (found.out.dtype, found.lse.dtype) == (jnp.bfloat16, jnp.float32)
+    for i, length in enumerate(lengths):
+        expected = dense.attention(*(np.asarray(x[i, :length], np.float64) for x in qkv), dense.causal(length, window))
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(ours[i, :length], np.float64), theirs, rtol=0, atol=tolerances.HALF)
+
+
+@pytest.mark.parametrize(("wide", "softcap"), [(16, None), (8, 2.0)])
+def test_cudnn_is_not_asked_for_what_it_cannot_do(monkeypatch, wide, softcap):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **__: pytest.fail("cuDNN has no such form"))
+    qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw((16,), 16, kv_heads=2, wide=wide)]
+    options = dict(lengths=jnp.asarray([16], jnp.int32), window=None, scoring=Scoring(8**-0.5, softcap))
+    found = jitted(lambda *qkv: causal(*qkv, **options), *qkv)
+    assert found.out.dtype == jnp.bfloat16 and found.out.shape == (1, 16, 4, wide)
+
+
+@pytest.mark.parametrize(("wide", "softcap"), [(6, None), (8, 2.0), (12, None)])
+def test_text_behind_a_cache_equals_float64(wide, softcap):
+    """The new tokens attend to themselves, and to the keys before them within a window; the two are merged."""
+    before, tokens, window, scoring = 40, 24, 30, Scoring(8**-0.5, softcap)
+    q, k, v = draw((before + tokens,), before + tokens, kv_heads=2, scale=3, wide=wide)
+
+    def behind(q, k, v):
+        new = (x[:, before:] for x in (q, k, v))
+        own = causal_with_lse(*new, lengths=jnp.asarray([tokens]), window=window, scoring=scoring)
+        old = (x[:, :before].swapaxes(1, 2) for x in (k, v))
+        near = jnp.arange(before, before + tokens)[None, :, None] - jnp.arange(before)[None, None] < window
+        return merge_by_lse(*own, *attend_all(q[:, before:], *old, jnp.ones((1, 2, before), bool), near, scoring=scoring))
+
+    expected = dense.attention(q[0], k[0], v[0], dense.causal(before + tokens, window), softcap)
+    for ours, theirs in zip(jitted(behind, q, k, v), expected, strict=True):
+        np.testing.assert_allclose(ours[0], theirs[before:], rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize(("wide", "softcap"), [(6, None), (8, 2.0), (12, None)])
+def test_attend_equals_float64_and_ignores_masked_keys(wide, softcap):
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 50, 8), (3, 50, wide)))
+    mask = rng.random((3, 50)) < 0.5
+    dirty = np.where(mask[..., None], k, np.nan)
+    found = np.asarray(jitted(attend_with_lse, q, dirty, v, mask, scoring=Scoring(8**-0.5, softcap))[0])
+    for i in range(3):
+        expected = dense.attention(q[i][None], k[i][:, None], v[i][:, None], mask[i][None], softcap)[0][0]
+        np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT)

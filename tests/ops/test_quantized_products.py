@@ -1,0 +1,192 @@
+"""Products with codes are those with the dequantised matrix, and a model keeps its codes."""
+
+import dataclasses
+import logging
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from icejax.cache.registry import Full
+from icejax.checkpoint import load, load_model
+from icejax.engine.nonfinite import not_finite
+from icejax.ops.quantized import products
+from icejax.ops.quantized.products import MOST_ROWS, Grouped, at_once, by_blocks, rows
+from icejax.runtime import devices
+from tests import tolerances
+from tests.helpers import families, quantised
+from tests.helpers.run import all_logits, greedy, jitted
+
+KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "bits": ml_dtypes.bfloat16}
+
+
+@pytest.mark.parametrize("form", [at_once, by_blocks])
+@pytest.mark.parametrize("group, zero", [(32, True), (96, False)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, form, monkeypatch):
+    """By blocks of 16 rows of which the last two share some."""
+    monkeypatch.setattr(products, "BLOCK", 16 * 96)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((tokens, 96)).astype(np.float32)
+    shape = (96 // group, 40)
+    codes = (rng.standard_normal((*shape, group)) * 3).clip(-8, 7).astype(KINDS[kind])
+    scale = rng.uniform(0.01, 0.1, shape).astype(np.float32)
+    offset = rng.integers(-8, 8, shape).astype(np.int8)
+    stored = codes.view(np.uint16) if kind == "bits" else codes
+    grouped = Grouped(jnp.asarray(stored), jnp.asarray(scale), jnp.asarray(offset) if zero else None)
+    matrix = (codes.astype(np.float64) - offset[..., None] * zero) * scale[..., None]
+    matrix = np.concatenate(list(matrix), axis=-1)
+    expected = x.astype(np.float64) @ matrix.T
+    found = np.asarray(jitted(form, jnp.asarray(x), grouped))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+    half = jnp.asarray(x, "bfloat16")
+    found, expected = np.asarray(jitted(form, half, grouped)), np.asarray(half, np.float64) @ matrix.T
+    # Scales and sums stay fp32; of many tokens at once the matrix is of their dtype.
+    close = form is by_blocks or tokens <= MOST_ROWS
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=tolerances.LOGITS if close else 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
+    )
+    ids = np.array([[3, 0], [39, 3]])
+    np.testing.assert_allclose(jitted(rows, grouped, ids, dtype="float32"), matrix[ids], rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of a format."""
+    model = families.build(families.row("qwen2-plain"), num_hidden_layers=2)
+
+    def made(name):
+        path = tmp_path_factory.mktemp(name)
+        quantised.save(model, path, quantised.FORMATS[name])
+        return path
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "name, kind, zero",
+    [
+        ("fp8-blocks", "float8_e4m3fn", False),
+        ("int-asymmetric", "int8", True),
+        ("packed-4", "int4", False),
+        ("awq", "int4", True),
+        ("gptq-8", "int8", True),
+        ("nvfp4", "int8", False),
+    ],
+)
+def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
+    """On a CPU in wider dtypes, which hold the same numbers."""
+    path = folder(name)
+    plain = load_model(path, dtype="float32", codes=False).model.layers[1].mlp.down_proj.weight.get_value()
+    for platform, dtype in (("gpu", kind), ("cpu", {"int4": "int8", "float8_e4m3fn": "uint16"}.get(kind, kind))):
+        monkeypatch.setattr(devices, "platform", lambda platform=platform: platform)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="icejax"):
+            coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
+        method = quantised.FORMATS[name].config["quant_method"]
+        slower = [load.SLOWER] if platform == "cpu" else []
+        assert caplog.messages == [f"of 14 matrices quantised by {method} 14 stay codes", *slower]
+        assert coded.codes.dtype == dtype and (coded.zero is not None) == zero
+        found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
+        np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
+    """Prefill has many rows, decode has few."""
+    path, prompts = folder(name), [families.tokens(40), families.tokens(30, seed=1)]
+    models = (load_model(path, dtype="float32", codes=codes) for codes in (False, True))
+    expected, found = (greedy(model, Full(), prompts, 4) for model in models)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+
+
+def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
+    model, prompts = families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), [families.tokens(20)]
+    weights = quantised.save(model, tmp_path, quantised.FORMATS["awq"])
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        coded = load_model(tmp_path, dtype="float32", codes=True)
+    many = sum(".experts." in key for key in weights)
+    assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq {many + 4} stay codes", load.SLOWER]
+    stack = coded.model.layers[0].mlp.experts.down_proj.weight.get_value()
+    for number, found in enumerate(np.asarray(stack.weights("float32"))):
+        expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
+        np.testing.assert_allclose(np.concatenate(list(found), axis=-1), expected, rtol=1e-6, atol=1e-6)
+    expected, found = (greedy(m, Full(), prompts, 3) for m in (load_model(tmp_path, dtype="float32", codes=False), coded))
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+    one = "model.layers.0.mlp.experts.3.down_proj"
+    families.edit_config(tmp_path, quantization_config=quantised.FORMATS["awq"].config | {"modules_to_not_convert": [one]})
+    stored = load_file(tmp_path / "model.safetensors")
+    stored = {key: x for key, x in stored.items() if not key.startswith(one)} | {f"{one}.weight": weights[f"{one}.weight"]}
+    save_file(stored, tmp_path / "model.safetensors")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        again = load_model(tmp_path, dtype="float32", codes=True).model.layers[0].mlp.experts.down_proj.weight[...]
+    count = many // 3 - 1
+    why = f"{count} are dequantised as they are read (of experts in several forms, or taken head by head)"
+    assert caplog.messages == [f"of {many + 3} matrices quantised by awq {many + 3 - count} stay codes, {why}", load.SLOWER]
+    np.testing.assert_allclose(again[3], weights[f"{one}.weight"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
+    """It is taken head by head; the other projections stay codes."""
+    quantised.save(families.build(families.row("deepseek_v3-yarn")), tmp_path, quantised.FORMATS["fp8-blocks"])
+    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    attention = coded.model.layers[0].self_attn
+    assert isinstance(attention.q_b_proj.weight.get_value(), Grouped) and isinstance(
+        attention.kv_b_proj.weight[...], jnp.ndarray
+    )
+    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.slow
+def test_codes_in_one_tensor_are_taken_apart(tmp_path):
+    """Phi-3's projections row behind row."""
+    quantised.save(families.build(families.row("phi3-long")), tmp_path, quantised.FORMATS["awq"])
+    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    assert isinstance(coded.model.layers[0].self_attn.k_proj.weight.get_value(), Grouped)
+    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_blocks_of_gpt_oss_stay_codes(tmp_path):
+    """And a model of them is that of the weights they mean, in transformers' own words."""
+    theirs, stored, rng = families.build(families.row("gpt_oss-plain")), {}, np.random.default_rng(0)
+    for key, tensor in theirs.state_dict().items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[key] = tensor.numpy()
+            continue
+        count, columns, rows = tensor.shape
+        stored[f"{key}_blocks"] = rng.integers(0, 256, (count, rows, columns // 32, 16)).astype(np.uint8)
+        stored[f"{key}_scales"] = rng.integers(121, 125, (count, rows, columns // 32)).astype(np.uint8)
+        parts = (torch.tensor(stored[f"{key}_{name}"]) for name in ("blocks", "scales"))
+        tensor.copy_(convert_moe_packed_tensors(*parts, dtype=torch.float32))
+    families.save(theirs, tmp_path)
+    save_file(stored, tmp_path / "model.safetensors")
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    families.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
+    prompt = families.tokens(40)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0].numpy()
+    for codes in (False, True):
+        model = load_model(tmp_path, dtype="float32", codes=codes)
+        experts = model.model.layers[0].mlp.experts
+        assert all(isinstance(x.weight.get_value(), Grouped) == codes for x in (experts.up_proj, experts.down_proj))
+        np.testing.assert_allclose(all_logits(model, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_a_scale_of_nan_is_named(folder):
+    model = load_model(folder("awq"), dtype="float32", codes=True)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.set_value(dataclasses.replace(weight.get_value(), scale=weight.get_value().scale.at[0, 3].set(jnp.nan)))
+    expected = "model.layers.1.mlp.up_proj.weight.scale holds NaN: fetch the checkpoint again"
+    assert not_finite(model, families.tokens(8)) == expected

@@ -1,0 +1,87 @@
+"""Keys turned to other positions are those of tokens that stand there, against rotations in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax import InputError
+from icejax.models.hf.rope_scaling import ROPE_FIELDS
+from icejax.models.registry import family
+from icejax.ops.rope import cos_sin, inverse_frequencies, rotate, turn
+from tests import tolerances
+from tests.helpers import families
+from tests.helpers.run import jitted
+
+AT = np.asarray([[0, 7, 150, 4000, 31], [5, 0, 90, 2000, 31]], np.int32)
+BY = np.asarray([[0, 3, -150, 12, 4000], [-5, 700, 1, -1999, -30]], np.int32)
+
+
+def config_of(row: families.Row):
+    raw = row.config(**families.SIZES | dict(row.changes)).to_dict()
+    return family(raw).read_config(raw)
+
+
+CONFIGS = {row.name: config_of(row) for row in families.FAMILIES}
+DYNAMIC = CONFIGS.pop("llama-dynamic")
+
+
+def keys(config):
+    return np.random.default_rng(0).standard_normal((2, 5, 3, config.head_dim)).astype(np.float32)
+
+
+def at(x, positions, config):
+    """Returns `x` as the decoder has it at `positions`."""
+    return jitted(lambda x, p: rotate(x, *cos_sin(p, p[:, 0], rope=config.layers[0].rope)), x, positions)
+
+
+def float64(x, positions, config):
+    """The same as complex numbers: RoPE's pairs are a head's first half and its second."""
+    half = config.layers[0].rope.size // 2
+    angles = positions[..., None, None] * inverse_frequencies(config.layers[0].rope).astype(np.float64)
+    scaling = config.layers[0].rope.scaling
+    factor = scaling.attention_factor if scaling is not None else 1.0
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * factor * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+
+
+def test_every_rope_type_is_here():
+    scalings = [config.rope_scaling for config in (*CONFIGS.values(), DYNAMIC)]
+    assert {"default" if x is None else x.rope_type for x in scalings} == set(ROPE_FIELDS)
+    assert any(x is not None and x.attention_factor != 1 for x in scalings)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_a_turned_key_is_that_of_its_new_position(name, dtype):
+    config = CONFIGS[name]
+    x, by = keys(config), BY.astype(dtype)
+    found = jitted(lambda x, by: turn(x, by, rope=config.layers[0].rope), at(x, AT, config), by)
+    expected = float64(x, AT + BY, config)
+    angles = (np.abs(AT) + np.abs(BY))[..., None, None]  # the highest frequency is 1
+    allowed = np.abs(expected).max() * (tolerances.EXACT + tolerances.ANGLE * angles)
+    for theirs in (expected, at(x, AT + BY, config)):
+        assert (np.abs(found - theirs) <= allowed).all()
+
+
+def test_whatever_stands_before_the_positions_is_a_batch():
+    config = CONFIGS["llama-yarn"]
+    x = keys(config)
+    expected = jitted(lambda x: turn(x, jnp.asarray(BY), rope=config.layers[0].rope), x)
+    one = jitted(lambda x: turn(x, jnp.asarray(BY[1]), rope=config.layers[0].rope), x[1])
+    more = jitted(lambda x: turn(x, jnp.asarray(BY[None]), rope=config.layers[0].rope), x[None])
+    for found, theirs in ((one, expected[1]), (more[0], expected)):
+        np.testing.assert_allclose(found, theirs, rtol=0, atol=tolerances.EXACT)
+
+
+def test_keys_keep_their_dtype():
+    config = CONFIGS["llama-gqa"]
+    assert turn(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(BY), rope=config.layers[0].rope).dtype == jnp.bfloat16
+
+
+def test_dynamic_frequencies_turn_nothing():
+    with pytest.raises(InputError) as error:
+        turn(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), rope=DYNAMIC.layers[0].rope)
+    assert str(error.value) == (
+        "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where "
+        "they change with the length: use a cache that leaves keys at their positions"
+    )

@@ -1,0 +1,310 @@
+"""Chats in a session: its tokens are those of the whole conversation in the template, however it was come to."""
+
+import dataclasses
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import icejax
+from icejax.api.generate import ASSETS
+from icejax.cache.registry import Full
+from icejax.commands import generate as command
+from icejax.engine.counters import NOTHING
+from icejax.engine.decode_loop import Row
+from icejax.session import session as module
+from icejax.session.session import Session
+from icejax.text.chat_turns import addition, with_one_end
+from tests.helpers import chat_templates
+
+ADDITIONS = {
+    "as it is": ("<u>a<m>", " b ", "<u>a<m> b <e><u>", "<e><u>"),
+    "trimmed": ("<u>a<m>", " b \n", "<u>a<m>b<e><u>", "<e><u>"),
+    "a space before it": ("<u>a<m>", "b", "<u>a<m> b<e><u>", "<e><u>"),
+    "trimmed behind a line": ("<u>a<m>", "b ", "<u>a<m>\nb<e>", "<e>"),
+    "nothing said": ("<u>a<m>", "", "<u>a<m><e><u>", "<e><u>"),
+    "an end that the answer has too": ("<m>", "b<e>", "<m>b<e><e>", "<e>"),
+    "other beginning": ("<u>a<m>", "b", "<u>A<m>b<e>", None),
+    "other answer": ("<m>", "<think>t</think>b", "<m>b<e>", None),
+    "cut": ("<m>", "bcd", "<m>bc", None),
+}
+
+
+@pytest.mark.parametrize("case", ADDITIONS)
+def test_what_is_new_of_a_text(case):
+    before, answer, whole, expected = ADDITIONS[case]
+    assert addition(before, answer, whole) == expected
+
+
+def test_an_end_mark_is_there_once():
+    def join(held, new, seen):
+        return with_one_end(held, new, seen=seen, ends=(8, 9))
+
+    assert join([1, 9], [9, 2], 1) == join([1, 9], [9, 2], 2) == ([1, 9], [2])
+    assert join([1, 8], [9, 2], 1) == ([1], [9, 2])  # the template's own end, in place of one not yet in the cache
+    assert join([1, 8], [9, 2], 2) == ([1, 8], [9, 2])
+    assert join([1, 2], [9, 2], 1) == ([1, 2], [9, 2])  # an answer without an end
+    assert join([1, 2], [2, 9], 1) == ([1, 2], [2, 9])  # a letter is no end mark
+
+
+@dataclasses.dataclass
+class State:
+    """Stands for that of a run."""
+
+    key: object = None
+    sampling: object = None
+    seen: object = None
+
+    def is_deleted(self):
+        return False
+
+
+class Scripted:
+    """Stands for the model: a cache that is a list of tokens, and answers as they are given."""
+
+    def __init__(self, monkeypatch, tokenizer, ends=None):
+        self.cache, self.prefilled, self.answers, self.leaves = [], [], [], 1
+        config = SimpleNamespace(context_length=2000, vocab_size=1000, eos_token_ids=ends or (tokenizer.eos_token_id,))
+        self.model = SimpleNamespace(config=config)
+        self.model.for_capacity = lambda tokens: self.model
+        monkeypatch.setattr(module, "prefill", self.prefill)
+        monkeypatch.setattr(module, "extend", self.extend)
+        monkeypatch.setattr(module, "decode_rows", self.stream)
+        for name in ("make_plan", "DecodePrograms", "run_constants"):
+            monkeypatch.setattr(module, name, lambda *_, **__: None)
+        monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
+        monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)
+
+    def prefill(self, model, prompts, *_, **__):
+        self.cache = list(prompts[0])
+        self.prefilled.append(len(self.cache))
+        return State(), None, None
+
+    def extend(self, model, tokens, *_, **__):
+        self.cache.extend(tokens)
+        return State(), None, None
+
+    def stream(self, rows, *_, **__):
+        """Yields a token at a time; the last `leaves` of an answer have not gone into the cache."""
+        ids = self.answers.pop(0)
+        for i, token in enumerate(ids):
+            if i < len(ids) - self.leaves:
+                self.cache.append(token)
+            text = rows[0].take(NOTHING._replace(token=token))
+            yield SimpleNamespace(token_ids=(token,), text=text)
+            if rows[0].finish_reason is not None:
+                return
+
+
+TALK = [
+    ("What is it?", "This is the answer.", "the end"),
+    (" And the user?\n", " You are  a helpful assistant.\n", "cached end"),
+    ("é <b>", "", "the end"),
+    ("The answer to the question: {{ 1 }}", "the answer\n\n to", "no end"),
+    ("Why?", "Because.", "other end"),
+    ("Done?", "Yes", "the end"),
+]
+
+
+@pytest.mark.parametrize("family", chat_templates.FAMILIES)
+def test_the_tokens_of_a_chat_are_those_of_the_whole_conversation(monkeypatch, family):
+    tokenizer, its = chat_templates.tokenizer(family), chat_templates.FAMILIES[family]
+    other = tokenizer.convert_tokens_to_ids("<unused>")
+    scripted = Scripted(monkeypatch, tokenizer, ends=(tokenizer.eos_token_id, other))
+    system = " Be brief. " if its.system else None
+    session = Session(scripted.model, tokenizer, system=system)
+    messages = [{"role": "system", "content": system}] if its.system else []
+    trims = "content'] | trim" in its.template
+    for question, answer, end in TALK:
+        answer = answer.strip() if trims else answer  # else the text would keep what the template leaves out
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        ids += {"no end": [], "other end": [other]}.get(end, [tokenizer.eos_token_id])
+        scripted.answers, scripted.leaves = [ids or [other]], 0 if end == "cached end" else 1
+        messages.append({"role": "user", "content": question})
+        pieces = list(session.stream_chat(question))
+        assert "".join(piece.text for piece in pieces) == answer
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert session.token_ids == expected + ids
+        assert session.token_ids[: len(scripted.cache)] == scripted.cache
+        assert len(session.token_ids) - len(scripted.cache) == scripted.leaves
+        messages.append({"role": "assistant", "content": answer})
+        assert session.messages == messages
+    assert len(scripted.prefilled) == 1
+    assert tokenizer.decode(session.token_ids).count("Be brief") == its.system
+
+
+def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
+    """All that it writes behind the answer, its end mark, is in the cache already."""
+    tokenizer = chat_templates.tokenizer("llama")
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages[:2] %}{{ m.content }}{% endfor %}{{ eos_token * (messages | length > 2) }}",
+    )
+    scripted = Scripted(monkeypatch, tokenizer)
+    session = Session(scripted.model, tokenizer)
+    scripted.answers, scripted.leaves = [[65, tokenizer.eos_token_id]], 0
+    list(session.stream_chat("a"))
+    before = list(session.token_ids), list(session.messages)
+    with pytest.raises(icejax.InputError, match="^the chat template leaves the message out: say something else, or begin"):
+        list(session.stream_chat("b"))
+    assert (session.token_ids, session.messages) == before
+
+
+def test_the_end_of_an_answer_is_no_text():
+    """Whether or not the tokenizer calls it special."""
+    row = Row(SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens))), (), (100,), [1], 10)
+    assert [row.take(NOTHING._replace(token=token)) for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
+
+
+def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):
+    tokenizer = chat_templates.tokenizer("llama")
+    scripted = Scripted(monkeypatch, tokenizer)
+    session = Session(scripted.model, tokenizer)
+    said = tokenizer(" It is.\n\n").input_ids + [tokenizer.eos_token_id]
+    scripted.answers = [said, [65]]
+    list(session.stream_chat("a"))
+    held = list(session.token_ids)
+    list(session.stream_chat("b"))
+    added = tokenizer.decode(session.token_ids[len(held) : -1])
+    assert held[-len(said) :] == said and session.token_ids[: len(held)] == held
+    assert added == "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert len(scripted.prefilled) == 1
+
+
+def test_an_answer_that_a_stop_string_ends_keeps_its_tokens(monkeypatch):
+    tokenizer = chat_templates.tokenizer("qwen2.5")
+    scripted = Scripted(monkeypatch, tokenizer)
+    session = Session(scripted.model, tokenizer)
+    scripted.answers = [tokenizer("One. STOP and more").input_ids, [65]]
+    assert "".join(piece.text for piece in session.stream_chat("a", stop=[" STOP"])) == "One."
+    held = list(session.token_ids)
+    assert tokenizer.decode(held).endswith("One. STOP") and session.messages[-1]["content"] == "One."
+    list(session.stream_chat("b"))
+    assert session.token_ids[: len(held)] == held and len(scripted.prefilled) == 1
+    added = tokenizer.decode(session.token_ids[len(held) : -1])
+    assert added == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_rewrites_is_told_once_and_the_chat_prefilled_anew(monkeypatch, caplog):
+    """Qwen3's leaves out what earlier answers thought."""
+    tokenizer = chat_templates.tokenizer("qwen3")
+    scripted = Scripted(monkeypatch, tokenizer)
+    session = Session(scripted.model, tokenizer)
+    messages = []
+    for turn, (question, answer) in enumerate(
+        [("a", "<think>\nhm\n</think>\n\nOne"), ("b", "<think>\n</think>\n\n2"), ("c", "3"), ("d", "4")]
+    ):
+        ids = tokenizer(answer).input_ids + [tokenizer.eos_token_id]
+        scripted.answers = [ids]
+        messages.append({"role": "user", "content": question})
+        with caplog.at_level(logging.WARNING):
+            list(session.stream_chat(question))
+        assert session.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) + ids
+        messages.append({"role": "assistant", "content": answer})
+        assert len(scripted.prefilled) == (1, 2, 3, 3)[turn]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the chat template rewrites earlier turns: the conversation is prefilled anew"
+    ]
+
+
+DATED = chat_templates.LLAMA.replace("{% set loop", "{{ strftime_now('%d %b %Y %H:%M:%S') }}{% set loop")
+BUNDLED = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}[assistant] "
+
+
+def test_a_date_is_that_of_the_beginning(monkeypatch):
+    tokenizer = chat_templates.tokenizer("llama")
+    monkeypatch.setattr(tokenizer, "chat_template", DATED)
+    scripted = Scripted(monkeypatch, tokenizer)
+    session = Session(scripted.model, tokenizer)
+    session.started = 86400.0 * 365
+    scripted.answers = [[65], [65]]
+    list(session.stream_chat("a"))
+    list(session.stream_chat("b"))
+    assert len(scripted.prefilled) == 1 and "Jan 1971" in tokenizer.decode(session.token_ids)
+
+
+@pytest.fixture
+def chatting(bundled, monkeypatch):
+    """The bundled model, and its tokenizer with a chat template."""
+    monkeypatch.setattr(bundled[1], "chat_template", BUNDLED)
+    return bundled
+
+
+def test_a_saved_chat_goes_on_as_if_it_had_not_been(chatting, tmp_path):
+    session = Session(*chatting, cache=Full(), context_length=600, system="s")
+    for piece in session.stream_chat("import os", max_new_tokens=9):
+        if piece.new_tokens == 4:
+            break  # what was said so far is the answer
+    assert session.messages[-1]["content"] == chatting[1].decode(session.token_ids[-4:])
+    session.chat("def main", max_new_tokens=5)
+    session.save(tmp_path / "kept")
+    loaded = Session.load(tmp_path / "kept", *chatting)
+    assert (loaded.messages, loaded.started) == (session.messages, session.started)
+    answers = [each.chat("x = 1", max_new_tokens=6) for each in (session, loaded)]
+    assert answers[0].token_ids == answers[1].token_ids and session.token_ids == loaded.token_ids
+    np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
+    text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in session.messages[:-1]) + "[assistant] "
+    assert session.token_ids[: -answers[0].new_tokens] == chatting[1](text).input_ids
+
+
+def test_raw_texts_and_chats_do_not_mix(chatting):
+    session = Session(*chatting, cache=Full(), context_length=300)
+    session.ask("x", max_new_tokens=2)
+    with pytest.raises(icejax.InputError, match="the session holds text as it is: go on with ask, or begin another"):
+        session.chat("y")
+    session = Session(*chatting, cache=Full(), context_length=300)
+    session.chat("x", max_new_tokens=2)
+    held = list(session.token_ids), list(session.messages)
+    with pytest.raises(icejax.InputError, match="the session holds a chat: go on with chat, or begin another"):
+        session.ask("y")
+    for bad, message in (("", "a message is empty: expected some text"), ("x" * 260, "its context of 300 is full")):
+        with pytest.raises(icejax.InputError, match=message):
+            session.chat(bad)
+    with pytest.raises(icejax.InputError, match="seed must be at least 0"):
+        session.chat("y", seed=-1)
+    assert (session.token_ids, session.messages) == held
+    with pytest.raises(icejax.InputError, match="the session holds a chat"):
+        Session(*chatting, system="s").ask("y")
+
+
+def shell(folder, template):
+    """Returns a checkpoint with such a chat template, and the command line that chats with it in a session."""
+    shutil.copytree(ASSETS, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    kept = ["--session", str(folder / "kept"), "--max-new-tokens", "3", "--compile-cache", "none", "--cache", "full"]
+    return ["--model", str(folder / "model"), "--chat", *kept]
+
+
+def test_the_shell_chats_on_in_a_session(tmp_path, capsys):
+    chats = shell(tmp_path, BUNDLED)
+    assert command.main([*chats, "--system", "s", "--prompt", "a", "--context-length", "300"]) == 0
+    assert command.main([*chats, "--prompt", "b", "--json"]) == 0
+    shown, err = capsys.readouterr()
+    about = json.loads((tmp_path / "kept" / "session.json").read_text())
+    assert [m["role"] for m in about["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in about["messages"][:-1]) + "[assistant] "
+    last = json.loads(shown.splitlines()[-1])
+    model, tokenizer = icejax.load(tmp_path / "model")
+    token_ids = Session.load(tmp_path / "kept", model, tokenizer).token_ids
+    assert token_ids[: -last["new_tokens"]] == tokenizer(text).input_ids and err == ""
+    assert command.main([*chats, "--prompt", "c", "--system", "t"]) == 2
+    message = "a session's system message is set when it begins: leave --system out"
+    assert capsys.readouterr() == ("", f"icejax.generate: error: {message}\n")
+
+
+@pytest.mark.slow
+def test_the_shell_warns_in_one_line_that_a_template_rewrites(tmp_path):
+    chats = [sys.executable, "-m", "icejax.generate", *shell(tmp_path, "{{ messages | length }}" + BUNDLED)]
+    for prompts in (["a", "b", "c"], ["d"]):
+        asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+        limits = ["--context-length", "300"] if len(prompts) == 3 else []
+        done = subprocess.run([*chats, *asked, *limits], capture_output=True, text=True)
+        assert done.returncode == 0
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.endswith("the chat template rewrites earlier turns: the conversation is prefilled anew\n")
