@@ -13,8 +13,8 @@ from bench.sizes import fetched_bytes
 from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
 from icejax.engine import prefill
-from icejax.engine.extend import extend
 from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.extend import extend
 from icejax.models.registry import family
 from tests import tolerances
 from tests.helpers import families
