@@ -97,7 +97,7 @@ def test_the_step_is_one_graph(line):
 
 
 @pytest.mark.slow
-def test_the_step_of_32_layers_of_int4_is_one_graph_that_is_estimated_to_be_faster():
+def test_int4_step_of_32_layers_is_one_graph_and_faster():
     line = "--context 32768 --cache full --weights plain,int4"
     plain, coded = said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton")
     assert [row["weights"] for row in (plain, coded)] == ["bfloat16", "int4"] and coded["layers"] == 32
@@ -115,7 +115,7 @@ def test_pages_of_a_tpu_come_together(target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "options"), [("h100", ""), ("h100", "codes=2"), ("v5e", "singly=false")])
-def test_a_step_that_ranks_by_codes_copies_neither_them_nor_the_pool(target, options):
+def test_coded_step_copies_neither_codes_nor_pool(target, options):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072 --cache coded"
     more = [word for option in options.split() for word in ("--cache-option", option)]
     (row,) = said(target, "bench.program", "--target", target, *line.split(), *more)
@@ -175,6 +175,6 @@ def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
 
 
 @pytest.mark.slow
-def test_no_copy_of_what_makes_heads_of_latents_or_of_digests_stands_in_the_step():
+def test_latent_step_copies_neither_head_weights_nor_digests():
     rows = said("h100", "tests.aot.aot_latent", "h100")
     assert len(rows) == 4 and not [row for row in rows if row["copies"]]

@@ -84,7 +84,7 @@ def test_errors_are_those_of_attention_to_what_is_kept(model, texts):
     assert (measured.tokens == 32).all()
 
 
-def test_what_query_heads_choose_for_themselves_is_counted_for_each_and_for_all(model, texts):
+def test_choices_per_query_head_are_counted_for_each_and_all(model, texts):
     text, longer, _ = texts
     one = subject(model, Quest(budget=64, page_size=16))
     one.take(text)
@@ -213,7 +213,7 @@ def test_what_is_no_line_is_passed_over(tmp_path):
     assert list(cells.lines(tmp_path / "lines.jsonl").values()) == [line]
 
 
-def test_a_question_through_the_cache_takes_its_time_before_the_first_token():
+def test_question_through_the_cache_counts_in_ttft():
     """With a dense one the answer's first token comes of the prefill; the times are powers of two, so that sums tell them apart."""
     measured = types.SimpleNamespace(errors=np.ones((2, 3, 4)), whole=np.ones((2, 3)), tokens=np.ones((2, 3, 2)))
     given = dict(dense=([8, 9], 16.0, [32.0, 64.0], 7.0), sparse=([7, 8, 9], 16.0, [32.0, 64.0, 128.0], 7.0))
@@ -305,7 +305,7 @@ def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):
     assert told.startswith(f"bench.compare: error: {message}") and told.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_picture_shows_policies_where_most_of_them_were_and_the_full_cache_answers():
+def test_plot_shows_policies_where_full_cache_answers():
     def row(policy, task, exact=1.0):
         return dict(policy=policy, model="m", length=1, task=task, protocol="dense", exact=exact)
 
@@ -349,7 +349,7 @@ def test_the_page_says_how_far_ours_are_ahead():
     ]
 
 
-def test_the_page_has_the_best_behind_the_oracles_and_all_models_beside_one_another():
+def test_page_ranks_behind_oracles_with_models_side_by_side():
     def row(policy, budget, protocol, exact, error, model="bundled", task="hops", options=None):
         tokens = {"all": None, "10%": 410}.get(budget, 64)
         sizes = dict(attended=tokens or 4106, device_bytes=2**20 * len(policy), moved_bytes=0.0)

@@ -126,7 +126,7 @@ def test_snapkv_keeps_the_budget_of_a_prompt_that_was_run(snapkv):
     assert row["device_kv_bytes"] == 2 * config["num_hidden_layers"] * 17 * heads * config.get("head_dim", size) * 4
 
 
-def test_all_memory_may_be_pinned_before_anything_is_on_the_device(monkeypatch):
+def test_all_memory_may_be_pinned_before_device_use(monkeypatch):
     done = []
 
     def model(*_, **__):

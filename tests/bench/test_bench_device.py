@@ -53,7 +53,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_what_is_done_is_not_run_again_and_what_failed_comes_last(run, tmp_path):
+def test_done_parts_are_not_rerun_and_failed_ones_come_last(run, tmp_path):
     noted = f"open({str(tmp_path / 'journal')!r}, 'a').write(NAME + ' ')\nprint(json.dumps(dict(x=1)), flush=True)\n"
     first = part("first", noted.replace("NAME", "'first'"), what=dict(setting="a"))
     again = f"sys.exit(0 if pathlib.Path({str(tmp_path / 'mended')!r}).exists() else 3)"
@@ -76,7 +76,7 @@ def test_what_is_done_is_not_run_again_and_what_failed_comes_last(run, tmp_path)
     assert "missing" not in (tmp_path / "out" / "device.md").read_text()
 
 
-def test_parts_that_are_asked_for_run_alone_in_their_order_and_again(run):
+def test_requested_parts_run_alone_in_order_and_again(run):
     parts = [part(name, "print(json.dumps(dict(at=time.monotonic())), flush=True)") for name in ("first", "second", "third")]
     _, _, before = run(*parts)
     _, told, found = run(*parts, options=["--part", "third", "--part", "first"])

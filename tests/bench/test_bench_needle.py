@@ -142,7 +142,7 @@ def test_questions_leave_the_text_as_it_was(bundled):
 
 
 @pytest.mark.slow
-def test_questions_that_cross_a_compaction_leave_the_pages_as_they_were(bundled):
+def test_questions_across_a_compaction_leave_pages_unchanged(bundled):
     model, _ = bundled
     context = task.context(np.random.default_rng(1), length=800, facts=task.Facts(keys=1), split="heldout")
     reader = Reader(model, icejax.Clustered(budget=64, compact_every=32), prompt_tokens=800, new_tokens=64)
@@ -164,7 +164,7 @@ def test_trigram_knows_what_it_was_shown():
     assert model.bits(b"bab")[0] == pytest.approx(-np.log2((1 + second) / 2), rel=1e-5)
 
 
-def test_bits_of_a_model_with_sliding_windows_are_those_of_transformers(tmp_path):
+def test_sliding_window_bits_equal_those_of_transformers(tmp_path):
     theirs, tokens = families.build(families.row("mistral-window")), families.tokens(256)
     import torch
 

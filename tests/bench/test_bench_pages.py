@@ -11,7 +11,7 @@ from tests import tolerances
 
 
 @pytest.mark.slow
-def test_quick_run_shows_what_the_tail_and_the_choice_of_tokens_are_worth(capsys):
+def test_quick_run_shows_the_worth_of_tail_and_reranking(capsys):
     assert pages.main(["--quick"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     oracle = {r["budget"]: r["error"] for r in rows if r["score"] == "oracle"}
@@ -37,7 +37,7 @@ def test_quick_run_shows_what_the_tail_and_the_choice_of_tokens_are_worth(capsys
 
 
 @pytest.mark.slow
-def test_a_layer_that_looks_facts_up_cannot_take_the_pages_of_another(capsys):
+def test_lookup_layer_cannot_use_the_pages_of_another(capsys):
     assert sharing.main(["--length", "2048", "--prompts", "1", "--budgets", "64"]) == 0
     rows = {(r["layer"], r["pages"]): r for r in map(json.loads, capsys.readouterr().out.splitlines())}
     assert len(rows) == 4 + 3 + 2 * 6 and rows[1, "own"]["agreement"] == 1.0
@@ -46,7 +46,7 @@ def test_a_layer_that_looks_facts_up_cannot_take_the_pages_of_another(capsys):
     assert 0 < rows[3, "guess"]["agreement"] < 1
 
 
-def test_estimates_are_told_by_the_end_of_the_prompt_and_held_against_what_follows():
+def test_estimates_at_the_prompt_end_are_held_to_what_follows():
     true = np.ones((calibrate.LAST + 2, 2, 1), np.float32)
     true[-2:] = [[[1.0], [2.0]], [[3.0], [4.0]]]
     step = calibrate.Step({}, true, dict(share=np.concatenate([true[:-2] * 2, true[-2:] * [[[3.0]], [[1.0]]]])))

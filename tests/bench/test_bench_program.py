@@ -111,7 +111,7 @@ def test_an_update_in_place_moves_what_is_new(module):
     assert moved(module, "update.1") == Traffic(device=2 * 8 * 128 * 2)  # read and written
 
 
-def test_of_a_table_in_host_memory_the_fetched_rows_cross_the_bus(module):
+def test_only_fetched_rows_of_a_host_table_cross_the_bus(module):
     assert moved(module, "fetched.1") == Traffic(device=4 * 4, bus_in=PAGES, bus_out=PAGES)
     assert moved(module, "fetched.1").bus == PAGES  # both ways at once
     assert moved(module, "copy-start.1") == Traffic(device=PAGES, bus_in=PAGES)
@@ -180,7 +180,7 @@ DONE = "%d.N = u16[1,16,32]{2,1,0} dynamic-slice-done(%s.N)"
 @pytest.mark.parametrize(
     ("order", "serial"), [((START, DONE) * 2, 56), ((START,) * 2 + (DONE,) * 2, 0)], ids=["by-turns", "together"]
 )
-def test_copies_that_are_awaited_one_by_one_are_told_from_those_under_way_together(order, serial):
+def test_serial_copies_are_told_from_concurrent_ones(order, serial):
     numbers = [sum(x is line for x in order[:i]) for i, line in enumerate(order)]
     lines = [line.replace("N", str(number)) for line, number in zip(order, numbers, strict=True)]
     text = TPU.replace("STARTS", "\n  ".join(lines)).replace("FIRST", "d.0")
@@ -213,7 +213,7 @@ GRAPH = Work(
 )
 
 
-def test_kernels_of_a_graph_stand_in_a_chain_or_follow_their_data():
+def test_kernels_of_a_graph_form_a_chain_or_follow_data():
     # A launch of 5; then 2, 10 over the bus, 4 and a start of 1, and 2; or, with the weights beside it, 2, 10 and 2.
     assert took(GRAPH) == pytest.approx(5 + 2 + 10 + 5 + 2)
     assert took(GRAPH, concurrent=True) == pytest.approx(5 + 2 + 10 + 2)
@@ -242,7 +242,7 @@ def test_the_host_waits_at_a_condition_that_is_in_no_graph():
     assert took(Work("graph", inner=(captured,)), Work("select", "k")) == pytest.approx(5 + 2 + 5 + 2)
 
 
-def test_copies_of_a_loop_take_a_round_trip_each_time_they_are_awaited():
+def test_awaited_copies_in_a_loop_cost_a_round_trip_each():
     one = [Work("start", traffic=Traffic(100, bus_in=100), pair=str(i)) for i in range(2)]
     waits = [Work("wait", pair=str(i)) for i in range(2)]
     by_turns, together = (one[0], waits[0], one[1], waits[1]), (*one, *waits)

@@ -48,7 +48,7 @@ def assert_attends_to(layer: Layer, found: np.ndarray, prompt, new, step: int) -
             np.testing.assert_allclose(found[row, of], expected, rtol=0, atol=tolerances.EXACT)
 
 
-def test_a_pyramid_is_that_of_its_own_code_where_that_rounds_nothing():
+def test_pyramid_equals_its_own_code_where_nothing_is_rounded():
     """KVCache-Factory's steps are whole with 13 and with 20 layers."""
     low, high = (128 - 8) // 20, 2 * (128 - 8) - (128 - 8) // 20
     for layers, step in ((13, 19), (20, 12)):
@@ -67,7 +67,7 @@ def test_budgets_of_a_pyramid_sum_up_to_what_was_asked():
             assert found == [SnapKV(budget=size, **options) for size in sizes]
 
 
-def test_a_pyramid_of_a_model_has_what_snapkv_keeps_of_each_layer(bundled):
+def test_pyramid_of_a_model_keeps_what_snapkv_keeps_per_layer(bundled):
     model, prompt = bundled[0], np.random.default_rng(0).integers(0, 256, 200).tolist()
     sizes = [102, 77, 51, 26]
 
@@ -150,7 +150,7 @@ def test_heads_compete_for_the_budget_of_all(budget):
 @pytest.mark.parametrize(
     "floor, least, most, room", [(0.0, 9, 229, 232), (0.2, 20, 196, 198), (0.55, 38, 137, 139), (1.0, 64, 64, 64)]
 )
-def test_a_head_with_spread_attention_is_given_more_and_none_less_than_the_floor(floor, least, most, room):
+def test_spread_heads_get_more_and_none_less_than_the_floor(floor, least, most, room):
     """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest.
 
     Beside windows of 8 they win 1, 1, 1 and 221 of 224 tokens; of a floor of 0.2 they keep 0.8 and 176.8 of these, and 11.

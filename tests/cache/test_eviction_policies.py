@@ -148,7 +148,7 @@ def test_restkv_scores_a_token_by_what_changes_without_it():
         np.testing.assert_allclose(found, np.reshape(lengths, (-1, group)).mean(1), rtol=1e-4)
 
 
-def test_lacache_keeps_other_tokens_in_other_layers_and_fewer_of_the_older():
+def test_lacache_keeps_other_tokens_per_layer_and_fewer_old_ones():
     """Of 200 tokens: the sinks and the newest in both layers, and between them others, of which none is that of another."""
     prompt, new = draw((200,), STEPS)
     layers = [Layer(each, (200,), *prompt) for each in LaCache(budget=64, sinks=4, recent=8).for_layers([0, 1], of=2)]
@@ -163,7 +163,7 @@ def test_lacache_keeps_other_tokens_in_other_layers_and_fewer_of_the_older():
     assert ends == sorted(ends)
 
 
-def test_lacache_has_no_round_reach_as_many_of_the_newest_as_there_are_layers():
+def test_lacache_has_no_round_among_as_many_newest_as_layers():
     assert LaCache(budget=64).for_layers([2, 3], of=4) == [
         LaCacheLayer(budget=64, recent=4, layer=2),
         LaCacheLayer(budget=64, recent=4, layer=3),

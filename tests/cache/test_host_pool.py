@@ -98,7 +98,7 @@ def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, m
     assert [x.size for arrays in brought for x in arrays] == [found.size]
 
 
-def test_missing_pages_are_fetched_and_the_others_taken_from_what_is_held():
+def test_missing_pages_are_fetched_and_the_held_ones_reused():
     pool = jax.device_put(bits(SHAPE, "float32"), devices.host_sharding())
     rng = np.random.default_rng(1)
     batch, heads = ROWS, SHAPE[3]
@@ -195,7 +195,7 @@ def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
         host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
 
 
-def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set(monkeypatch):
+def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
     monkeypatch.setenv(devices.PINNED_LIMIT, "3")
     monkeypatch.delenv(devices.PINNED_LIMIT)
@@ -222,7 +222,7 @@ def test_the_pinned_limit_is_raised_to_three_quarters_of_memory_unless_it_is_set
     ("dtype", "pages", "expected"),
     [("uint8", 100, 100), ("uint8", 600_000, 2**32 // 4608 + 1), ("uint8", 2**20, 2**20), ("uint16", 300_000, 300_000)],
 )
-def test_a_pool_of_bytes_has_no_size_that_a_kernel_cannot_address(dtype, pages, expected):
+def test_byte_pool_has_no_size_a_kernel_cannot_address(dtype, pages, expected):
     """Between 2 and 4 GiB offsets in bytes would not fit the 32 bits that Pallas takes for them."""
     shape = (pages, 1, 1, 1, 2, 18, 128)
     assert host_pool._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])

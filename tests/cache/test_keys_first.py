@@ -69,7 +69,7 @@ def test_a_pool_of_more_slots_than_32_bits_count_is_refused(bundled):
     assert make_plan(bundled[0], Clustered(keys_first=False), **sizes).pool_shape(2**17)[0] == 2**17
 
 
-def test_what_comes_from_the_host_is_the_keys_of_pages_and_the_values_of_the_best():
+def test_host_sends_keys_of_pages_and_values_of_the_best():
     prompt, new = draw((250,), 1)
     layer = Layer(Clustered(budget=64, candidates=1), (250,), *prompt)
     layer.step(*(x[0] for x in new))

@@ -92,7 +92,7 @@ def test_means_of_values_are_those_of_keys_that_hold_them():
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(dict(resident=True), marks=pytest.mark.slow)], ids=str)
-def test_a_latent_layer_finds_and_weighs_what_one_with_values_does_in_half_of_the_pool(options):
+def test_mla_matches_kv_layer_with_half_the_pool(options):
     heads = text((KEYS, VALUES), latent=True)
     policy = Clustered(budget=64, candidates=1, compact_every=32, value_fit=False, keys_first=False, **options)
     for (one, _, found), (two, at, expected) in zip(run(policy, *heads, latent=True), run(policy, *heads), strict=True):

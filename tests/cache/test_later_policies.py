@@ -136,7 +136,7 @@ def test_what_is_drawn_depends_on_seed_position_and_head_alone():
 
 @slow
 @pytest.mark.parametrize("form, budget", [(topk._best_sorted, 50), (topk._best_counted, 51)], ids=["sorted", "counted"])
-def test_infinigen_attends_to_tokens_that_come_near_the_highest_score(monkeypatch, form, budget):
+def test_infinigen_attends_to_tokens_near_the_highest_score(monkeypatch, form, budget):
     """By either form of choosing; budgets differ, or both would run the program of the first."""
     monkeypatch.setattr(topk, "_best_sorted", form)
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
@@ -156,7 +156,7 @@ def test_infinigen_attends_to_tokens_that_come_near_the_highest_score(monkeypatc
     assert max(most) == budget - 17 and len(set(most)) > 10
 
 
-def test_a_part_of_the_keys_is_enough_for_queries_of_few_directions():
+def test_part_of_the_keys_is_enough_for_low_rank_queries():
     """Queries of each KV head in three directions of their own: the scores of three sixteenths of the keys are exact."""
     rng = np.random.default_rng(0)
     planes = rng.standard_normal((2, 3, 16))
@@ -192,7 +192,7 @@ def test_a_guess_of_the_queries_chooses_tokens(prefetch):
 
 @slow
 @pytest.mark.parametrize("budget", [60, 160])
-def test_pariskv_attends_to_the_best_of_the_tokens_with_most_votes(budget):
+def test_pariskv_attends_to_the_best_of_the_most_voted_tokens(budget):
     """Once fewer than there are candidates, and once more than half of the tokens."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy, left_out = ParisKV(budget=budget, seed=3), []

@@ -65,7 +65,7 @@ class Led(PositionFollower):
 
 
 @pytest.mark.parametrize("clock", [0, pytest.param(5, marks=pytest.mark.slow)])
-def test_omnikv_attends_to_what_the_layer_before_it_ranks_highest(clock):
+def test_omnikv_attends_to_what_its_filter_layer_ranks_highest(clock):
     """Other tokens than its own keys would choose; by their positions, also where rows have joined a batch."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     layer = Layer(Led(budget=40, generated=24), LENGTHS, *prompt)

@@ -77,7 +77,7 @@ def test_options_of_an_answer(bundled, options, message):
     assert str(error.value) == message
 
 
-def test_a_stop_string_may_stand_alone_and_new_tokens_may_be_endless(bundled):
+def test_stop_string_alone_and_endless_new_tokens_are_valid(bundled):
     """A text that is taken for its letters would stop at the first of them."""
     options = dict(cache=Full(), context_length=40)
     (whole,) = icejax.generate(*bundled, "import os\nimport sys\n", max_new_tokens=10**12, **options)
@@ -122,7 +122,7 @@ def test_a_text_of_long_tokens_is_read_on():
     assert prompts._tokens(words, "", special_tokens=True, enough=20) == ([], False)
 
 
-def test_a_tokenizer_that_takes_too_long_is_told_by_a_few_characters(monkeypatch):
+def test_slow_tokenizer_is_found_by_a_few_characters(monkeypatch):
     """Here each character takes a second by the clock."""
     now = [0]
 

@@ -42,7 +42,7 @@ def test_sinks_may_be_most_of_a_budget():
 
 
 @pytest.mark.parametrize("keys_first", [True, False])
-def test_a_budget_for_all_of_a_text_whose_sinks_are_never_full_equals_dense_attention(keys_first):
+def test_full_budget_with_unfilled_sinks_equals_dense_attention(keys_first):
     lengths, steps = (1, 5, 40), 180
     prompt, new = draw(lengths, steps)
     layer = Layer(Clustered(budget=220, keys_first=keys_first), lengths, *prompt)

@@ -139,7 +139,7 @@ def test_layers_must_keep_pages_of_one_kind(model):
         plan_for(model, policy, [[1] * 300], 10)
 
 
-def test_keys_that_cannot_be_turned_are_told_before_anything_runs(model):
+def test_unrotatable_keys_are_told_before_anything_runs(model):
     scaling = RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=100)
     model.config, config = replace(model.config, rope_scaling=scaling), model.config
     try:

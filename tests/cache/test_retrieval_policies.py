@@ -40,7 +40,7 @@ def test_arkvale_chooses_pages_for_all_heads_of_a_layer(heads):
     assert any(differ) == (heads == "kv")
 
 
-def test_arkvale_ranks_a_page_with_one_key_like_the_query_above_its_mean():
+def test_arkvale_ranks_a_page_by_its_one_matching_key():
     """A page of 31 keys about zero and one along the query, among pages that all are a little along it: the mean is fooled."""
     rng = np.random.default_rng(0)
     q = np.sign(rng.standard_normal(16)).astype(np.float32)
@@ -141,7 +141,7 @@ def test_retroinfer_attends_to_clusters_and_estimates_the_next():
 
 
 @pytest.mark.slow
-def test_an_estimate_is_exact_where_the_tokens_of_a_cluster_are_alike():
+def test_estimate_is_exact_where_tokens_of_a_cluster_are_equal():
     """Twelve pages of one key and one value each: the clusters are these, and three fit the budget."""
     prompt, new = draw((196,), 1)
     alike = 4 + np.arange(192) // 16 * 16  # pages begin behind four sinks
@@ -190,7 +190,7 @@ def test_a_sampled_token_weighs_as_much_as_it_is_unlikely():
 
 
 @pytest.mark.slow
-def test_shadowkv_attends_to_pages_of_low_rank_keys_and_to_those_that_differ():
+def test_shadowkv_attends_to_low_rank_pages_and_outliers():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     mix = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
     plain = (prompt[1].reshape(3, PROMPT, 32) * 3 * 0.85 ** np.arange(32)) @ mix  # some directions hold more than others
@@ -209,7 +209,7 @@ def test_shadowkv_attends_to_pages_of_low_rank_keys_and_to_those_that_differ():
     compare(policy, [reference.ShadowKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
 
 
-def test_shadowkv_keeps_the_keys_of_a_page_that_has_one_unlike_the_others():
+def test_shadowkv_keeps_the_keys_of_a_page_with_an_outlier():
     prompt, _ = draw((200,), 1)
     prompt[1][0] = prompt[1][0, :1] + 0.1 * prompt[1][0]
     prompt[1][0, 83, 1] *= -1  # of the second KV head, in the page from 80 on

@@ -90,7 +90,7 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
             np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
 
 
-def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkeypatch):
+def test_walk_by_guess_fetches_for_guess_weighs_for_query(monkeypatch):
     monkeypatch.setattr(tree, "TOP", 16)
     rng = np.random.default_rng(0)
     k, v, q, guess = (
@@ -119,7 +119,7 @@ def test_a_walk_by_a_guess_fetches_for_the_guess_and_weighs_for_the_query(monkey
         np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
 
 
-def test_a_walk_hands_on_the_input_of_the_layer_before_and_what_that_one_found(model):
+def test_layer_walk_hands_on_input_and_selection(model):
     def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
         assert layer is model.model.layers[at.number]
         return x + 1, (at.number, at.before, at.shared), f"found by {at.number}"

@@ -102,7 +102,7 @@ def test_they_are_passed_over_beside_layers_that_guess(tmp_path, name):
     load_model(tmp_path)
 
 
-def test_tied_head_is_dropped_if_it_is_the_embedding_and_refused_if_not(tmp_path):
+def test_tied_head_is_dropped_if_equal_and_refused_if_not(tmp_path):
     model = families.build(families.row("qwen2-tied"))
     families.save(model, tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}))
@@ -278,7 +278,7 @@ def test_what_a_folder_wishes_of_sampling_is_told(folder, caplog):
     assert told in caplog.messages
 
 
-def test_a_conversion_into_its_source_or_of_a_broken_one_makes_nothing(folder, tmp_path, capsys):
+def test_conversion_into_or_of_a_broken_source_makes_nothing(folder, tmp_path, capsys):
     before = sorted(folder.iterdir())
     assert convert("hf_to_orbax", [str(folder), str(folder / "orbax")]) == 2
     error = capsys.readouterr().err
@@ -314,7 +314,7 @@ def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
     assert f"{folder} is the source: choose another place" in capsys.readouterr().err
 
 
-def test_a_failed_conversion_leaves_nothing_and_the_old_one_whole(folder, tmp_path, capsys, monkeypatch):
+def test_failed_conversion_leaves_only_the_old_folder(folder, tmp_path, capsys, monkeypatch):
     target = tmp_path / "orbax"
     assert convert("hf_to_orbax", [str(folder), str(target)]) == 0
     before = sorted(p.name for p in tmp_path.iterdir())
@@ -331,7 +331,7 @@ def test_a_failed_conversion_leaves_nothing_and_the_old_one_whole(folder, tmp_pa
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
-def test_a_conversion_that_cannot_be_written_is_one_line_and_leaves_the_old_one(folder, tmp_path, capfd, monkeypatch, to):
+def test_unwritable_conversion_is_one_line_and_keeps_the_old(folder, tmp_path, capfd, monkeypatch, to):
     """The limit makes Orbax and safetensors fail in their own code, at the first file of some size."""
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
     name, source = ("hf_to_orbax", folder) if to == "orbax" else ("orbax_to_hf", tmp_path / "orbax")
@@ -355,7 +355,7 @@ def test_a_conversion_that_cannot_be_written_is_one_line_and_leaves_the_old_one(
     assert "is in use by another writer of this process" in capfd.readouterr().err
 
 
-def test_a_checkpoint_whose_replacement_was_cut_short_still_loads(folder):
+def test_checkpoint_with_interrupted_replacement_still_loads(folder):
     folder.rename(folder.parent / ".hf.old")
     load_model(folder)
 

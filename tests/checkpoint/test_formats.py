@@ -243,7 +243,7 @@ def test_unsound_tensors_are_one_line(capsys, sound, tmp_path, case):
     assert message.format(KEY) in refused(capsys, tmp_path)
 
 
-def test_another_format_or_group_size_than_the_config_says_is_one_line(capsys, sound, tmp_path):
+def test_format_that_differs_from_the_config_is_one_line(capsys, sound, tmp_path):
     shutil.copytree(sound("awq"), tmp_path, dirs_exist_ok=True)
     families.edit_config(tmp_path, quantization_config=FORMATS["fp8-blocks"].config)
     assert "(weights quantised by fp8): model.layers.0.mlp.down_proj.qweight is not a parameter" in refused(capsys, tmp_path)
@@ -251,7 +251,7 @@ def test_another_format_or_group_size_than_the_config_says_is_one_line(capsys, s
     assert f"{KEY}.scales has shape [3, 64], expected [6, 64]" in refused(capsys, tmp_path)
 
 
-def test_biases_of_zeros_and_scales_of_activations_are_passed_over(model, tmp_path):
+def test_zero_biases_and_activation_scales_are_ignored(model, tmp_path):
     for name, part in ("gptq", ("bias", torch.zeros(64))), ("fp8-blocks", ("activation_scale", torch.ones(1))):
         weights = quantised.save(model, tmp_path / name, FORMATS[name])
         file = tmp_path / name / "model.safetensors"

@@ -42,7 +42,7 @@ def replace(folder, content: bytes) -> None:
     [(torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64"), (torch.bool, "BOOL")],
     ids=str,
 )
-def test_other_dtypes_are_refused_by_name_before_a_tensor_is_read(folder, monkeypatch, dtype, name):
+def test_other_dtypes_are_refused_before_a_tensor_is_read(folder, monkeypatch, dtype, name):
     tensors = {key: torch.tensor(x) for key, x in load_file(folder / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
     save_file(tensors | {KEY: tensors[KEY].to(dtype)}, folder / "model.safetensors")

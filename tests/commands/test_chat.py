@@ -129,7 +129,7 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_what_is_wrong_with_a_line_is_told_in_one_and_the_conversation_goes_on(talk, chatting, tmp_path):
+def test_bad_line_is_told_in_one_line_and_the_chat_goes_on(talk, chatting, tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
     wrong = [case.format(tmp=tmp_path) for case, _ in WRONG.values()]
     status, out, err = talk(*wrong, "a")
@@ -225,7 +225,7 @@ def _appended(pressed, action):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation_in_a_terminal(folder, tmp_path):
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, tmp_path):
     endless = tmp_path / "endless"
     shutil.copytree(folder, endless)
     (endless / "generation_config.json").unlink()

@@ -77,7 +77,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert found["fetch_backend"] == "gather_flat" and found["dtype"] == "float32" and found["budget"] == 256
 
 
-def test_several_prompts_one_json_line_each_equal_to_their_single_runs(capsys, tmp_path):
+def test_prompts_give_one_json_line_each_as_in_single_runs(capsys, tmp_path):
     prompts = ["def main(arguments):", "Pass key ab:12345.\nimport os\nPass key ab:", "x = 1\n" * 50]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": p}) for p in prompts))
@@ -311,7 +311,7 @@ def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
 
 
-def test_too_little_host_memory_is_one_line_before_the_prompt_runs(capsys):
+def test_too_little_host_memory_is_told_before_prefill(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0.001", *SHORT)
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
@@ -365,7 +365,7 @@ def test_response_is_documented():
 
 
 @pytest.mark.slow
-def test_device_part_of_a_32k_prompt_is_under_15_percent_of_the_full_cache(tmp_path):
+def test_device_part_of_32k_is_under_15_percent_of_full(tmp_path):
     text = BUNDLED_PROMPT.read_text() * 3
     (tmp_path / "book.txt").write_text(text[:32000])
     done = optimised("--prompt-file", str(tmp_path / "book.txt"), "--cache", "clustered", "--json", *SHORT)

@@ -22,7 +22,7 @@ def line(folder, *more: str) -> list[str]:
     return ["--prompt", "Pass key ab:12345.\nPass key ab:", "--session", str(folder), "--context-length", "500", *SHORT, *more]
 
 
-def test_a_folder_in_use_or_not_to_be_written_is_told_before_the_model_is_loaded(capsys, tmp_path, unloaded):
+def test_unusable_session_folder_is_told_before_the_model_loads(capsys, tmp_path, unloaded):
     with claim(tmp_path / "kept", mark=storage.ABOUT):
         status, out, err = run(capsys, *line(tmp_path / "kept"))
     assert (status, out, err.count("\n")) == (2, "", 1) and f"error: {tmp_path / 'kept'} is in use by another writer" in err
@@ -54,7 +54,7 @@ def test_a_disk_too_small_is_told_before_the_prompt_runs(capsys, tmp_path, monke
     assert (status, out, err.count("\n")) == (2, "", 1) and "GiB and 0.000977 GiB is free on its disk: make room" in err
 
 
-def test_a_save_that_fails_is_told_after_the_answer_and_the_old_session_kept(capsys, tmp_path):
+def test_failed_save_is_told_after_the_answer_keeps_old_session(capsys, tmp_path):
     assert run(capsys, *line(tmp_path / "kept"), "--cache", "full")[0] == 0
     before = {file: (tmp_path / "kept" / file).read_bytes() for file in os.listdir(tmp_path / "kept")}
     os.rename(tmp_path / "kept", tmp_path / ".kept.old")  # as a writer leaves it that is killed at the wrong moment
@@ -68,6 +68,6 @@ def test_a_save_that_fails_is_told_after_the_answer_and_the_old_session_kept(cap
     assert os.listdir(tmp_path) == ["kept"]
 
 
-def test_an_answer_without_a_limit_needs_room_for_the_context_alone(capsys, tmp_path):
+def test_unlimited_answer_needs_room_for_the_context_alone(capsys, tmp_path):
     status, out, err = run(capsys, *line(tmp_path / "kept"), "--max-new-tokens", str(10**12))
     assert (status, err) == (0, "") and out.startswith("12345.")

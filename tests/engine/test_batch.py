@@ -181,7 +181,7 @@ def test_twins_that_settle_write_to_extents_of_their_own(model):
 
 
 @pytest.mark.slow
-def test_a_small_budget_selects_as_alone_where_pages_begin_together(model):
+def test_small_budget_selects_as_alone_where_pages_align(model):
     policy = Clustered(budget=64, page_size=PAGE, compact_every=32)
     batch, prompt = Batch(model, policy, rows=2), families.tokens(240)
     batch.step(32)
@@ -295,7 +295,7 @@ def test_forks_share_what_neither_writes_and_give_it_back(model):
     end(batch.state, 0, batch.extents)
 
 
-def test_what_a_row_draws_does_not_depend_on_who_shares_its_batch(bundled):
+def test_samples_of_a_row_do_not_depend_on_its_batch(bundled):
     """Nor on when it joined; greedy rows beside it stay greedy, and a penalty is its own row's."""
     model, tokenizer = bundled
     way = icejax.Sampling(temperature=1.5, top_k=20, repetition_penalty=1.3)

@@ -37,7 +37,7 @@ def test_sampled_texts_are_the_same_in_batches_of_any_size(answers):
     assert answers("--temperature", "1.2", "--seed", "4") != found[0]
 
 
-def test_an_index_names_the_prompt_of_a_run_and_a_seed_of_its_own_any(bundled):
+def test_index_names_the_prompt_of_a_run_and_its_seed(bundled):
     options = dict(cache=Full(), sampling=icejax.Sampling(temperature=1.2), max_new_tokens=12)
     together = icejax.generate(*bundled, PROMPTS[:3], **options)
     requests = [icejax.Request(prompt=text, index=i) for i, text in enumerate(PROMPTS[:3])]

@@ -46,7 +46,7 @@ def test_a_weight_of_nan_is_named(model, cache):
     )
 
 
-def test_an_infinity_in_the_head_is_named_and_the_first_weight_wins(model):
+def test_infinity_in_the_head_is_named_first_weight_wins(model):
     plant(model.lm_head.weight, jnp.inf, 5)
     assert message(model, icejax.Request(prompt="x", index=4)).startswith(
         "prompt 5: the model's logits are not finite: lm_head.weight holds an inf"

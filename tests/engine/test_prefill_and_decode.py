@@ -32,7 +32,7 @@ PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.
 
 
 @given(st.integers(1, 2_000_000))
-def test_padded_sizes_hold_the_prompt_waste_little_and_divide_into_pages(tokens):
+def test_padded_sizes_hold_the_prompt_and_divide_into_pages(tokens):
     size = bucket(tokens)
     assert tokens <= size <= max(256, tokens * 3 // 2 + 1)
     assert tokens <= 16384 or size - tokens < 8192

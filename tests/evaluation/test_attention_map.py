@@ -23,7 +23,7 @@ def text_and_fact() -> tuple[str, range, task.Question]:
     return context.text.decode() + question.text, range(start, start + task.DIGITS), question
 
 
-def test_every_token_of_the_middle_is_in_one_page_whose_key_is_its_own(bundled):
+def test_each_middle_token_has_one_page_with_its_own_key(bundled):
     model, tokenizer = bundled
     prompt = tokenizer(text_and_fact()[0])["input_ids"]
     policy = Clustered(budget=64)

@@ -52,7 +52,7 @@ def version_of(target: Path) -> str | None:
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-def test_a_writer_killed_at_any_step_leaves_the_old_one_or_the_new_one_whole(tmp_path, before):
+def test_killed_writer_leaves_the_old_or_the_new_folder_whole(tmp_path, before):
     found = []
     for step in itertools.count(1):
         target = tmp_path / str(step) / "kept"
@@ -170,7 +170,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_writer_is_told_at_once_and_a_dead_one_is_not_waited_for(tmp_path):
+def test_second_writer_is_told_at_once_dead_ones_are_ignored(tmp_path):
     target, lock = tmp_path / "kept", tmp_path / ".kept.lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLD, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline()
@@ -307,7 +307,7 @@ def test_errors_of_the_system_inside_others_are_known(tmp_path, text):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_user_without_a_home_has_a_place_for_what_may_be_made_again(monkeypatch):
+def test_user_without_a_home_has_a_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_home() == Path("/somewhere/icejax")
     monkeypatch.delenv("XDG_CACHE_HOME")

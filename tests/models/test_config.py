@@ -65,7 +65,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("case", TWICE)
-def test_rope_is_that_of_transformers_where_its_numbers_stand_twice_or_not_at_all(case):
+def test_rope_equals_transformers_with_fields_doubled_or_absent(case):
     """Its own tables are the reference."""
     name, changes = TWICE[case]
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -143,7 +143,7 @@ def test_rope_scaling_put_into_a_new_config_wins(caplog):
     assert both.rope_theta == 1e6 and both.rope_scaling.rope_type == "yarn" and both.rope_scaling.factor == 4.0
 
 
-def test_scalings_that_configs_do_not_count_in_lengthen_the_context():
+def test_uncounted_rope_scalings_lengthen_the_context():
     assert read(rope_scaling={"type": "linear", "factor": 8.0}).context_length == 4096
     assert read(rope_scaling={"type": "dynamic", "factor": 4.0}).context_length == 2048
     assert read(rope_scaling={"type": "yarn", "factor": 8.0}).context_length == 512

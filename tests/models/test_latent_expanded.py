@@ -61,7 +61,7 @@ def check(both, policy) -> None:
 
 
 @pytest.mark.slow
-def test_decoding_the_latent_equals_attending_with_expanded_heads(both):
+def test_decoding_the_latent_equals_expanded_heads(both):
     check(both, Clustered(budget=TOTAL, compact_every=32))
 
 
@@ -93,7 +93,7 @@ def test_a_page_of_a_published_model_is_that_of_one_key(page_dtype, size):
     assert fetched_bytes(plan) == size
 
 
-def test_heads_are_turned_to_the_positions_they_would_have_been_made_at(both):
+def test_heads_are_rotated_to_the_positions_of_their_making(both):
     layer = both[0].model.layers[1]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 64)), jnp.float32)
     positions, by = np.arange(5)[None] + [[3], [90]], np.asarray([[7] * 5, [-60] * 5])

@@ -248,7 +248,7 @@ def test_published_config_is_read(name):
     assert {field: getattr(config, field) for field in expected} == expected
 
 
-def test_a_window_as_large_as_the_run_leaves_the_clustered_cache_in_use(caplog):
+def test_window_as_large_as_the_run_keeps_the_clustered_cache(caplog):
     policy = Clustered()
     ministral, mistral = (
         family(raw).read_config(raw)

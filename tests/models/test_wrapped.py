@@ -82,7 +82,7 @@ def renamed(tensors: dict, *names: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("model.language_model.", "lm_head."), ("model.", "lm_head.")])
-def test_tensors_may_be_called_as_in_transformers_5_or_as_in_the_text_model(names, tmp_path):
+def test_tensor_names_of_transformers_5_and_of_the_text_model(names, tmp_path):
     expected = load_model(families.save(mistral3("ministral3-plain"), tmp_path))
     edit(tmp_path, lambda tensors: renamed(tensors, *names))
     assert same_arrays(load_model(tmp_path), expected)
@@ -175,7 +175,7 @@ WRONG = {
 }
 
 
-def test_what_a_published_gemma_4_says_of_its_towers_is_passed_over():
+def test_towers_of_a_published_gemma_4_are_ignored():
     towers = dict(audio_token_id=258881, boa_token_id=256000, eoa_token_id=258883, eoa_token_index=258883)
     towers |= dict(boi_token_id=255999, eoi_token_id=258882, image_token_id=258880, video_token_id=258884)
     raw = dict(

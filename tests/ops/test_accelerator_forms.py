@@ -116,7 +116,7 @@ def test_values_are_the_same_sums_part_by_part(on_gpu, pages):
     ("dtype", "planes", "height", "size"),
     [("uint16", 2, 16, 32), ("uint32", 2, 4, 8), ("uint8", 2, 18, 128), ("uint16", 1, 4, 8)],
 )
-def test_the_kernel_copies_whole_pages_and_none_that_is_not_wanted(on_gpu, dtype, planes, height, size):
+def test_kernel_copies_whole_pages_and_only_wanted_ones(on_gpu, dtype, planes, height, size):
     """18 rows of 128 bytes are no power of two."""
     table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (9, planes, height, size), dtype=dtype)
     pages, wanted = np.asarray([8, 0, 3, 3]), np.asarray([True, False, False, True])

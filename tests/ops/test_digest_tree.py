@@ -149,7 +149,7 @@ def test_every_token_counts_once_however_few_nodes_are_open(small_top):
         assert seen == pytest.approx(mask.sum(), rel=1e-5)
 
 
-def test_tail_and_exact_part_of_point_like_pages_equal_dense_attention():
+def test_tail_and_exact_part_of_point_pages_equal_dense():
     """Where all keys of a page are one key and all values one value, nothing is approximated."""
     rng = np.random.default_rng(8)
     keys, values = (np.repeat(rng.standard_normal((1, 1, 40, 1, 16)), 16, axis=3).astype(np.float32) for _ in range(2))

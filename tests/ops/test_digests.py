@@ -33,7 +33,7 @@ def test_merging_is_exact():
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_score_is_the_second_order_estimate_and_close_to_log_sum_exp(softcap):
+def test_score_is_second_order_and_close_to_log_sum_exp(softcap):
     scoring = Scoring(64**-0.5, softcap)
     rng = np.random.default_rng(5)
     keys, values, mask = pages_of(rng, 30, 64, spread=0.3)

@@ -200,7 +200,7 @@ def test_what_cannot_be_is_one_line(case, tmp_path):
     assert str(error.value) == message
 
 
-def test_too_little_host_memory_is_told_before_any_expert_is_read(folder, monkeypatch):
+def test_too_little_host_memory_is_told_before_experts_load(folder, monkeypatch):
     free = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free._replace(available=2**17))
     with pytest.raises(

@@ -19,7 +19,7 @@ packed = jax.jit(packing.pack, static_argnames=("page_size", "block"))
     block=st.sampled_from([64, 1024]),
     seed=st.integers(0, 99),
 )
-def test_every_token_is_in_one_slot_and_empty_slots_come_last_in_a_page(tokens, counts, page_size, block, seed):
+def test_each_token_has_one_slot_and_empty_slots_come_last(tokens, counts, page_size, block, seed):
     keys = np.random.default_rng(seed).standard_normal((2, 3, tokens, 8)).astype(np.float32)
     valid = np.arange(tokens)[None, :] < np.asarray(counts)[:, None]
     keys[~np.broadcast_to(valid[:, None, :], (2, 3, tokens))] = np.nan

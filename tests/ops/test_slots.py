@@ -86,7 +86,7 @@ def reference(prompt, new, row: int, step: int, wanted: int) -> tuple[list[np.nd
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_the_top_tokens_are_those_of_numpy_and_nothing_else_is_fetched(resident):
+def test_top_tokens_equal_numpy_and_nothing_else_is_fetched(resident):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = TopTokens(resident=resident)
     layer, before = Layer(policy, LENGTHS, *prompt), np.full((len(LENGTHS), KV_HEADS, policy.wanted), -1)

@@ -37,7 +37,7 @@ def explained(matrix: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
     return float(np.square(y - x @ np.asarray(matrix)[:, :, None]).sum() / np.square(y).sum())
 
 
-def test_what_keys_tell_is_found_behind_what_pages_have_in_common():
+def test_value_fit_is_found_behind_what_pages_share():
     fit = fit_of(*pages_of(200, mixed=1.0, noise=0.1))
     assert explained(fit.matrix, *pages_of(50, mixed=1.0, noise=0.1, seed=1)[:2]) < 0.05
 
@@ -110,7 +110,7 @@ def test_texts_add_up():
 
 @pytest.mark.parametrize("size, dtype, pages, there", [(64, "float32", 124, True), (64, "float32", 123, False),
                                                        (128, "bfloat16", 495, True), (128, "bfloat16", 494, False)])  # fmt: skip
-def test_there_is_no_matrix_where_it_is_more_than_a_quarter_of_the_digests(size, dtype, pages, there):
+def test_no_matrix_above_a_quarter_of_the_digests_bytes(size, dtype, pages, there):
     spec = CacheSpec(batch_size=1, num_heads=2, num_kv_heads=2, head_dim=size, value_dim=size, prompt_capacity=16 * pages,
                      new_capacity=0, dtype=dtype)  # fmt: skip
     index = jax.eval_shape(lambda: Clustered().index.empty(spec, pages))

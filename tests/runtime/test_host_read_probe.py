@@ -82,14 +82,14 @@ def test_a_file_that_holds_no_results_is_written_anew(machine, text):
     assert probe.probe_error("triton") is None and list(kept(folder).values()) == [None]
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_another_try(machine):
+def test_unwritable_cache_folder_only_costs_another_probe(machine):
     folder, child = machine
     (folder / "cache").write_text("a file")
     child("echo 'found: [\"gpu\", null]'")
     assert probe.probe_error("triton") is None
 
 
-def test_it_is_tried_ahead_only_where_cuda_can_be_and_jax_has_not_started(machine, monkeypatch):
+def test_probe_runs_ahead_only_with_cuda_and_before_jax_starts(machine, monkeypatch):
     tried = []
     monkeypatch.setattr(probe, "probe_error", tried.append)
     monkeypatch.setattr(probe, "_plugins", lambda: ["jax"])

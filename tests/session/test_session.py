@@ -149,7 +149,7 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
 
 
 @pytest.mark.slow
-def test_digests_are_those_of_the_pages_after_all_that_can_happen(bundled, tmp_path):
+def test_digests_equal_the_pages_after_any_sequence_of_steps(bundled, tmp_path):
     """A prompt, answers with flushes and compactions, a second text, and a save and load; pages are read from the pool."""
     session = Session(*bundled, cache=Clustered(budget=64, compact_every=32), context_length=3000)
     for text in (document()[0], "\n\nand so on " * 30):
@@ -271,7 +271,7 @@ def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkey
     assert not (tmp_path / "kept").exists() and layers == [1, 2]
 
 
-def test_a_stop_string_that_is_refused_leaves_the_session_as_it_is(bundled):
+def test_refused_stop_string_leaves_the_session_unchanged(bundled):
     session = Session(*bundled, cache=Full(), context_length=300)
     session.ask("import ", max_new_tokens=3)
     before = list(session.token_ids), session._seen

@@ -211,7 +211,7 @@ def test_text_needs_no_chat_template(copy, bundled):
     assert Session.load(copy, *bundled).messages == []
 
 
-def test_fields_and_options_that_were_not_there_yet_have_their_defaults(session, copy, bundled):
+def test_absent_fields_and_options_have_their_defaults(session, copy, bundled):
     fields = fields_of(copy)
     assert fields["identity"].pop("cache.prefetch") is False and fields["identity"].pop("config.sinks") is False
     seal(copy, fields)

@@ -112,7 +112,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("family", chat_templates.FAMILIES)
-def test_the_tokens_of_a_chat_are_those_of_the_whole_conversation(monkeypatch, family):
+def test_chat_tokens_equal_those_of_the_whole_conversation(monkeypatch, family):
     tokenizer, its = chat_templates.tokenizer(family), chat_templates.FAMILIES[family]
     other = tokenizer.convert_tokens_to_ids("<unused>")
     scripted = Scripted(monkeypatch, tokenizer, ends=(tokenizer.eos_token_id, other))
@@ -191,7 +191,7 @@ def test_an_answer_that_a_stop_string_ends_keeps_its_tokens(monkeypatch):
     assert added == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_template_that_rewrites_is_told_once_and_the_chat_prefilled_anew(monkeypatch, caplog):
+def test_rewriting_template_is_told_once_and_prefilled_anew(monkeypatch, caplog):
     """Qwen3's leaves out what earlier answers thought."""
     tokenizer = chat_templates.tokenizer("qwen3")
     scripted = Scripted(monkeypatch, tokenizer)

@@ -130,7 +130,7 @@ def test_the_planted_pickles_and_code_would_run(tmp_path):
     assert marker.exists()
 
 
-def test_a_model_config_that_transformers_refuses_is_no_fault_of_the_tokenizer(tmp_path):
+def test_config_refused_by_transformers_still_gives_tokenizer(tmp_path):
     rope = {"rope_parameters": {"rope_type": "no such", "factor": "x"}, "hidden_size": -1}
     folder = planted(tmp_path / "model", tmp_path / "it ran", {"config.json": rope})
     assert load_tokenizer(folder)("ab").input_ids == list(b"ab")
