@@ -311,7 +311,7 @@ def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
 
 
-def test_too_little_host_memory_is_told_before_prefill(capsys):
+def test_host_memory_limit_is_told_before_prefill(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0.001", *SHORT)
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
