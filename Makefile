@@ -11,13 +11,16 @@ KVPRESS := .venv-kvpress
 # What says of whole models that their numbers are right is run once more with programs as users have them.
 OPTIMISED := tests/models/test_parity.py tests/cache/test_clustered.py -k "(equal_transformers and fan_in) or greedy_text_equals or equal_the_reference"
 
-.PHONY: run test test-slow test-aot lint
+.PHONY: run test test-bench test-slow test-aot lint
 
 run: $(VENV)/installed
 	$(BIN)/python -m icejax.generate
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal  # more processes would take more than 3 GB
+
+test-bench: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "bench and not slow" -n 2 --dist worksteal
 
 test-slow: $(VENV)/installed-dev $(KVPRESS)/installed
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal

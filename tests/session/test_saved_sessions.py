@@ -1,0 +1,41 @@
+"""Sessions of earlier commits open, and answer as they did."""
+
+import json
+import tarfile
+
+import pytest
+
+from icejax.session.session import Session
+from tests.helpers.letters import Letters
+from tests.session import saved_sessions
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sessions")
+    with tarfile.open(saved_sessions.ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return saved_sessions.model()
+
+
+def test_every_policy_has_a_saved_session(sessions):
+    assert {path.name for path in sessions.iterdir() if path.is_dir()} == set(saved_sessions.policies())
+
+
+def test_every_saved_session_opens(sessions, model):
+    for name, policy in saved_sessions.policies().items():
+        assert len(Session.load(sessions / name, model, Letters(), cache=policy).token_ids) == 144, name
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in saved_sessions.policies() if name not in ("full", "clustered")]
+
+
+@pytest.mark.parametrize("name", ["full", "clustered", *SLOW])
+def test_saved_session_answers_as_when_it_was_saved(sessions, model, name):
+    session = Session.load(sessions / name, model, Letters())
+    assert saved_sessions.answer(session) == json.loads((sessions / saved_sessions.ANSWERS).read_text())[name]
