@@ -1,1 +1,1 @@
-"""Command lines that turn one form of a checkpoint folder into the other."""
+"""Command lines that convert a checkpoint folder between the Hugging Face form and icejax's own."""

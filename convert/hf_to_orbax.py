@@ -1,4 +1,4 @@
-"""``python -m convert.hf_to_orbax SRC DST``: a Hugging Face folder into an icejax (Orbax) folder."""
+"""``python -m convert.hf_to_orbax SRC DST``: converts a Hugging Face folder to an icejax (Orbax) folder."""
 
 from icejax.commands.process import launch
 

@@ -1,4 +1,4 @@
-"""``python -m convert.orbax_to_hf SRC DST``: an icejax (Orbax) folder into a Hugging Face folder."""
+"""``python -m convert.orbax_to_hf SRC DST``: converts an icejax (Orbax) folder to a Hugging Face folder."""
 
 from icejax.commands.process import launch
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from icejax.session.session import Session
 
 __version__ = "0.1.0"
-# Imported when first asked for: JAX takes seconds, in which a command line is to listen to Ctrl-C already.
+# Imported at first use: importing JAX takes seconds, and a command line must react to Ctrl-C before that.
 _MODULES = {
     "POLICIES": "cache.registry",
     "CachePolicy": "cache.protocol",

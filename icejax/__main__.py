@@ -8,7 +8,7 @@ from icejax.commands.process import launch
 
 
 def main() -> NoReturn:
-    """Runs the command that the first argument names, and ends the process."""
+    """Runs the command that the first argument names, then ends the process."""
     first, *arguments = sys.argv[1:] or ["--help"]
     if first in COMMANDS:
         launch(f"icejax.commands.{first}", arguments, name=f"icejax {first}")

@@ -1,4 +1,7 @@
-"""What a model is: frozen, hashable, with Hugging Face's field names."""
+"""The configuration of a model: frozen and hashable, with Hugging Face's field names where they exist.
+
+Families build it from config.json; the decoder, the cache registry and the engine read it.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are changed for longer contexts; the fields are those of `rope_type`'s own paper or code.
+    """How rotary frequencies are scaled for longer contexts; fields are named as in the paper or code of each `rope_type`.
 
     Attributes:
         rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071), `llama3`, `longrope`
             (arXiv 2402.13753) or `proportional` (Gemma 4).
-        factor: how much longer the context is than the original one.
-        original_max_position_embeddings: tokens of the original context (`dynamic`: of the trained context).
-        low_freq_factor, high_freq_factor: `llama3` only, bounds of the smoothed band.
-        attention_factor: `yarn` and `longrope` only, what cos and sin are multiplied by.
+        factor: the extended context over the original one.
+        original_max_position_embeddings: tokens of the original context (`dynamic`: the trained context).
+        low_freq_factor, high_freq_factor: `llama3` only, bounds of the blended band, in turns over the original context.
+        attention_factor: `yarn` and `longrope` only, factor of cos and sin.
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
-        query_beta: `yarn` only, by how much queries grow: each is multiplied by 1 + query_beta ln(1 + n), n being how many
-            original contexts lie before it (Ministral 3).
-        factors, short_factors: `longrope` only, what each frequency is divided by, and what in a text that stays within the
-            original context.
-        part: `proportional` only, the share of frequencies, the highest ones, that are not 0.
-        score_factor: `yarn` only, what scores of multi-head latent attention are multiplied by.
+        query_beta: `yarn` only, queries are multiplied by 1 + query_beta ln(1 + n), where n whole original contexts precede
+            the query's position (Ministral 3).
+        factors, short_factors: `longrope` only, divisors of the frequencies; the short ones apply to texts within the original
+            context.
+        part: `proportional` only, the share of the frequencies, highest first, that are not 0.
+        score_factor: `yarn` only, factor of the scores in multi-head latent attention.
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
@@ -48,7 +51,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embeddings of the first `size` channels of a head."""
+    """Rotary position embeddings (RoPE) of a head.
+
+    Attributes:
+        size: number of rotated channels.
+        theta: base of the frequencies.
+        scaling: how frequencies are scaled; None: not at all.
+    """
 
     size: int
     theta: float
@@ -57,13 +66,13 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads are made of one latent, which is what is kept.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one cached latent.
 
     Attributes:
         kv_lora_rank: channels of the latent.
-        q_lora_rank: channels of another that queries are made of; None: they are projected at once.
-        qk_nope_head_dim: channels of a head's queries and keys that RoPE does not rotate; the rotated ones, of keys one for
-            all heads, are `rotary_dim`.
+        q_lora_rank: channels of the queries' own latent; None: queries are projected directly.
+        qk_nope_head_dim: channels of a head's queries and keys that RoPE does not rotate. The rotated channels are
+            `rotary_dim`; all heads share one rotated key.
         v_head_dim: channels of a head's values.
     """
 
@@ -75,17 +84,18 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens choose experts by the logits of a router, and with what weights they take them.
+    """How a router's logits choose the experts of a token and weigh their outputs.
 
     Attributes:
-        score: what makes scores of the logits.
+        score: activation that turns logits into scores.
+        corrected: whether each expert has a bias that is added to its score for the choice, not for the weight.
+        groups: number of groups of neighbouring experts.
+        chosen_groups: number of best groups whose experts may be chosen.
+        group_best: number of a group's best scores whose sum ranks the group.
+        normed: whether the scores of the chosen experts are divided by their sum.
+        factor: factor of the weights after that.
         biased: whether the logits have a bias.
-        scaled: whether the weights of each expert are multiplied by a number of its own.
-        corrected: whether a bias of each expert is added to the scores to choose by, and not to those that become weights.
-        groups: of neighbouring experts; those of the best `chosen_groups` alone are chosen among.
-        group_best: how many of its best experts add up to what a group is worth.
-        normed: whether the scores of those a token takes are divided by their sum.
-        factor: what they are then multiplied by.
+        scaled: whether each expert has a factor for its weights.
     """
 
     score: Literal["softmax", "sigmoid"]
@@ -101,13 +111,14 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertForm:
-    """How experts compute.
+    """The form of the experts' gated MLP.
 
     Attributes:
-        act: the activation of their gates.
-        limit: of gates, and of the magnitude of what they gate, to which 1 is added then (gpt-oss); None: there is none.
-        alpha: with a limit the activation is the gate times the sigmoid of `alpha` times it.
-        biased: whether all products have a bias.
+        act: activation of the gate, without a limit.
+        limit: upper bound of the gate g, and bound of the magnitude of the up projection u; the result is then
+            g sigmoid(alpha g) (u + 1) (gpt-oss); None: act(g) u.
+        alpha: factor in the sigmoid, with a limit.
+        biased: whether all projections have a bias.
     """
 
     act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
@@ -118,17 +129,17 @@ class ExpertForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The MLPs of a layer of which each token takes a few.
+    """The experts of a layer: MLPs of which each token uses a few.
 
     Attributes:
-        count: how many there are.
-        chosen: how many a token takes.
-        size: the inner size of each.
-        routing: how they are chosen.
-        shared: the inner size of one more that all tokens take; 0: there is none.
-        shared_gated: whether that is multiplied by the sigmoid of a gate of its own.
-        form: how they compute.
-        beside: whether they stand beside the layer's one MLP, with norms of their own, instead of in its place (Gemma 4).
+        count: number of experts.
+        chosen: experts per token.
+        size: inner size of an expert.
+        routing: how tokens choose experts.
+        shared: inner size of the shared expert, which all tokens use; 0: no shared expert.
+        shared_gated: whether a sigmoid gate multiplies the output of the shared expert.
+        form: form of the experts' MLP.
+        beside: whether the layer has a dense MLP too, and adds the experts' output to it after norms (Gemma 4).
     """
 
     count: int
@@ -143,17 +154,18 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """How one layer attends, and what its MLP is.
+    """The attention and the MLP of one layer.
 
     Attributes:
-        kv_heads, head_dim: how many heads keys and values have, and how large they and those of queries are.
-        keys_alone: whether values are what keys are before norm and RoPE.
-        window: tokens it sees, the newest included; None: all.
-        scale: what products of queries and keys are multiplied by.
-        rope: of its queries and keys.
-        softcap: what the scaled products then come near and never exceed, by tanh; None: no bound.
-        experts: those its tokens choose among; None: one MLP for all tokens.
-        sinks: whether each query head has a score of its own that takes part in its softmax and has no value.
+        kv_heads: number of KV heads.
+        head_dim: size of a query, key or value.
+        keys_alone: whether values are the keys before norm and RoPE, without a projection of their own.
+        window: newest tokens that a query sees, itself included; None: all.
+        scale: factor of the products of queries and keys.
+        rope: RoPE of queries and keys.
+        softcap: bound of the scaled products, by tanh; None: no bound.
+        experts: the experts of the layer; None: one MLP for all tokens.
+        sinks: whether each query head has a learned score that takes part in its softmax without a value.
     """
 
     kv_heads: int
@@ -169,35 +181,37 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder of the llama-like families.
+    """One decoder of the llama-like families, with the fields of its config.json.
 
     Attributes:
-        layer_types: one of `full_attention` and `sliding_attention` per layer.
-        sliding_window: tokens a sliding layer sees, the newest included; None without such layers.
+        layer_types: the attention of each layer.
+        sliding_window: newest tokens that a query of a sliding layer sees, itself included; None: no sliding layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
-        num_key_value_heads, head_dim: of keys as a cache keeps them: with latent attention one, of the latent and the
+        num_key_value_heads, head_dim: of the cached keys. With latent attention there is one head, of the latent and the
             rotated channels.
-        rotary_dim: the first channels of a head that RoPE rotates; the last with latent attention.
-        qk_norm: over what queries and keys pass an RMSNorm before RoPE: each head (Qwen3), or all at once (MiniMax-M2).
-        dtype: the checkpoint's own dtype, by name.
-        eos_token_ids: every token id that ends a text.
-        experts: those of every layer but the `dense_layers`, which have one MLP of `intermediate_size`; None: all have.
-        norm: how RMSNorms multiply by their weight: what is `rounded` to the activations' dtype before, in fp32 (`wide`), or in
-            fp32 by 1 + weight (`offset`).
-        norm_places: on which side of a layer's two blocks there is a norm.
-        rope_interleave: whether RoPE rotates pairs of neighbouring channels, instead of the halves of what it rotates.
-        hidden_act: the activation of an MLP's gate.
-        embed_scale: what embeddings are multiplied by, rounded to their dtype.
-        query_pre_attn_scalar: whose inverse root products of queries and keys are multiplied by; None: `head_dim`.
-        v_norm: whether values pass an RMSNorm without a weight over each head.
-        keys_alone: whether in full-attention layers values are what keys are before norm and RoPE.
-        layer_scalar: whether a layer's output is multiplied by a number of its own.
+        rotary_dim: number of channels of a head that RoPE rotates: the first, with latent attention the last.
+        qk_norm: whether an RMSNorm of queries and keys before RoPE runs over each head (`head`, Qwen3) or over all heads at
+            once (`all`, MiniMax-M2); None: no such norm.
+        dtype: name of the checkpoint's dtype.
+        eos_token_ids: the token ids that end a text.
+        experts: the experts of all layers except `dense_layers`; None: every layer has one MLP of `intermediate_size`.
+        dense_layers: indices of layers that have one MLP although the model has experts.
+        norm: how an RMSNorm applies its weight: to vectors rounded to the activations' dtype (`rounded`), in fp32 (`wide`), or
+            as 1 + weight in fp32 (`offset`).
+        norm_places: whether norms stand before, after or on both sides of attention and MLP.
+        rope_interleave: whether RoPE pairs neighbouring channels instead of channels of the two halves.
+        hidden_act: activation of the MLP's gate.
+        embed_scale: factor of the embeddings, rounded to their dtype.
+        query_pre_attn_scalar: x in the factor x^-0.5 of the products of queries and keys; None: `head_dim`.
+        v_norm: whether the values of each head pass an RMSNorm without a weight.
+        keys_alone: whether values of full-attention layers are the keys before norm and RoPE.
+        layer_scalar: whether a learned number multiplies each layer's output.
         sliding_rope, sliding_head_dim, sliding_key_value_heads: RoPE, `head_dim` and `num_key_value_heads` of the sliding
-            layers; None: all layers have the same.
-        sinks: as in a LayerConfig, in all layers.
-        attn_logit_softcapping: what scores of attention come near and never exceed, by tanh (Gemma 2); None: no bound.
-        final_logit_softcapping: what logits come near and never exceed, by tanh; None: no bound.
-        latent: how heads are made of a latent; None: each has keys and values of its own.
+            layers; None: as in the other layers.
+        sinks: as in `LayerConfig`, for all layers.
+        attn_logit_softcapping: bound of the attention scores, by tanh (Gemma 2); None: no bound.
+        final_logit_softcapping: bound of the logits, by tanh; None: no bound.
+        latent: multi-head latent attention; None: each KV head has keys and values of its own.
     """
 
     model_type: str
@@ -243,12 +257,12 @@ class ModelConfig:
 
     @property
     def value_dim(self) -> int:
-        """Channels of values as a cache keeps them."""
+        """Channels of a cached value."""
         return self.head_dim if self.latent is None else self.latent.kv_lora_rank
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """How every layer attends, and what its MLP is."""
+        """The attention and the MLP of every layer."""
         scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         if self.latent is not None:
             scale = (self.latent.qk_nope_head_dim + self.rotary_dim) ** -0.5
@@ -273,15 +287,15 @@ class ModelConfig:
         )
         of_type = {"full_attention": full, "sliding_attention": sliding}
         experts = (None if i in self.dense_layers else self.experts for i in range(len(self.layer_types)))
-        return tuple(replace(of_type[kind], experts=own) for kind, own in zip(self.layer_types, experts, strict=True))
+        return tuple(replace(of_type[kind], experts=mixture) for kind, mixture in zip(self.layer_types, experts, strict=True))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens that each layer sees, the newest included; None: all."""
+        """Newest tokens that a query of each layer sees, itself included; None: all."""
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
     def for_capacity(self, tokens: int) -> ModelConfig:
-        """Returns the model for texts of at most so many tokens."""
+        """Returns the config for at most `tokens` tokens: LongRoPE uses its short factors within the original context."""
         scaling = self.rope_scaling
         if scaling is None or not scaling.short_factors or tokens > scaling.original_max_position_embeddings:
             return self
@@ -289,8 +303,12 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and answer it is made for, with scalings that configs do not count in; at most `POSITIONS`."""
-        own, scaling = self.max_position_embeddings, self.rope_scaling
+        """Tokens of prompt and answer that the model supports, at most `POSITIONS`.
+
+        For `linear` and `dynamic` scaling: the trained context times the factor, as `max_position_embeddings` does not count
+        the factor in.
+        """
+        tokens, scaling = self.max_position_embeddings, self.rope_scaling
         if scaling is not None and scaling.rope_type in ("linear", "dynamic"):
-            own = int(scaling.original_max_position_embeddings * scaling.factor)
-        return min(own, POSITIONS)
+            tokens = int(scaling.original_max_position_embeddings * scaling.factor)
+        return min(tokens, POSITIONS)

@@ -1,4 +1,4 @@
-"""``python -m icejax.doctor``: `icejax doctor`."""
+"""``python -m icejax.doctor``: the command `icejax doctor`."""
 
 from icejax.commands.process import launch
 

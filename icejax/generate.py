@@ -1,4 +1,7 @@
-"""``python -m icejax.generate``: `icejax generate`. Imported, it is the function of that name, which it would hide else."""
+"""``python -m icejax.generate``: the command `icejax generate`.
+
+Imported, this module is replaced by the function `icejax.generate`, which it would hide otherwise.
+"""
 
 import sys
 
@@ -9,4 +12,4 @@ if __name__ == "__main__":
 
 from icejax.api.generate import generate
 
-sys.modules[__name__] = generate  # Python binds `icejax.generate` to what stands here once the import has ended
+sys.modules[__name__] = generate  # when the import ends, Python binds `icejax.generate` to this entry

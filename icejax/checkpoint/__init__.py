@@ -1,4 +1,4 @@
-"""Checkpoint folders, Hugging Face's and icejax's own, and the models in them."""
+"""Checkpoint folders, in the Hugging Face form or icejax's own, and how a model is loaded from one."""
 
 from icejax.checkpoint.load import load_model, read_config
 

@@ -1,4 +1,7 @@
-"""One form of a checkpoint folder into the other, bit for bit in the stored dtypes, or rounded."""
+"""Converts a checkpoint folder between the Hugging Face form and icejax's own, bit for bit or with rounding.
+
+`icejax.commands.convert` calls it. Tensors pass one at a time, each in its stored shape and dtype, or as codes if rounded.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from icejax.checkpoint.tensors import Tensors, open_tensors
 from icejax.checks.errors import InputError, listed
 from icejax.files.atomic_folder import claim
 
-About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of tensors, by key
-CONFIG = "config.json"  # by which a checkpoint folder is known
+About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor, by key
+CONFIG = "config.json"  # the file that marks a checkpoint folder
 
 
 def hf_to_orbax(
@@ -32,16 +35,20 @@ def hf_to_orbax(
 ) -> None:
     """Writes the Hugging Face folder (or hub id) `source` as the icejax folder `target`, whole or not at all.
 
-    Tensors are read and written one by one, so that host memory never holds more than two of the largest; that there is room
-    for all is known before the first is read.
+    Tensors are read and written one by one: host memory holds at most two of the largest tensors. Free disk space is checked
+    before the first tensor is read.
 
     Args:
-        quantize: int8, fp8 or int4, to which matrices are rounded as `load_model` does: then `target` is in the form of
-            compressed-tensors. None: all tensors stay as they are.
+        source: a Hugging Face folder or a hub id.
+        target: the folder to write.
+        quantize: int8, fp8 or int4: matrices are rounded as by `load_model`, and `target` has the form of compressed-tensors.
+            None: all tensors keep their stored bits.
+        force: whether an existing checkpoint at `target` is replaced.
+        progress: called after every tensor.
 
     Raises:
-        InputError: `source` is not a sound Hugging Face checkpoint, or is not to be rounded, as experts in one tensor, or
-            `target` cannot be written, or exists and `force` is False.
+        InputError: `source` is not a valid Hugging Face checkpoint or cannot be rounded (experts in one tensor, for example),
+            or `target` cannot be written, or exists while `force` is False.
     """
     folder = resolve(source)
     if (folder / ORBAX).is_dir():
@@ -57,10 +64,12 @@ def orbax_to_hf(
     force: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all; else as `hf_to_orbax`.
+    """Writes the icejax folder `source` as the Hugging Face folder `target`, whole or not at all.
+
+    Arguments and memory are the same as in `hf_to_orbax`.
 
     Raises:
-        InputError: `source` is not a sound icejax folder, or is not to be rounded, or `target` cannot be written, or exists and
+        InputError: `source` is not a valid icejax folder or cannot be rounded, or `target` cannot be written, or exists while
             `force` is False.
     """
     folder = resolve(source)
@@ -77,38 +86,45 @@ def _convert(
     force: bool,
     progress: Progress | None,
 ) -> None:
-    """Writes `folder` as `target`; `write` writes tensors, whose shapes and dtypes are known, into a folder one by one."""
+    """Writes `folder` as `target`.
+
+    Args:
+        write: writes tensors one by one into a folder, from the folder, the shapes and dtypes by key, and the tensors.
+    """
     if folder.resolve() in Path(os.path.realpath(target)).parents:
         raise InputError(f"{target} is in the source {folder}: choose another place")
     config = read_config(folder)
     shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
-    found = open_tensors(folder, config, shapes, quantize=quantize)
-    if whole := [key for key, source in found.sources.items() if source.method is not None and len(source.shape) == 3]:
-        raise InputError(f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(whole)})")
-    about, beside = found.about(), companions(folder)
-    with claim(target, mark=CONFIG, replace=force) as held:
+    tensors = open_tensors(folder, config, shapes, quantize=quantize)
+    if fused := [key for key, source in tensors.sources.items() if source.method is not None and len(source.shape) == 3]:
+        raise InputError(f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(fused)})")
+    about, files = tensors.about(), companions(folder)
+    with claim(target, mark=CONFIG, replace=force) as target_claim:
         _check_target(folder, target)
-        held.check_room(sum(huggingface.size(*each) for each in about.values()) + sum(file.stat().st_size for file in beside))
-        with held.writing() as made:
-            for file in beside:
-                shutil.copyfile(file, made / file.name)
+        target_claim.check_room(
+            sum(huggingface.size(*entry) for entry in about.values()) + sum(file.stat().st_size for file in files)
+        )
+        with target_claim.writing() as new_folder:
+            for file in files:
+                shutil.copyfile(file, new_folder / file.name)
             if quantize is not None:
                 raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config()}
-                (made / CONFIG).write_text(json.dumps(raw, indent=2))
-            write(made, about, _told(found, len(about), progress))
+                (new_folder / CONFIG).write_text(json.dumps(raw, indent=2))
+            write(new_folder, about, _reporting(tensors, len(about), progress))
 
 
-def _told(found: Tensors, count: int, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
+def _reporting(tensors: Tensors, count: int, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the key and array of each tensor to write, and calls `progress` once the caller has written it."""
     done = 0
-    for key, tensor in found.written():
+    for key, tensor in tensors.written():
         yield key, tensor
-        del tensor  # or it would be there beside the next one
+        del tensor  # else two tensors are in memory while the next is read
         if progress is not None:
             progress(key, done := done + 1, count)
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """Raises InputError if what stands at `target` is the source, or holds what replacing it would lose."""
+    """Raises InputError if `target` is the source folder, or holds files that are not a checkpoint's."""
     if not target.exists():
         return
     if target.samefile(source):

@@ -1,4 +1,7 @@
-"""Where a checkpoint is, and what belongs to it beside the weights."""
+"""Finds a checkpoint folder, and the config and tokenizer files beside its weights.
+
+`icejax.checkpoint.load` and `icejax.checkpoint.convert` call it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from icejax.checks.errors import InputError, input_error_from
 from icejax.checks.json_file import MOST_BYTES
 from icejax.files.atomic_folder import current_folder
 
-ORBAX = "orbax"  # the folder's parameters, in icejax's own form
+ORBAX = "orbax"  # the subfolder with the parameters of an icejax folder
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# What travels with the weights from one form to the other.
+# Config and tokenizer files, which a conversion copies.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -20,11 +23,11 @@ COMPANIONS = (
 
 
 def resolve(model: str | Path) -> Path:
-    """Returns the folder of `model`: itself, or the snapshot of a hub id, downloaded if need be.
+    """Returns the folder of `model`: a local folder, or the snapshot of a hub id, downloaded where it is missing.
 
     Raises:
-        InputError: there is no such folder, it cannot be read, it holds GGUF instead of safetensors, or the hub does not bring
-            it.
+        InputError: the folder does not exist, is empty or cannot be read, or holds GGUF instead of safetensors; or the hub id
+            cannot be downloaded.
     """
     with input_error_from(f"{model} cannot be read"):
         folder = current_folder(Path(model).expanduser())
@@ -43,18 +46,18 @@ def resolve(model: str | Path) -> Path:
 
 
 def _is_gguf(folder: Path) -> bool:
-    """Tells a file by its ending, a folder by its files, and what is still on the hub by its name there."""
+    """Says whether a model is GGUF: a folder by its files, a file or a hub id by the end of its name."""
     if folder.is_dir():
         return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and not (folder / ORBAX).exists()
     return folder.name.lower().endswith("gguf")
 
 
 def companions(folder: Path) -> list[Path]:
-    """Returns config and tokenizer files; InputError for one that is no file, as a link that leads nowhere, or too large."""
-    found = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)]
-    for file in found:
+    """Returns the config and tokenizer files; InputError for a folder, a pipe, a broken link or over 100 MiB in their place."""
+    files = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)]
+    for file in files:
         if not file.is_file():
             raise InputError(f"{file} is a folder, a pipe or a broken link: expected a file, or nothing of this name")
         if (size := file.stat().st_size) > MOST_BYTES:
             raise InputError(f"{file} has {size} bytes: expected at most {MOST_BYTES}")
-    return found
+    return files

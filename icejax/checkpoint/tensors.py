@@ -1,4 +1,8 @@
-"""The tensors of a checkpoint folder, of either form: every key once, and all faults told before the first is read."""
+"""The tensors of a checkpoint folder of either form, checked against its config.json before they are read.
+
+`icejax.checkpoint.load` and `icejax.checkpoint.convert` call it. A stored tensor keeps its shape and dtype; codes of a matrix
+[O, I] are a `QuantizedMatrix`, with codes [O, I] and scales f32[O, G].
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,9 @@ class Stored(NamedTuple):
     """A tensor of a folder.
 
     Attributes:
-        dtype: as safetensors names it.
-        read: returns it.
+        shape: its shape.
+        dtype: its dtype, as safetensors names it.
+        read: reads and returns its array.
     """
 
     shape: tuple[int, ...]
@@ -42,13 +47,13 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a folder, which fit its config.json.
+    """The tensors of a folder, checked against its config.json.
 
     Attributes:
-        quantised: how matrices come to be codes; None: none do.
-        mappings: of which of them each parameter is made, by its key.
-        sources: what each of those is read from, by its key.
-        stored: what there is, by key.
+        quantised: how matrices became codes, as messages say it; None: no matrix is quantised.
+        mappings: the tensors that each parameter is joined from, by the parameter's key.
+        sources: the stored parts of each tensor that a mapping names, by the tensor's key.
+        stored: the tensors in the folder, by their stored keys.
     """
 
     quantised: str | None
@@ -57,91 +62,97 @@ class Tensors:
     stored: dict[str, Stored]
 
     def read(self, key: str) -> np.ndarray | QuantizedMatrix:
-        """Returns the tensor `key` as stored, or its codes; InputError if these are not sound."""
+        """Returns the tensor `key` as stored, or as codes; InputError for invalid codes."""
         return self.sources[key].read(self._parts(key))
 
     def parameters(
         self, dtypes: Mapping[str, np.dtype], *, kept: Set[str], on_cpu: bool
     ) -> Iterator[tuple[str, np.ndarray | QuantizedMatrix]]:
-        """Yields every parameter with its key, in `dtypes`, or as codes if it is of `kept`; reads every tensor once.
+        """Yields each parameter's key and value; reads every tensor once.
 
-        `on_cpu` says that narrow numbers of `kept` take the forms that a CPU needs.
+        Args:
+            dtypes: dtypes of the parameters that are not codes, by key.
+            kept: keys of the parameters that stay codes.
+            on_cpu: whether narrow numbers in `kept` take the form that a CPU needs.
         """
-        together: dict[tuple[str, ...], list[str]] = {}
-        for key, stack in self.mappings.items():
-            together.setdefault(stack.keys, []).append(key)
-        for keys, made in together.items():
-            source, parts = self.sources[keys[0]], {}
-            if self.mappings[made[0]].whole or len(made) > 1:
-                parts = self._parts(keys[0])
-            for key in made:
-                stack = self.mappings[key]
-                if stack.whole:
-                    matrices = (source.read(parts, expert=i) for i in range(stack.experts))
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for key, mapping in self.mappings.items():
+            groups.setdefault(mapping.keys, []).append(key)
+        for tensor_keys, parameter_keys in groups.items():
+            source, parts = self.sources[tensor_keys[0]], {}
+            if self.mappings[parameter_keys[0]].whole or len(parameter_keys) > 1:
+                parts = self._parts(tensor_keys[0])
+            for key in parameter_keys:
+                mapping = self.mappings[key]
+                if mapping.whole:
+                    matrices = (source.read(parts, expert=i) for i in range(mapping.experts))
                 else:
-                    matrices = [source.read(parts)] if parts else map(self.read, keys)
-                how = dict(dtype=dtypes[key], codes=key in kept, on_cpu=on_cpu, method=source.method)
-                yield key, stack.join(matrices, **how)
-            del parts, matrices  # or they would be there beside the next ones
+                    matrices = [source.read(parts)] if parts else map(self.read, tensor_keys)
+                options = dict(dtype=dtypes[key], codes=key in kept, on_cpu=on_cpu, method=source.method)
+                yield key, mapping.join(matrices, **options)
+            del parts, matrices  # else they are in memory while the next tensors are read
 
     def alike(self, stack: TensorMapping) -> bool:
-        """Says whether all tensors of a parameter are of one form: no codes, or codes in one layout with the same parts."""
+        """Says whether all tensors of a parameter have one form: no codes, or codes in one layout with the same parts."""
         return len(set(map(self._form, stack.keys))) == 1
 
     def _form(self, key: str) -> tuple | None:
-        """Returns what the codes of `key` are told by; None: there are none."""
+        """Returns the layout of the codes of `key` and the names of its stored parts; None: `key` has no codes."""
         layout = self.sources[key].layout
         if layout is None:
             return None
         return layout, *(part.removeprefix(layout.prefix(key)) for part in self.sources[key].parts if part in self.stored)
 
     def about(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns shape and dtype, as safetensors names it, of each tensor that `written` yields."""
+        """Returns the shape and dtype, as safetensors names it, of each tensor that `written` yields, by key."""
         stored = {key: (tensor.shape, tensor.dtype) for key, tensor in self.stored.items()}
-        found = (each.about({part: stored[part] for part in each.parts if part in stored}) for each in self.sources.values())
-        return {key: each for some in found for key, each in some.items()}
+        by_source = (
+            source.about({part: stored[part] for part in source.parts if part in stored}) for source in self.sources.values()
+        )
+        return {key: entry for entries in by_source for key, entry in entries.items()}
 
     def written(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields what a folder with the same parameters holds, with its keys; those of one parameter at a time are there."""
+        """Yields key and array of each tensor of a folder with these parameters; the parts of one tensor are read at a time."""
         for key, source in self.sources.items():
             yield from source.written(self._parts(key)).items()
 
     def _parts(self, key: str) -> dict[str, np.ndarray]:
+        """Reads the stored parts of the tensor `key`."""
         return {part: self.stored[part].read() for part in self.sources[key].parts if part in self.stored}
 
 
 def open_tensors(
     folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None
 ) -> Tensors:
-    """Returns the tensors of `folder`, of which none but a tied head has been read.
+    """Returns the tensors of `folder`, checked but not read; only a tied head and its embedding are read and compared.
 
     Args:
-        shapes: of the parameters of its model, by key.
-        quantize: int8, fp8 or int4, to which matrices are rounded as they are read; None: they are not.
+        shapes: shapes of the model's parameters, by key.
+        quantize: int8, fp8 or int4: matrices are rounded as they are read; None: nothing is rounded.
 
     Raises:
-        InputError: keys are missing, unknown, stored twice, of another shape or of a dtype that is not supported; or matrices
-            that are to be rounded are codes already, or of columns that make no whole groups.
+        InputError: keys are missing, unknown or stored twice, or have a wrong shape or an unsupported dtype; or a matrix to be
+            rounded is codes already, or its columns do not divide into groups.
     """
     raw = huggingface.read_json(folder / "config.json")
-    of, method = family(raw), formats.method(raw)
-    ignored, there = of.ignored_keys(raw), list(stored_tensors(folder))
-    forms, keys = [tensor_mappings(shapes, of, form) for form in of.forms], {key for key, _ in there}
-    made_of = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
-    each = {key: stack.shape for stack in made_of.values() for key in stack.keys}
+    hf_family, method = family(raw), formats.method(raw)
+    ignored, contents = hf_family.ignored_keys(raw), list(stored_tensors(folder))
+    forms, keys = [tensor_mappings(shapes, hf_family, form) for form in hf_family.forms], {key for key, _ in contents}
+    mappings = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
+    tensor_shapes = {key: mapping.shape for mapping in mappings.values() for key in mapping.keys}
     if quantize is not None:
         numbers.one_of("quantize", quantize, tuple(METHODS))
         if method is not None:
             raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
-    by_form = [[key for stack in form.values() for key in stack.keys] for form in (made_of, *forms)]
-    names = {key: others for key, *others in zip(*by_form, strict=True)}
-    sources = formats.sources(raw, each, rounding=METHODS.get(quantize), names=names)
-    formats.check_groups(sources, {key: stack.columns for stack in made_of.values() for key in stack.keys})
-    expected = {key: part for each in sources.values() for key, part in each.parts.items()}
-    faults, stored, passed, tied = [], {}, [], Part(FLOATS, (made_of[EMBEDDING].shape,))
-    for key, tensor in there:
+    by_form = [[key for mapping in form.values() for key in mapping.keys] for form in (mappings, *forms)]
+    names = {key: aliases for key, *aliases in zip(*by_form, strict=True)}
+    sources = formats.sources(raw, tensor_shapes, rounding=METHODS.get(quantize), names=names)
+    formats.check_groups(sources, {key: mapping.columns for mapping in mappings.values() for key in mapping.keys})
+    expected = {key: part for source in sources.values() for key, part in source.parts.items()}
+    faults, stored, skipped, tied = [], {}, [], Part(FLOATS, (mappings[EMBEDDING].shape,))
+    for key, tensor in contents:
         if ignored.fullmatch(key):
-            passed.append(key)
+            skipped.append(key)
             continue
         if key in stored:
             faults.append(f"{key} is stored twice")
@@ -151,24 +162,24 @@ def open_tensors(
             faults.append(f"{key} is not a parameter of this model")
         stored[key] = tensor
     faults += [f"{key} is missing" for key, part in expected.items() if part.needed and key not in stored]
-    for each in made_of.values():
-        dtypes = sorted({stored[key].dtype for key in each.keys if key in stored and sources[key].layout is None})
+    for mapping in mappings.values():
+        dtypes = sorted({stored[key].dtype for key in mapping.keys if key in stored and sources[key].layout is None})
         if len(dtypes) > 1:
-            faults.append(f"{each.keys[0]} to {each.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
+            faults.append(f"{mapping.keys[0]} to {mapping.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
     if HEAD in stored and HEAD not in expected and not faults:
-        if not all(map(np.array_equal, *(stored[key].read() for key in (HEAD, EMBEDDING)))):  # by rows, or beside a third
+        if not all(map(np.array_equal, *(stored[key].read() for key in (HEAD, EMBEDDING)))):  # row by row, to save memory
             faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
     if faults:
-        told = "" if method is None else f" (weights quantised by {method})"
-        raise InputError(f"{folder} does not fit its config.json{told}: {listed(faults)}")
-    if passed:
-        LOG.info("%d tensors are of no parameter and are passed over: %s", len(passed), listed(passed))
+        note = "" if method is None else f" (weights quantised by {method})"
+        raise InputError(f"{folder} does not fit its config.json{note}: {listed(faults)}")
+    if skipped:
+        LOG.info("%d tensors are of no parameter and are passed over: %s", len(skipped), listed(skipped))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
-    return Tensors(quantised, made_of, sources, stored)
+    return Tensors(quantised, mappings, sources, stored)
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """Yields key and tensor of all that a folder holds, in either form."""
+    """Yields the key and tensor of everything that a folder of either form holds."""
     path = folder / ORBAX
     if path.is_dir():
         for key, about in orbax.stored(path).items():

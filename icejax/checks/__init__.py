@@ -1,1 +1,1 @@
-"""What a bad input is told: the error, the ranges of numbers, JSON files that anyone may have written."""
+"""Checks of input: the error for bad input, ranges of numbers, and JSON files of unknown origin."""

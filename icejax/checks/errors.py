@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""InputError, the exception for bad input, and helpers for its messages. Every module of icejax that checks input calls it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Iterator
 
-LONGEST = 4000  # characters of a message: names out of a broken file have no bound
+LONGEST = 4000  # characters of a message: names in a broken file have any length
 QUOTE = reprlib.Repr()
 QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 120
 QUOTE.maxlist = QUOTE.maxdict = 8
 
 
 class InputError(ValueError):
-    """Raised for bad input: the message is one line that says what was expected, what was found and what to do.
+    """Raised for bad input, with a message of one line: what was expected, what was found, and what to do.
 
-    The command lines print it as it is and exit with status 2. What is not printable, line ends included, is written as in
-    a Python string, so that no name out of a file can break the line or reach the terminal as a command.
+    The command lines print the message and exit with status 2. Unprintable characters, line ends included, are escaped as in a
+    Python string, so that a name from a file cannot break the line or act as a terminal command.
     """
 
     def __init__(self, message: str) -> None:
@@ -25,15 +25,15 @@ class InputError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Returns `text` with what is not printable as in a Python string: one line that is no command to a terminal."""
+    """Returns `text` with unprintable characters escaped as in a Python string: one line without terminal commands."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @contextlib.contextmanager
 def input_error_from(what: str) -> Iterator[None]:
-    """Tells any fault of a library that reads what anyone may have written in one line, which begins with `what`.
+    """Turns any error of a library that reads files of unknown origin into an InputError of one line, which begins with `what`.
 
-    A panic of Rust is no Exception.
+    It catches BaseException, because a Rust panic is not an Exception.
     """
     try:
         yield
@@ -45,19 +45,19 @@ def input_error_from(what: str) -> Iterator[None]:
 
 
 def quoted(value: object) -> str:
-    """Returns a value as Python writes it, cut short where it is long or deep."""
+    """Returns the repr of a value, shortened if it is long or deep."""
     try:
         return QUOTE.repr(value)
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
+    except ValueError:  # Python refuses to write a whole number of more than 4,300 digits
         return "a number of thousands of digits"
 
 
 def listed(faults: list[str]) -> str:
-    """Returns the first twenty of several faults, and how many more there are."""
+    """Returns the first twenty of the faults, joined by semicolons, and the number of others."""
     return "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns a question after the known name that is most like `name`, to stand behind a message; nothing if none is."""
+    """Returns a question that names the known name closest to `name`, to append to a message; empty if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -1,4 +1,4 @@
-"""JSON out of files that anyone may have written."""
+"""Reads JSON objects from files of unknown origin. `icejax.checkpoint` and `icejax.commands` call it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MOST_BYTES = 100 * 2**20
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the JSON object that a file of at most 100 MiB holds; a byte-order mark is passed over.
+    """Returns the JSON object in a file of at most 100 MiB; a byte-order mark is skipped.
 
     Raises:
-        FileNotFoundError: there is no such file; what it is for is the caller's to say.
-        InputError: it cannot be read, or holds something else.
+        FileNotFoundError: the file does not exist; the caller says what it is for.
+        InputError: the file cannot be read, or holds something else.
     """
     try:
         status = path.stat()
@@ -36,10 +36,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, *, source: str) -> dict[str, Any]:
-    """Returns the JSON object that `text` holds.
+    """Returns the JSON object in `text`.
 
     Raises:
-        InputError: it holds something else, or a name twice; the message begins with `source`.
+        InputError: `text` is not a JSON object, or has a name twice in one object; the message begins with `source`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -53,6 +53,7 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of these pairs; ValueError if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What numbers may be: each check names the number, and says what was expected and what it got."""
+"""Checks of numbers: a message names the number, what was expected and what was found. Options and config fields use them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted
 
-LARGEST = 2**31 - 1  # what an int32 holds, as token ids are
-POSITIONS = 2**24  # tokens whose positions are whole numbers in float32, in which RoPE turns by them
+LARGEST = 2**31 - 1  # of an int32, as token ids are
+POSITIONS = 2**24  # up to here float32, in which RoPE computes, holds positions exactly
 
 
 def integer(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
-    """Returns a whole number; InputError for another type, truth values included, or one that is out of range."""
+    """Returns a whole number from `least` to `most`; InputError for another number or type, bool included."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{name} must be a whole number, got {quoted(value)}")
     if value < least:
@@ -23,23 +23,23 @@ def integer(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> in
 
 
 def power_of_two(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
-    """Returns a whole number that is a power of two; InputError for anything else, or one that is out of range."""
+    """Returns a power of two from `least` to `most`; InputError for anything else."""
     if integer(name, value, least=least, most=most) & (value - 1):
         raise InputError(f"{name} must be a power of two, got {value}")
     return value
 
 
 def number(name: str, value: Any, *, least: float, most: float, above: bool = False) -> float:
-    """Returns a finite number from `least` to `most`, or `above` the least; InputError for anything else."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most  # no NaN is
-    if not good or (above and value == least):
+    """Returns a finite number from `least` to `most`, without `least` itself if `above`; InputError for anything else."""
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most  # False for NaN
+    if not valid or (above and value == least):
         expected = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
         raise InputError(f"{name} must be a number {expected}, got {quoted(value)}")
     return float(value)
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raises InputError for a value that is not allowed."""
+    """Raises InputError if the value is not one of `allowed`."""
     if value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {quoted(value)}")
 
@@ -48,6 +48,6 @@ def is_unicode(text: str) -> bool:
     """Says whether a text can be written as UTF-8."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes of another encoding, as the shell passes them on
+    except UnicodeEncodeError:  # bytes in another encoding, as from a shell, are surrogates
         return False
     return True

@@ -1,4 +1,4 @@
-"""The command lines, a file each, and what they share."""
+"""The commands of `icejax`, one file each, and the modules that they share."""
 
 COMMANDS = {
     "generate": "answer prompts",

@@ -1,4 +1,4 @@
-"""What ``icejax`` says of itself: its commands, its version, and that there is no such command."""
+"""What ``icejax`` prints without a command: usage, version, or an error for an unknown command."""
 
 from icejax import __version__
 from icejax.checks.errors import InputError, suggestion
@@ -11,12 +11,12 @@ ANSWERS = {"--help": USAGE, "-h": USAGE, "--version": f"icejax {__version__}\n"}
 
 
 def main(argv: list[str], *, name: str) -> int:
-    """Answers the one argument, which names no command, and returns the exit status."""
+    """Answers the one argument, which names no command; returns the exit status."""
     return ending(name, lambda: _tell(*argv))
 
 
-def _tell(asked: str) -> None:
-    if asked not in ANSWERS:
+def _tell(word: str) -> None:
+    if word not in ANSWERS:
         known = [*COMMANDS, *ANSWERS]
-        raise InputError(f"there is no command {asked!r}: expected one of {', '.join(COMMANDS)}{suggestion(asked, known)}")
-    write(ANSWERS[asked])
+        raise InputError(f"there is no command {word!r}: expected one of {', '.join(COMMANDS)}{suggestion(word, known)}")
+    write(ANSWERS[word])

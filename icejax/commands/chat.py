@@ -1,4 +1,4 @@
-"""The command line of ``icejax chat``: a conversation in the terminal, answers on stdout, all else on stderr."""
+"""The command ``icejax chat``: a conversation in the terminal, with answers on stdout and all else on stderr."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C ends an answer or drops a line.
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax chat") -> int:
-    """Runs the conversation and returns the exit status, as `launch.ending` has it."""
+    """Runs the conversation and returns the exit status of `process.ending`."""
     return ending(name, lambda: _run(argv, name))
 
 
@@ -50,36 +50,38 @@ def _run(argv: list[str] | None, name: str) -> None:
     answer = options.answer(arguments)
     options.tell_greedy(arguments, [answer.sampling])
     options.policy(arguments)
-    options.memory_limit(arguments)  # all that can be wrong so far is told before the model is loaded
-    claimed = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
-    with out_of_memory_told("use shorter messages, or a 16-bit --dtype", arguments.session), claimed as held:
-        chat = Chat(arguments, answer, held, name=name)
+    options.memory_limit(arguments)  # bad options are reported before the model is loaded
+    manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
+    with out_of_memory_told("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
+        chat = Chat(arguments, answer, session_claim, name=name)
         for text in typed() if sys.stdin.isatty() else piped():
             if not chat.take(text):
                 break
 
 
 class Ended(Exception):
-    """Raised in a prefill that Ctrl-C ends."""
+    """Raised to stop a prefill after Ctrl-C."""
 
 
 class Chat:
-    """A conversation, and what its commands do."""
+    """A conversation and its slash commands."""
 
     def __init__(self, arguments: argparse.Namespace, answer: AnswerOptions, held: Claim | None, *, name: str) -> None:
-        """Loads the model, and the conversation if there is one.
+        """Loads the model, and the saved conversation if there is one.
 
         Args:
-            answer: how answers are to be.
-            held: the folder that the conversation is kept in after every answer; None: it is not.
-            name: what errors begin with.
+            arguments: options of the command line.
+            answer: options of every answer.
+            held: the folder that the conversation is saved in after every answer; None: it is not saved.
+            name: the prefix of error messages.
         """
         self._console = Console(stderr=True, highlight=False)
         self._arguments, self._answer, self._held, self._name = arguments, answer, held, name
         self._model, self._tokenizer = load(arguments, self._console)
-        render(self._tokenizer, [*first_messages(arguments.system), {"role": "user", "content": "-"}])  # a fault is told now
-        self._session = self._chatting(go_on_or_begin(arguments, self._model, self._tokenizer))
-        self._keeping = held is not None  # not once the conversation is another than the one in `held`
+        # Reports a faulty chat template before the first message.
+        render(self._tokenizer, [*first_messages(arguments.system), {"role": "user", "content": "-"}])
+        self._session = self._checked_chat(go_on_or_begin(arguments, self._model, self._tokenizer))
+        self._keeping = held is not None  # False once the conversation is not the one in the folder
         self._files: list[str] = []
         self._last: GenerationResponse | None = None
         self._commands: dict[str, Callable[[str], None]] = {
@@ -92,7 +94,7 @@ class Chat:
         }
 
     def take(self, text: str) -> bool:
-        """Does what a line asks for, or answers it; False if it is the last one. What is wrong with it is told in a line."""
+        """Runs a command or answers a message; False for /quit. An InputError is printed in one line."""
         word, *rest = text.split(maxsplit=1) or [""]
         command = text.startswith("/")
         if command and word == "/quit":
@@ -117,7 +119,10 @@ class Chat:
         self._commands[word](rest.rstrip())
 
     def _reply(self, text: str) -> None:
-        """Streams the answer and keeps it. Ctrl-C ends it where somebody types; what has come so far is the answer then."""
+        """Streams the answer and saves it.
+
+        Where somebody types, Ctrl-C ends the answer: its text so far is then the answer.
+        """
         text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
         pieces, kept_in = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
@@ -126,14 +131,14 @@ class Chat:
             bars = stack.enter_context(progress(self._console))
             layers = bars.add_task("prefill layers", total=self._model.config.num_hidden_layers)
 
-            def done(count: int) -> None:
-                if pressed.is_set() and not session.token_ids:  # later a cache is changed, which must not end half-way
+            def show_layers(count: int) -> None:
+                if pressed.is_set() and not session.token_ids:  # a later turn changes a cache, which must not stop half-way
                     raise Ended
                 bars.update(layers, completed=count)
 
             try:
-                for piece in session.stream_chat(text, progress=done, kept_in=kept_in, **vars(self._answer)):
-                    bars.stop()  # the text is progress enough, and shares the terminal
+                for piece in session.stream_chat(text, progress=show_layers, kept_in=kept_in, **vars(self._answer)):
+                    bars.stop()  # streamed text replaces the bar in the terminal
                     write(escaped(piece.text))
                     pieces.append(piece)
                     if pressed.is_set():
@@ -165,7 +170,7 @@ class Chat:
 
     def _load(self, folder: str) -> None:
         place = _folder("/load", folder)
-        self._session = self._chatting(go_on(self._arguments, place, self._model, self._tokenizer))
+        self._session = self._checked_chat(go_on(self._arguments, place, self._model, self._tokenizer))
         self._last = None
         self._keep(self._is_held(place))
 
@@ -174,7 +179,7 @@ class Chat:
         self._keep(False)
 
     def _keep(self, keeping: bool) -> None:
-        """Says so if the conversation is no longer kept: what is in the folder is another, and not to be lost."""
+        """Sets whether answers are saved, and says so if they no longer are: the folder keeps the earlier conversation."""
         if self._keeping and not keeping:
             self._tell(f"{self._held.path} stays as it is: /save {self._held.path} keeps this conversation there instead")
         self._keeping = keeping
@@ -182,8 +187,8 @@ class Chat:
     def _is_held(self, place: Path) -> bool:
         return self._held is not None and os.path.realpath(place) == os.path.realpath(self._held.path)
 
-    def _chatting(self, session: Session) -> Session:
-        """Tells what a session that was kept holds, and returns it; InputError if it is no chat."""
+    def _checked_chat(self, session: Session) -> Session:
+        """Returns the session and prints its size if it was saved; InputError if it is not a chat."""
         if session.token_ids:
             if not session.messages:
                 raise InputError("the session holds text as it is: go on with icejax.generate, or choose another folder")
@@ -202,8 +207,8 @@ class Chat:
             if last.decode_tps is not None:
                 table.add_row("tokens per second", f"{last.decode_tps:.1f}")
             if last.expert_hit_rate is not None:
-                brought = f"{last.expert_bytes_per_token / 2**20:.1f} MiB per token from the host"
-                table.add_row("experts", f"{last.expert_hit_rate:.0%} were on the device, {brought}")
+                fetched = f"{last.expert_bytes_per_token / 2**20:.1f} MiB per token from the host"
+                table.add_row("experts", f"{last.expert_hit_rate:.0%} were on the device, {fetched}")
         self._console.print(table)
 
     def _tell(self, text: str) -> None:

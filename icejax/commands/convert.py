@@ -1,4 +1,7 @@
-"""``icejax convert``, ``python -m convert.hf_to_orbax`` and back: one form of a checkpoint folder into the other."""
+"""``icejax convert``, ``python -m convert.hf_to_orbax`` and ``python -m convert.orbax_to_hf``: converts a checkpoint folder.
+
+It calls `icejax.checkpoint.convert`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ BACK = "icejax (Orbax) folder SRC -> Hugging Face folder DST"
 
 
 def main(argv: list[str] | None = None, *, name: str, to: str | None = None) -> int:
-    """Runs the command line and returns its exit status; `to` is `orbax` or `hf`, None: whichever SRC is not."""
+    """Runs the command line and returns the exit status; `to` is `orbax` or `hf`, None: the form that SRC does not have."""
     return ending(name, lambda: _run(argv, name, to))
 
 
@@ -30,13 +33,13 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
     arguments = parser.parse_args(argv)
     source = resolve(arguments.source)
-    back = to == "hf" or (to is None and (source / ORBAX).is_dir())
+    to_hf = to == "hf" or (to is None and (source / ORBAX).is_dir())
     advice = "convert where there is more of it: two of the largest tensors are there at once"
     with out_of_memory_told(advice, None), progress(Console(stderr=True)) as bars:
         bar = bars.add_task("convert", total=None)
 
-        def told(key: str, done: int, total: int) -> None:
+        def show_progress(key: str, done: int, total: int) -> None:
             bars.update(bar, completed=done, total=total, description=key)
 
-        run = orbax_to_hf if back else hf_to_orbax
-        run(source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=told)
+        convert = orbax_to_hf if to_hf else hf_to_orbax
+        convert(source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=show_progress)

@@ -25,12 +25,12 @@ from icejax.runtime.host_reads import choose
 from icejax.runtime.host_reads.backends import BACKENDS
 
 PAGES, FETCHED = 8192, 512
-PAGE = (2, 16, 128)  # of 16-bit keys and values: 8 KiB
+PAGE = (2, 16, 128)  # 2 planes (keys, values), 16 slots, 128 channels of 16 bits: 8 KiB
 REPEATS = 20
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Returns whether a backend brings exact bits here, and its median time for 512 pages of 8 KiB."""
+    """Returns whether a backend reads exact bits on this machine, and its median time for 512 pages of 8 KiB."""
     fault = choose.backend_error(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
@@ -49,11 +49,11 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """Returns all that the command prints."""
+    """Returns the report that the command prints."""
     ram = psutil.virtual_memory()
     names = choose.candidates()
-    last = sorted(names, key=choose.APART.__contains__)  # a fault in a kernel would take the others along
-    measured = sorted(map(measure, last), key=lambda row: names.index(row["backend"]))
+    ordered = sorted(names, key=choose.APART.__contains__)  # kernels last: a fault in one ends the process
+    measured = sorted(map(measure, ordered), key=lambda row: names.index(row["backend"]))
     return dict(
         versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),
         devices=devices.devices(),
@@ -83,7 +83,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.doctor") -> int:
-    """Prints what was found; exit status 2 if pages cannot be fetched here."""
+    """Prints the report; exit status 2 if no backend can fetch pages on this machine."""
     return ending(name, lambda: _run(argv, name))
 
 

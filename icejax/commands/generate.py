@@ -1,4 +1,4 @@
-"""The command line of ``python -m icejax.generate``: answers on stdout, progress and cost on stderr."""
+"""The command ``icejax generate``: answers on stdout, progress and cost on stderr."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from icejax.session.storage import ABOUT
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax.generate") -> int:
-    """Runs the command line and returns its exit status, as `launch.ending` has it."""
+    """Runs the command line and returns the exit status of `process.ending`."""
     return ending(name, lambda: _parse_and_run(argv, name))
 
 
@@ -58,17 +58,17 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.session is not None:
         if any(line.messages is not None for line in prompts):
             raise InputError("'messages' are a whole chat: leave --session out, or give a 'prompt' per turn with --chat")
-        with claim(arguments.session, mark=ABOUT) as held:
-            _run_session(arguments, console, held, answer_options, prompts)
+        with claim(arguments.session, mark=ABOUT) as session_claim:
+            _run_session(arguments, console, session_claim, answer_options, prompts)
         return
     model, tokenizer = load(arguments, console)
     template = dict(in_template=arguments.chat, system=arguments.system)
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
-    ids = encode_prompts(model, tokenizer, requests, context_length=arguments.context_length)  # all, before any is run
-    requests = [dataclasses.replace(each, prompt=tokens) for each, tokens in zip(requests, ids, strict=True)]
+    ids = encode_prompts(model, tokenizer, requests, context_length=arguments.context_length)  # all prompts, before one runs
+    requests = [dataclasses.replace(request, prompt=tokens) for request, tokens in zip(requests, ids, strict=True)]
     explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}
-    told, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
+    printed, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for rows in batches(ids, arguments.batch_size):
         with progress(console) as bars:
             layers = bars.add_task("prefill layers", total=model.config.num_hidden_layers)
@@ -83,11 +83,11 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 watch=explanation.watch if explanation is not None else None,
                 **vars(answer_options),
             )
-            answered = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
-        responses |= zip(rows, answered, strict=True)
-        while told in responses and not streaming:  # in the order asked
-            answer(responses[told], arguments, prompts[told].id)
-            told += 1
+            batch_responses = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
+        responses |= zip(rows, batch_responses, strict=True)
+        while printed in responses and not streaming:  # in the order of the prompts
+            answer(responses[printed], arguments, prompts[printed].id)
+            printed += 1
     if explanation is not None:
         explanation.save(arguments.explain)
     if console.is_terminal or _is_example(arguments):
@@ -95,7 +95,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def batches(ids: list[list[int]], size: int) -> list[list[int]]:
-    """Returns which prompts run together: those of like lengths, so that little is padded."""
+    """Returns the prompts that run together, as row numbers: prompts of similar length, so that little is padded.
+
+    Example: token counts 5, 9, 4, 8 and a size of 2 give [[2, 0], [3, 1]].
+    """
     rows = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -108,22 +111,26 @@ def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePo
 
 
 def _run_session(
-    arguments: argparse.Namespace, console: Console, held: Claim, answer_options: AnswerOptions, prompts: list[PromptLine]
+    arguments: argparse.Namespace,
+    console: Console,
+    session_claim: Claim,
+    answer_options: AnswerOptions,
+    prompts: list[PromptLine],
 ) -> None:
-    """Puts the prompts behind one another to the session of the command line, and keeps it after each answer."""
+    """Answers the prompts one after another in the session of the command line, and saves it after each answer."""
     model, tokenizer = load(arguments, console)
     session = go_on_or_begin(arguments, model, tokenizer)
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for line in prompts:
-        own = line.options(answer_options)
+        line_options = line.options(answer_options)
         with progress(console) as bars:
-            stream = respond(line.prompt, kept_in=held, **vars(own))
-            answered = answers(stream, bars, rows=1, limit=own.max_new_tokens, streaming=streaming)
+            stream = respond(line.prompt, kept_in=session_claim, **vars(line_options))
+            turn_responses = answers(stream, bars, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
         if not streaming:
-            answer(answered[0], arguments, line.id)
-        responses += answered
-        session.save(held)
+            answer(turn_responses[0], arguments, line.id)
+        responses += turn_responses
+        session.save(session_claim)
     if console.is_terminal:
         console.print(table(responses, console))
 

@@ -1,4 +1,7 @@
-"""Where the messages of a conversation come from: a prompt with a history, or the lines of stdin."""
+"""The user's messages of a conversation: typed at a prompt with a history, or read from the lines of stdin.
+
+`icejax.commands.chat` calls it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,15 @@ LOG = logging.getLogger(__name__)
 
 
 def typed(*, source: Input | None = None, shown: Output | None = None) -> Iterator[str]:
-    """Yields what is typed, until Ctrl-D: Enter sends, Alt-Enter begins a new line, Ctrl-C drops what was typed.
+    """Yields each message that is typed, until Ctrl-D: Enter sends, Alt-Enter begins a new line, Ctrl-C drops the text.
 
     Args:
-        source, shown: where keys come from and the prompt goes to; None: the terminal, also where stdout is none.
+        source: where keys come from; None: the terminal.
+        shown: where the prompt is drawn; None: the terminal, even if stdout is not one.
     """
-    keys, here = KeyBindings(), has_focus(DEFAULT_BUFFER)  # in a search of the history Enter has its own meaning
-    keys.add("enter", filter=here)(lambda event: event.current_buffer.validate_and_handle())
-    keys.add("escape", "enter", filter=here)(lambda event: event.current_buffer.insert_text("\n"))
+    keys, in_message = KeyBindings(), has_focus(DEFAULT_BUFFER)  # while searching the history, Enter picks an entry
+    keys.add("enter", filter=in_message)(lambda event: event.current_buffer.validate_and_handle())
+    keys.add("escape", "enter", filter=in_message)(lambda event: event.current_buffer.insert_text("\n"))
     prompt = PromptSession(
         "> ",
         placeholder="a message, or /help",
@@ -54,11 +58,12 @@ def typed(*, source: Input | None = None, shown: Output | None = None) -> Iterat
 
 
 def _history() -> History:
+    """Returns the history of messages, kept in a file if it can be written."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     file = os.path.join(home, "icejax", "chat")
     try:
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # nobody else is to read what was asked
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # others must not read the messages
     except OSError as error:
         LOG.warning("what is typed is forgotten at the end: %s cannot be written (%s)", file, error.strerror)
         return InMemoryHistory()
@@ -66,7 +71,7 @@ def _history() -> History:
 
 
 def piped() -> Iterator[str]:
-    """Yields the lines of stdin; InputError if they are no text."""
+    """Yields the lines of stdin; InputError if they are not text."""
     try:
         for line in sys.stdin:
             yield line.removesuffix("\n")

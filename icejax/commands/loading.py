@@ -1,4 +1,7 @@
-"""What a command line needs before it can answer: the compile cache, a model and its tokenizer, a session."""
+"""Loads what a command needs before it answers: the compile cache, a model and its tokenizer, a session.
+
+`icejax.commands.generate` and `icejax.commands.chat` call it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from icejax.session.session import Session
 
 
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
-    """Returns the model of the command line and its tokenizer; what is compiled from now on is kept."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that there is no PyTorch
+    """Returns the model of the command line and its tokenizer; keeps the programs that are compiled from now on."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers warns if PyTorch is missing
     keep_programs(arguments.compile_cache)
     with progress(console) as bars:
         bar = bars.add_task("load", total=None)
@@ -35,13 +38,13 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
 
 
 def go_on(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:
-    """Returns the session kept in `folder`; InputError also if its cache is not the one that the command line names."""
+    """Returns the session saved in `folder`; InputError if its cache is not the one that the command line names."""
     policy = options.policy(arguments) if options.cache_named(arguments) else None
     return Session.load(folder, model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments))
 
 
 def go_on_or_begin(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
-    """Returns the session kept where --session says, or a new one."""
+    """Returns the session saved in the folder of --session, or a new one."""
     length, system = arguments.context_length, arguments.system
     if arguments.session is None or not arguments.session.exists():
         policy, limit = options.policy(arguments), options.memory_limit(arguments)

@@ -1,4 +1,4 @@
-"""What a command line says when memory does not suffice."""
+"""The error line of a command that runs out of memory. `icejax.commands.generate`, `chat` and `convert` call it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from icejax.runtime import devices
 
 @contextlib.contextmanager
 def out_of_memory_told(advice: str, session: Path | None) -> Iterator[None]:
-    """Turns running out of memory into an InputError that gives `advice` and says what the folder `session` still holds."""
+    """Turns an out-of-memory error into an InputError.
+
+    Args:
+        advice: what the user can do.
+        session: folder of the session, which holds the conversation up to its last whole answer; None: there is none.
+    """
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        kept = f"; {session} holds the session up to its last whole answer" if session is not None and session.exists() else ""
-        raise InputError(f"out of memory on {_side(error)}: {advice}{kept}") from None
+        note = f"; {session} holds the session up to its last whole answer" if session is not None and session.exists() else ""
+        raise InputError(f"out of memory on {_side(error)}: {advice}{note}") from None
 
 
 def _side(error: Exception) -> str:
-    """Says which memory an error is about."""
+    """Returns the memory that an error is about: the host's or the device's."""
     on_host = isinstance(error, MemoryError) or "host" in str(error).splitlines()[0].lower()
     return "the host" if on_host else f"the device ({devices.device().device_kind})"

@@ -1,4 +1,4 @@
-"""The options of the command lines, in groups."""
+"""The options of `icejax generate` and `icejax chat`, in groups, and what they are turned into."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from icejax.runtime import compile_cache
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
 LOG = logging.getLogger(__name__)
-OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of a cache
+OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of the cache
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells what is wrong in one line, with the option that may have been meant."""
+    """Reports an error in one line, with the known option closest to an unknown one."""
 
     def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         options, unknown = self.parse_known_args(args, namespace)
@@ -39,21 +39,21 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpCache(argparse.Action):
-    """Prints the options of every cache, a line each."""
+    """Prints the options of every cache, one line each."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         blocks = [
             f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in described(name).items()) for name in POLICIES
         ]
-        for name, (kind, own) in PRESETS.items():
-            options = ", ".join(f"{key}={str(value).lower()}" for key, value in own.items())
+        for name, (kind, preset_options) in PRESETS.items():
+            options = ", ".join(f"{key}={str(value).lower()}" for key, value in preset_options.items())
             blocks.append(f"{name}: {name_of(kind())} with {options}\n")
         write("\n".join(blocks))
         parser.exit()
 
 
 def parser(name: str) -> Parser:
-    """Returns the parser of `generate`; defaults are those of the dataclasses."""
+    """Returns the parser of `generate`; its defaults are those of the dataclasses."""
     parser = Parser(prog=name, description="Generate text from a long prompt. Without arguments: the bundled example.")
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable; - reads stdin")
@@ -92,8 +92,8 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
     hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
     group.add_argument("--experts-on-host", type=int, nargs="?", const=True, metavar="N", help=hosted)
-    kept = f"where compiled programs are kept, the last used {compile_cache.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
-    group.add_argument("--compile-cache", metavar="DIR", help=kept)
+    text = f"where compiled programs are kept, the last used {compile_cache.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
+    group.add_argument("--compile-cache", metavar="DIR", help=text)
 
 
 def _add_answer(parser: Parser) -> None:
@@ -110,11 +110,11 @@ def _add_answer(parser: Parser) -> None:
 
 def _add_cache(parser: Parser) -> None:
     group = parser.add_argument_group("cache")
-    known = f"one of {', '.join(names())} (default: {DEFAULT_CACHE}, or the session's)"
-    group.add_argument("--cache", metavar="NAME", help=known)
+    cache_help = f"one of {', '.join(names())} (default: {DEFAULT_CACHE}, or the session's)"
+    group.add_argument("--cache", metavar="NAME", help=cache_help)
     group.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
-    error = f"relative error above which a KV head attends to more: the cache {TOLERANT}, beside --budget"
-    group.add_argument("--tolerance", type=float, metavar="E", help=error)
+    tolerance_help = f"relative error above which a KV head attends to more: the cache {TOLERANT}, beside --budget"
+    group.add_argument("--tolerance", type=float, metavar="E", help=tolerance_help)
     group.add_argument("--max-budget", type=int, metavar="N", help="tokens it then attends to exactly, with --tolerance")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: the cache's own)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
@@ -124,7 +124,7 @@ def _add_cache(parser: Parser) -> None:
 
 
 def answer(arguments: argparse.Namespace) -> AnswerOptions:
-    """Returns how answers are to be; InputError for an option that is out of range."""
+    """Returns the options of the answers; InputError for an option that is out of range."""
     sampling = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
     return AnswerOptions(
         sampling=sampling,
@@ -136,29 +136,29 @@ def answer(arguments: argparse.Namespace) -> AnswerOptions:
 
 
 def tell_greedy(arguments: argparse.Namespace, samplings: Iterable[Sampling]) -> None:
-    """Tells which options have no effect, as no answer draws its tokens."""
+    """Warns of sampling options that have no effect, because no answer draws its tokens at random."""
     names = [name for name in ("top_k", "top_p", "min_p") if getattr(arguments, name) != getattr(Sampling(), name)]
-    if names and not any(each.samples for each in samplings):
-        given = ", ".join("--" + name.replace("_", "-") for name in names)
-        LOG.warning("%s without --temperature: no effect, the most likely token is taken", given)
+    if names and not any(sampling.samples for sampling in samplings):
+        flags = ", ".join("--" + name.replace("_", "-") for name in names)
+        LOG.warning("%s without --temperature: no effect, the most likely token is taken", flags)
 
 
 def policy(arguments: argparse.Namespace) -> CachePolicy:
-    """Returns the cache policy; InputError for an unknown one or an option that is out of range."""
+    """Returns the cache policy; InputError for an unknown cache, or an option that is out of range."""
     if arguments.max_budget is not None and arguments.tolerance is None and arguments.cache != TOLERANT:
         raise InputError("--max-budget needs --tolerance: it bounds what a tolerance may take")
-    named = cache_options(arguments.cache_option, **{name: getattr(arguments, name) for name in OF_CACHE})
-    return make_policy(arguments.cache or (DEFAULT_CACHE if arguments.tolerance is None else TOLERANT), named)
+    user_options = cache_options(arguments.cache_option, **{name: getattr(arguments, name) for name in OF_CACHE})
+    return make_policy(arguments.cache or (DEFAULT_CACHE if arguments.tolerance is None else TOLERANT), user_options)
 
 
 def cache_named(arguments: argparse.Namespace) -> bool:
-    """Says whether the command line asks for a cache of its own choice, which a session's must then be."""
-    named = (getattr(arguments, name) for name in OF_CACHE)
-    return arguments.cache is not None or bool(arguments.cache_option) or any(x is not None for x in named)
+    """Says whether the command line chooses a cache: a saved session must then have the same one."""
+    flags = (getattr(arguments, name) for name in OF_CACHE)
+    return arguments.cache is not None or bool(arguments.cache_option) or any(value is not None for value in flags)
 
 
 def memory_limit(arguments: argparse.Namespace) -> int | None:
-    """Returns the bytes of host memory that the cache may take; InputError for what is no such number."""
+    """Returns the bytes of host memory that the cache may take; None: no limit is set. InputError for an invalid limit."""
     if arguments.host_memory_limit is None:
         return None
     return int(number("--host-memory-limit", arguments.host_memory_limit, least=0, most=1e9, above=True) * 2**30)

@@ -1,4 +1,7 @@
-"""How a command begins and how it ends: by a status, with at most one line, whatever happens to its signals and streams."""
+"""How a command begins and ends: with an exit status and at most one line of error, whatever happens to signals and streams.
+
+Every command calls `launch` and `ending`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from typing import NoReturn
 from icejax.checks.errors import InputError, printable
 from icejax.files.unfinished import remove_unfinished
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports the signals
-REMOVE_S = 2.0  # while what was being written is removed
+INTERRUPTED, BROKEN_PIPE = 130, 141  # exit statuses, as a shell reports these signals
+REMOVE_S = 2.0  # seconds for removing unfinished files and folders after Ctrl-C
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 LOG = logging.getLogger("icejax")
@@ -28,12 +31,12 @@ _wakeup: list[socket.socket] = []
 
 
 def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str) -> NoReturn:
-    """Runs `main(argv, name=, **more)` of `module`, imported only now, and ends the process with its status; see `ending`.
+    """Imports `module`, runs its `main(argv, name=name, **more)` and ends the process with the returned status; see `ending`.
 
-    From here on Ctrl-C ends the process with one line and status 130, also while it imports, compiles or computes: Python's
-    own exception waits for the C code to return, and is lost when it falls into a callback.
+    From here on Ctrl-C ends the process with one line and status 130, even while it imports, compiles or computes. Python's
+    KeyboardInterrupt would wait for C code to return, and is lost inside a callback.
     """
-    if sys.stdin is None:  # closed: the next file opened would take its number
+    if sys.stdin is None:  # stdin is closed: the next opened file would take its number
         sys.stdin = open(os.devnull)
     if sys.stdout is None:
         _complain(f"{name}: error: stdout is closed: expected a terminal, a pipe or a file for the answer")
@@ -41,12 +44,12 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
     _own_interrupts()
-    sys.modules.setdefault("torch", None)  # transformers would import it, for seconds; no command uses it
+    sys.modules.setdefault("torch", None)  # keeps transformers from importing torch, which takes seconds and has no use here
     if not is_unicode():
         sys.stdout.reconfigure(errors="backslashreplace")
         _complain(f"{name}: warning: stdout takes {sys.stdout.encoding}, not UTF-8: other characters are written as escapes")
     status = importlib.import_module(module).main(argv, name=name, **more)
-    # Python's own way out listens to no Ctrl-C, and crashes while an abandoned program still runs.
+    # os._exit: Python's own exit ignores Ctrl-C, and crashes while an abandoned compiled program still runs.
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     os._exit(status or 0)
@@ -55,15 +58,15 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
 def ending(name: str, work: Callable[[], int | None]) -> int:
     """Runs `work` and returns the exit status: its own or 0, 2 with one line for an InputError, 141 for a closed pipe.
 
-    What the package warns of is a line too, the first time.
+    Each warning of the package is printed once, as one line.
     """
-    warnings = _Warnings(name)
-    LOG.addHandler(warnings)
+    handler = _Warnings(name)
+    LOG.addHandler(handler)
     LOG.propagate = False
     try:
         try:
             status = work() or 0
-        except SystemExit as end:  # argparse's
+        except SystemExit as end:  # from argparse
             status = end.code
         write("")
         return status
@@ -76,15 +79,15 @@ def ending(name: str, work: Callable[[], int | None]) -> int:
     finally:
         LOG.propagate = True
         LOG.setLevel(logging.NOTSET)
-        LOG.removeHandler(warnings)
+        LOG.removeHandler(handler)
 
 
 class OutputError(InputError):
-    """Raised where stdout cannot be written: nothing that follows could be told either."""
+    """Raised if stdout cannot be written: the command must stop, since it could print nothing more."""
 
 
 class _Warnings(logging.Handler):
-    """Prints each message once, in the form of an error: warnings, or what the level of the logger lets through."""
+    """Prints each log message once, in the form of an error line."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class _Warnings(logging.Handler):
 
 
 def write(text: str) -> None:
-    """Writes `text` to stdout at once; OutputError if there is no room for it."""
+    """Writes `text` to stdout at once; OutputError if stdout cannot be written."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -110,18 +113,18 @@ def write(text: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """Returns text of a model as stdout may have it: on a terminal, which would obey them, control characters are escaped."""
+    """Returns model text for stdout: on a terminal, control characters are escaped, because it would obey them."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text) if sys.stdout.isatty() else text
 
 
 def is_unicode() -> bool:
-    """Says whether stdout takes every character."""
+    """Says whether stdout can encode every character."""
     return (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
 
 
 @contextlib.contextmanager
 def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
-    """Makes Ctrl-C call `action`, in a thread of its own, while the block runs."""
+    """Makes Ctrl-C call `action` in another thread while the block runs, instead of ending the command."""
     _instead.append(action)
     try:
         yield
@@ -130,6 +133,7 @@ def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
 
 
 def _own_interrupts() -> None:
+    """Starts the thread that handles Ctrl-C."""
     _wakeup.extend(socket.socketpair())
     for end in _wakeup:
         end.setblocking(end is _wakeup[0])
@@ -138,19 +142,20 @@ def _own_interrupts() -> None:
 
 
 def listen() -> None:
-    """Takes Ctrl-C back from a prompt for input, which had it for itself; does nothing in a process without `launch`."""
+    """Takes Ctrl-C back after a prompt has handled it; does nothing in a process without `launch`."""
     if _wakeup:
         signal.signal(signal.SIGINT, _pause)
         signal.set_wakeup_fd(_wakeup[1].fileno(), warn_on_full_buffer=False)
 
 
 def _pause(*_: object) -> None:
-    """Keeps the main thread from going on while the other one cleans up and ends the process."""
+    """Holds the main thread while the other thread cleans up and ends the process."""
     while not _instead:
         time.sleep(1)
 
 
 def _watch() -> None:
+    """Waits for Ctrl-C, then calls the last action of `instead_of_ending`, or ends the process."""
     while True:
         if signal.SIGINT not in _wakeup[0].recv(64):
             continue
@@ -164,11 +169,12 @@ def _watch() -> None:
 
 
 def _complain(line: str) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # stderr may be full or closed too
+    """Prints a line on stderr."""
+    with contextlib.suppress(OSError, AttributeError):  # stderr may be full or closed as well
         print(line, file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:
-    """Sends what Python would flush at exit nowhere, or it complains."""
+    """Points stdout at /dev/null: Python would report an error when it flushes stdout at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,7 @@
-"""The prompts of a command line: given as they are, on stdin, or in a file, where each may have wishes of its own."""
+"""The prompts of a command line: from --prompt, stdin, or a file whose lines may have options of their own.
+
+`icejax.commands.generate` calls it.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ BUNDLED_PROMPT = ASSETS / "prompt.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLine:
-    """A prompt, and what a line of a .jsonl file says besides; None: as the command line has it.
+    """A prompt, with the options that its line of a .jsonl file sets; None: the option of the command line.
 
     Attributes:
-        prompt: text; None where there are messages.
+        prompt: text; None if there are `messages`.
         messages: a chat, each message with a role and a content.
-        id: what the answer is to be told from others by.
+        id: names the answer in the output.
     """
 
     prompt: str | None = None
@@ -43,37 +46,38 @@ class PromptLine:
     stop: tuple[str, ...] | None = None
 
     def options(self, others: AnswerOptions) -> AnswerOptions:
-        """Returns how its answer is to be, where `others` are the options of the command line."""
-        own = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
+        """Returns the options of the answer: this line's options over `others`, the options of the command line."""
+        changes = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
         if self.temperature is not None:
-            own["sampling"] = dataclasses.replace(others.sampling, temperature=self.temperature)
-        return dataclasses.replace(others, **{name: value for name, value in own.items() if value is not None})
+            changes["sampling"] = dataclasses.replace(others.sampling, temperature=self.temperature)
+        return dataclasses.replace(others, **{name: value for name, value in changes.items() if value is not None})
 
     def request(self, tokenizer: Any, index: int, others: AnswerOptions, *, in_template: bool, system: str | None) -> Request:
-        """Returns what is to be answered, in the tokenizer's chat template if it is a chat or to be one.
+        """Returns the request to answer, in the tokenizer's chat template if it has `messages` or `in_template` is set.
 
         Args:
+            index: index of the prompt on the command line.
             others: the options of the command line.
-            in_template: whether a text is the user's message of a chat.
-            system: the message that a chat begins with; None: none, or the template's own.
+            in_template: whether a text becomes the user's message of a chat.
+            system: system message of the chat; None: the template's own, if it has one.
         """
         text, special_tokens = self.prompt, not in_template
         if self.messages is not None:
-            begun = self.messages[0]["role"] == "system"
-            text, special_tokens = render(tokenizer, [*([] if begun else first_messages(system)), *self.messages]), False
+            has_system = self.messages[0]["role"] == "system"
+            text, special_tokens = render(tokenizer, [*([] if has_system else first_messages(system)), *self.messages]), False
         elif in_template:
             text = chat(tokenizer, text, system=system)
         options = self.options(others)
-        own = dict(sampling=options.sampling, max_new_tokens=options.max_new_tokens, stop=options.stop)
-        return Request(prompt=text, special_tokens=special_tokens, index=index, seed=self.seed, **own)
+        fields = dict(sampling=options.sampling, max_new_tokens=options.max_new_tokens, stop=options.stop)
+        return Request(prompt=text, special_tokens=special_tokens, index=index, seed=self.seed, **fields)
 
 
 def _messages(name: str, value: Any) -> list[dict[str, str]]:
-    good = isinstance(value, list) and value and all(
-        isinstance(each, dict) and set(each) == {"role", "content"} and all(isinstance(text, str) for text in each.values())
-        for each in value
+    valid = isinstance(value, list) and value and all(
+        isinstance(item, dict) and set(item) == {"role", "content"} and all(isinstance(text, str) for text in item.values())
+        for item in value
     )  # fmt: skip
-    if not good:
+    if not valid:
         raise InputError(f"{name} must be a list of objects with a text role and a text content, got {quoted(value)}")
     return value
 
@@ -85,57 +89,57 @@ def _text(name: str, value: Any) -> str:
 
 
 def _id(name: str, value: Any) -> str | int | float:
-    good = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    if not good or (isinstance(value, float) and not math.isfinite(value)) or not is_unicode(str(value)):
+    valid = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not valid or (isinstance(value, float) and not math.isfinite(value)) or not is_unicode(str(value)):
         raise InputError(f"{name} must be text or a number, got {quoted(value)}")
     return value
 
 
-def _told_of(check: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
-    """Returns a check whose message names the value by itself as one whose message says where it stands."""
+def _with_place(check: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
+    """Returns the check with messages that begin with the place of the value; the messages of `check` name the value."""
 
-    def checked(name: str, value: Any) -> Any:
+    def check_at(name: str, value: Any) -> Any:
         try:
             return check(value)
         except InputError as error:
             raise InputError(f"{name.rpartition(':')[0]}: {error}") from None
 
-    return checked
+    return check_at
 
 
-# What a line may say, and what it must be.
+# Keys of a line, and the check of each value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "prompt": _text,
     "messages": _messages,
     "id": _id,
     "max_new_tokens": integer,
     "seed": lambda name, value: integer(name, value, least=0, most=2**32 - 1),
-    "temperature": _told_of(lambda value: Sampling(temperature=value).temperature),
-    "stop": _told_of(stop_strings),
+    "temperature": _with_place(lambda value: Sampling(temperature=value).temperature),
+    "stop": _with_place(stop_strings),
 }
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
-    """Returns the prompts of the command line; InputError if there is none or a file cannot be read."""
+    """Returns the prompts of the command line; InputError if there is none, or one cannot be read."""
     if arguments.prompt.count("-") > 1:
         raise InputError("--prompt - is given more than once: standard input can be read only once")
     prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
-    asked, path = [PromptLine(prompt=prompt) for prompt in prompts], arguments.prompt_file
-    if path is None and not asked:
+    prompt_lines, path = [PromptLine(prompt=prompt) for prompt in prompts], arguments.prompt_file
+    if path is None and not prompt_lines:
         if arguments.model is not None:
             raise InputError("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
         path = BUNDLED_PROMPT
     if path is None:
-        return asked
+        return prompt_lines
     text = read_text(path)
     if path.suffix != ".jsonl":
-        return [*asked, PromptLine(prompt=text)]
-    for at, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at characters JSON leaves as they are
+        return [*prompt_lines, PromptLine(prompt=text)]
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at characters that JSON leaves unescaped
         if line.strip():
-            asked.append(_line(f"{path}, line {at}", line))
-    if not asked:
+            prompt_lines.append(_line(f"{path}, line {number}", line))
+    if not prompt_lines:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
-    return asked
+    return prompt_lines
 
 
 def read_text(path: Path) -> str:
@@ -154,11 +158,12 @@ def _decode(source: str, content: bytes) -> str:
 
 
 def _line(source: str, line: str) -> PromptLine:
+    """Returns the prompt in a line of a .jsonl file."""
     fields = {name: value for name, value in json_file.parse(line, source=source).items() if value is not None}
     for name in fields:
         if name not in FIELDS:
             raise InputError(f"{source}: unknown key {quoted(name)}: expected {', '.join(FIELDS)}{suggestion(name, FIELDS)}")
     if ("prompt" in fields) == ("messages" in fields):
-        given = "both" if "prompt" in fields else "neither"
-        raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {given}")
+        count = "both" if "prompt" in fields else "neither"
+        raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {count}")
     return PromptLine(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in fields.items()})

@@ -1,4 +1,4 @@
-"""``icejax sessions DIR``: what is kept there, whether it is whole, and an end to it."""
+"""The command ``icejax sessions DIR``: lists, verifies or removes the sessions saved in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from icejax.session.fingerprint import Damaged, damaged
 from icejax.session.storage import ABOUT, ARRAYS, StoredSession, read_session
 
 HEAD = ["name", "size", "model", "cache", "tokens", "messages", "age"]
-# What is shown of a session's identity: by which name, under which key, of which kinds.
+# Fields of a session's identity that are shown: shown name, key, allowed types.
 IDENTITY = (
     ("model", "config.model_type", (str,)),
     ("layers", "config.num_hidden_layers", (int,)),
@@ -32,7 +32,7 @@ IDENTITY = (
 
 
 def main(argv: list[str] | None = None, *, name: str = "icejax sessions") -> int:
-    """Runs the command line; exit status 2 if a session that was to be verified is damaged, or one to be removed stays."""
+    """Runs the command line; exit status 2 if a verified session is damaged, or a session could not be removed."""
     return ending(name, lambda: _run(argv, name))
 
 
@@ -40,29 +40,29 @@ def _run(argv: list[str] | None, name: str) -> int:
     parser = Parser(prog=name, description="List the sessions in a folder; no model is loaded.")
     parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that holds sessions, or one of a session")
     parser.add_argument("--json", action="store_true", help="print one JSON object per session; sizes in bytes, unix times")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--verify", action="store_true", help="check every byte; exit status 2 if one is not as it was saved")
-    what.add_argument("--remove", nargs="+", metavar="NAME", help="remove these sessions")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--verify", action="store_true", help="check every byte; exit status 2 if one is not as it was saved")
+    action.add_argument("--remove", nargs="+", metavar="NAME", help="remove these sessions")
     arguments = parser.parse_args(argv)
     folders = _find(arguments.folder)
     if arguments.remove is not None:
         rows = _remove(arguments.folder, folders, list(dict.fromkeys(arguments.remove)))
     else:
         with progress(Console(stderr=True)) as bars:
-            each = bars.track(folders.items(), description="sessions")
-            rows = [_describe(name, path, verify=arguments.verify) for name, path in each]
+            tracked = bars.track(folders.items(), description="sessions")
+            rows = [_describe(name, path, verify=arguments.verify) for name, path in tracked]
     if arguments.json:
         write("".join(json.dumps(row) + "\n" for row in rows))
     elif not rows:
         write(f"{printable(str(arguments.folder))} holds no sessions\n")
     else:
         write(_table([_cells(row) for row in rows] if arguments.remove is not None else [HEAD, *map(_cells, rows)]))
-    ignored = not arguments.verify and arguments.remove is None
-    return 0 if ignored or not any("damaged" in row or "not_removed" in row for row in rows) else 2
+    listing = not arguments.verify and arguments.remove is None
+    return 0 if listing or not any("damaged" in row or "not_removed" in row for row in rows) else 2
 
 
 def _find(folder: Path) -> dict[str, Path]:
-    """Returns the sessions in `folder` by name, or `folder` if it is one."""
+    """Returns the sessions in `folder` by name, or `folder` itself if it is a session."""
     if os.path.exists(current_folder(folder) / ABOUT):
         return {Path(os.path.realpath(folder)).name: folder}
     try:
@@ -72,10 +72,11 @@ def _find(folder: Path) -> dict[str, Path]:
 
 
 def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[str, Any]:
-    """Returns what is known of a session, or why it cannot be gone on from.
+    """Returns the fields of a session, or the reason why it cannot be continued.
 
     Args:
-        turns: how often it is looked at, at most, while another process saves it anew.
+        verify: whether every byte is checked.
+        turns: the largest number of tries, in case another process saves the session meanwhile.
     """
     row, stored = dict[str, Any](name=name), None
     try:
@@ -83,18 +84,18 @@ def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[st
             row["bytes"] = sum(file.stat(follow_symlinks=False).st_size for file in files)
         row["saved"] = (current_folder(path) / ABOUT).stat().st_mtime
         stored = read_session(path)
-        said = {}
+        identity = {}
         for shown, key, kinds in IDENTITY:
-            said[shown] = stored.identity.get(key)
-            if type(said[shown]) not in kinds:
-                damaged(path, f"{key} is {quoted(said[shown])}")
+            identity[shown] = stored.identity.get(key)
+            if type(identity[shown]) not in kinds:
+                damaged(path, f"{key} is {quoted(identity[shown])}")
         if verify:
             stored.verify()
-        with stored.open():  # it is there and has its size
+        with stored.open():  # checks that the arrays exist and have their size
             pass
         return (
             row
-            | said
+            | identity
             | dict(
                 tokens=stored.about.tokens,
                 messages=len(stored.about.messages),
@@ -108,24 +109,28 @@ def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[st
 
 
 def _saved_anew(path: Path, stored: StoredSession | None) -> bool:
-    """Says whether a session is sound, and not the one any more that was looked at."""
+    """Says whether a session is valid now and differs from `stored`: another process has saved it meanwhile."""
     with contextlib.suppress(InputError, OSError):
         return read_session(path) != stored
     return False
 
 
 def _remove(folder: Path, folders: dict[str, Path], names: list[str]) -> list[dict[str, Any]]:
-    """Removes sessions one by one and returns what became of each; InputError, and none is removed, if one is not there."""
+    """Removes sessions one by one and returns a row for each.
+
+    Raises:
+        InputError: a name is unknown; no session is removed then.
+    """
     for name in names:
         if name not in folders:
             raise InputError(f"{folder} holds no session {name!r}, and nothing was removed{suggestion(name, folders)}")
     rows = []
     for name in names:
         try:
-            with claim(folders[name], mark=ABOUT) as held:
+            with claim(folders[name], mark=ABOUT) as session_claim:
                 if others := {file.name for file in folders[name].iterdir()} - {ABOUT, ARRAYS}:
                     raise InputError(f"{folders[name]} holds more than a session ({quoted(min(others))}): remove it by hand")
-                held.remove()
+                session_claim.remove()
             rows.append(dict(name=name, removed=True))
         except OSError as error:
             rows.append(dict(name=name, not_removed=error.strerror))
@@ -135,11 +140,12 @@ def _remove(folder: Path, folders: dict[str, Path], names: list[str]) -> list[di
 
 
 def _why(error: InputError, path: Path) -> str:
+    """Returns the fault in an error of the session at `path`."""
     return error.fault if isinstance(error, Damaged) else str(error).removeprefix(f"{path} ")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Returns the cells of a line: as many as `HEAD` has, or fewer that end with what went wrong."""
+    """Returns the cells of a row: as many as `HEAD` has, or fewer, of which the last says what went wrong."""
     name = printable(row["name"])
     if "removed" in row:
         return [name, "removed"]
@@ -162,6 +168,6 @@ def _age(seconds: float) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Returns the rows with their cells below one another; the last of a row may be longer than its column."""
+    """Returns the rows with aligned columns; the last cell of a row may be wider than its column."""
     widths = [max([len(row[i]) for row in rows if i < len(row) - 1], default=0) for i in range(len(HEAD))]
     return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)

@@ -1,4 +1,7 @@
-"""What a command line shows: progress on stderr, answers on stdout, their cost in a table."""
+"""What a command line shows: progress on stderr, answers on stdout, and a table of their cost.
+
+`icejax.commands.generate` calls it, the other commands only for progress bars.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from icejax.commands.process import escaped, is_unicode, write
 from icejax.engine.response import GenerationResponse, join
 from icejax.runtime.compile_clock import clock
 
-WIDE = 11  # columns of the terminal for each of the table, from which an answer is a row of it
+WIDE = 11  # terminal columns per table column: in a narrower terminal an answer is a column, not a row
 
 
 class Speed(ProgressColumn):
-    """How many a second, or that the wait is for a program."""
+    """A column of the progress bar: steps per second, or "compiling" while JAX compiles."""
 
     def render(self, task: Task) -> Text:
         if clock().busy:
@@ -31,7 +34,7 @@ class Speed(ProgressColumn):
 
 
 def progress(console: Console) -> Progress:
-    """Returns progress bars with speed and time left, for a terminal only."""
+    """Returns progress bars with speed and time left; they are shown on a terminal only."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Speed(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -39,18 +42,18 @@ def progress(console: Console) -> Progress:
 def answers(
     stream: Iterator[GenerationResponse], bars: Progress, *, rows: int, limit: int, streaming: bool
 ) -> list[GenerationResponse]:
-    """Returns the answers of one batch whole; prints a single one as it comes if it is `streaming`."""
+    """Returns the whole answers of one batch; with `streaming`, prints the only answer as its pieces come."""
     pieces: dict[int, list[GenerationResponse]] = {}
-    tokens, done = None, 0
+    tokens, count = None, 0
     for piece in stream:
-        done += 1
+        count += 1
         if streaming:
-            bars.stop()  # the text is progress enough, and shares the terminal
+            bars.stop()  # streamed text replaces the bar in the terminal
             write(escaped(piece.text))
         elif tokens is None:
-            tokens = bars.add_task("tokens", total=limit * rows, completed=done)
+            tokens = bars.add_task("tokens", total=limit * rows, completed=count)
         else:
-            bars.update(tokens, completed=done)
+            bars.update(tokens, completed=count)
         pieces.setdefault(piece.row, []).append(piece)
     bars.stop()
     if streaming:
@@ -59,36 +62,36 @@ def answers(
 
 
 def answer(response: GenerationResponse, arguments: argparse.Namespace, name: Any = None) -> None:
-    """Prints a whole answer, as text or as JSON with the id it was asked under."""
+    """Prints a whole answer, as text or as JSON with the id `name` of its prompt."""
     if not arguments.json:
         return write(escaped(response.text) + "\n")
     fields = dataclasses.asdict(response)
     fields |= fields.pop("run")
-    del fields["row"]  # the order of the lines
+    del fields["row"]  # the order of the lines says it
     fields = fields if name is None else {"id": name} | fields
     write(escaped(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
 
 
 def table(responses: list[GenerationResponse], console: Console) -> RenderableType:
-    """The cost of every answer: a row each, or a column each where the terminal is too narrow for rows."""
+    """Returns the cost of every answer: a row each, or a column each if the terminal is too narrow for rows."""
     run = responses[0].run
     budget = f", budget {run.budget}" if run.budget is not None else ""
     title = f"{run.cache} cache{budget}, {run.dtype}, {run.device}"
     figures = [_figures(response) for response in responses]
-    names = max(figures, key=len)  # an answer of one token has no step to tell of
+    names = max(figures, key=len)  # an answer of one token has no steps, and fewer figures
     if console.width >= WIDE * len(names):
         table = Table(title=title, box=SIMPLE, pad_edge=False)
         for name in names:
             table.add_column(name, justify="right")
-        for each in figures:
-            table.add_row(*(each.get(name, "-") for name in names))
+        for row in figures:
+            table.add_row(*(row.get(name, "-") for name in names))
         return table
-    fit, tables = max(1, (console.width - 12) // 12), []
-    for start in range(0, len(figures), fit):
+    num_columns, tables = max(1, (console.width - 12) // 12), []
+    for start in range(0, len(figures), num_columns):
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)
         for name in names:
-            table.add_row(name, *(each.get(name, "-") for each in figures[start : start + fit]))
+            table.add_row(name, *(row.get(name, "-") for row in figures[start : start + num_columns]))
         tables.append(table)
     return Group(title, *tables)
 

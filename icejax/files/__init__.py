@@ -1,1 +1,1 @@
-"""Files and folders of the user: written whole or not at all, by one process at a time."""
+"""The user's files and folders: written whole or not at all, by one process at a time."""

@@ -1,7 +1,14 @@
-"""A folder that is there whole or not at all: who may write it, whether it fits, and how it takes its place.
+"""A folder that is on the disk whole or not at all: a lock for its writer, a check of free space, and renames into place.
 
-Beside a folder NAME three hidden names are this module's own: `.NAME.part` is on its way to NAME, `.NAME.old` is a whole
-NAME on its way out, and `.NAME.lock` is held by the one process that may write.
+`icejax.checkpoint`, `icejax.session` and `icejax.commands` call it. Beside a folder NAME, three hidden names belong to this
+module: `.NAME.part` is the next version, which is being written; `.NAME.old` is the whole previous version, until the next one
+is in place; and `.NAME.lock` is the lock file of the one process that may write.
+
+Example, a folder `chat` is replaced in four steps:
+    1. `.chat.part` is written and synced.
+    2. `chat` is renamed to `.chat.old`. A writer killed now leaves no `chat`, and `current_folder` returns `.chat.old`.
+    3. `.chat.part` is renamed to `chat`.
+    4. `.chat.old` is renamed to `.chat.part`, and removed.
 """
 
 from __future__ import annotations
@@ -19,30 +26,34 @@ from icejax.files.locks import locked
 from icejax.files.unfinished import unfinished
 
 OWN = re.compile(r"\.(.+)\.(part|old|lock)")
-# How Orbax and safetensors name the system's error inside their own.
+# The number of the system's error in the messages of Orbax and safetensors.
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
 
 
 def as_path(path: str | os.PathLike) -> Path:
-    """Returns the path of a folder; InputError for what is none."""
+    """Returns `path` as a Path; InputError if it is neither text nor a path, or has a zero byte."""
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise InputError(f"the path of a folder must be a text or a path, got {quoted(path)}")
     return Path(path)
 
 
 def current_folder(path: Path) -> Path:
-    """Returns where the folder `path` is: there, or beside it if its writer was killed while the two changed places."""
+    """Returns where the folder `path` is: there, or at its .old name if a writer was killed between the two renames."""
     target = Path(os.path.realpath(path))
     old = _beside(target, "old")
     return old if os.path.isdir(old) and not os.path.lexists(target) else path
 
 
 def marked_folders(folder: Path, *, mark: str) -> dict[str, Path]:
-    """Returns the folders in `folder` that hold the file `mark`, by name; OSError if it cannot be read."""
+    """Returns the folders in `folder` that hold the file `mark`, by name.
+
+    Raises:
+        OSError: `folder` cannot be read.
+    """
     folders = {}
     for name in os.listdir(folder):
-        own = OWN.fullmatch(name)
-        path = folder / (own[1] if own is not None and own[2] == "old" else name)
+        hidden = OWN.fullmatch(name)
+        path = folder / (hidden[1] if hidden is not None and hidden[2] == "old" else name)
         if not OWN.fullmatch(path.name) and os.path.exists(current_folder(path) / mark):
             folders[path.name] = path
     return dict(sorted(folders.items()))
@@ -50,11 +61,11 @@ def marked_folders(folder: Path, *, mark: str) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A folder that nobody else may write while the claim lasts.
+    """A folder that no other process may write while the claim lasts.
 
     Attributes:
-        path: the folder, as it was asked for.
-        mark: the file by which a folder of this kind is known.
+        path: the folder, as the caller named it.
+        mark: the file that marks a folder of this kind, such as config.json.
     """
 
     path: Path
@@ -62,13 +73,13 @@ class Claim:
 
     @property
     def _names(self) -> tuple[Path, Path, Path]:
-        """Where the folder, its next and its last version are, links followed."""
+        """Paths of the folder, its next version and its previous version, with links resolved."""
         target = Path(os.path.realpath(self.path))
         return target, _beside(target, "part"), _beside(target, "old")
 
     def check_room(self, need: int) -> None:
         """Raises InputError if the disk has less than `need` bytes free."""
-        with _told(self.path, "choose another place"):
+        with _system_errors_told(self.path, "choose another place"):
             free = shutil.disk_usage(self._names[0].parent).free
         if need > free:
             raise InputError(
@@ -78,13 +89,13 @@ class Claim:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yields an empty folder that takes the place of `path`, on the disk to its last byte, when the block ends well.
+        """Yields an empty folder, which replaces `path` when the block ends without an error; its bytes are then on the disk.
 
         Raises:
-            InputError: the disk is full or broken; what was there before is as it was.
+            InputError: the disk is full or broken; the previous folder is kept.
         """
         target, part, old = self._names
-        with _told(self.path, "what was there before is kept"), unfinished(part):
+        with _system_errors_told(self.path, "what was there before is kept"), unfinished(part):
             try:
                 part.mkdir()
                 yield part
@@ -95,24 +106,24 @@ class Claim:
             except BaseException:
                 self._settle()
                 raise
-            with contextlib.suppress(OSError):  # the new one is in its place; the next writer removes what is left
+            with contextlib.suppress(OSError):  # the new version is in place; the next writer removes leftovers
                 _sync_one(target.parent)
                 self._settle()
 
     def remove(self) -> None:
-        """Removes the folder, which is whole until it is gone; InputError if the system forbids it."""
+        """Removes the folder; until then it is whole. InputError if the system forbids it."""
         target, part, _ = self._names
-        with _told(self.path, "remove it by hand"), unfinished(part):
+        with _system_errors_told(self.path, "remove it by hand"), unfinished(part):
             os.rename(target, part)
             shutil.rmtree(part)
 
     def _settle(self) -> None:
-        """Puts a folder that was on its way out back if no other took its place, and removes what writers left."""
+        """Removes leftovers of writers, and moves a previous version back if no new version replaced it."""
         target, part, old = self._names
         shutil.rmtree(part, ignore_errors=True)
         if (old / self.mark).exists():
             if os.path.lexists(target):
-                os.rename(old, part)  # so that what is called old is whole, always
+                os.rename(old, part)  # renamed before it is removed: .old is always whole
                 shutil.rmtree(part, ignore_errors=True)
             else:
                 os.rename(old, target)
@@ -120,37 +131,38 @@ class Claim:
 
 @contextlib.contextmanager
 def claim(path: Path, *, mark: str, replace: bool = True) -> Iterator[Claim]:
-    """Yields the claim of this process on the folder `path`, and clears away what a killed writer left beside it.
+    """Yields this process's claim on the folder `path`, after removing what a killed writer left beside it.
 
     Args:
-        mark: the file by which a folder of this kind is known.
-        replace: whether it may be there already.
+        mark: the file that marks a folder of this kind.
+        replace: whether the folder may exist already.
 
     Raises:
-        InputError: another writer has it, it cannot be written, it is there and must not be, or it is another kind of folder.
+        InputError: another writer has the folder, it cannot be written, it exists and `replace` is False, or it is a folder of
+            another kind.
     """
-    held = Claim(path, mark)
+    folder_claim = Claim(path, mark)
     with contextlib.ExitStack() as stack:
-        with _told(path, "choose another place"):
-            target, part, _ = held._names
+        with _system_errors_told(path, "choose another place"):
+            target, part, _ = folder_claim._names
             if not target.name or OWN.fullmatch(target.name):
                 raise InputError(f"{path} cannot be the name of a folder that is kept: choose another place")
             target.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(path, _beside(target, "lock")))
-            held._settle()
+            folder_claim._settle()
             if os.path.lexists(target) and not (target / mark).exists():
                 kind = "checkpoint" if mark == "config.json" else mark.removesuffix(".json")
                 raise InputError(f"{path} exists and is no {kind} folder: choose another place")
             if target.exists() and not replace:
                 raise InputError(f"{path} exists: choose another place, or give --force to replace it")
-            part.mkdir()  # a folder can be made there, not only the file of the lock be written
+            part.mkdir()  # tests that a folder can be made there, not only the lock file
             part.rmdir()
-        yield held
+        yield folder_claim
 
 
 @contextlib.contextmanager
-def _told(path: Path, then: str) -> Iterator[None]:
-    """Tells an error of the system in one line that ends with `then`."""
+def _system_errors_told(path: Path, advice: str) -> Iterator[None]:
+    """Turns a system error into an InputError of one line that ends with `advice`."""
     try:
         yield
     except InputError:
@@ -160,28 +172,29 @@ def _told(path: Path, then: str) -> Iterator[None]:
         if not isinstance(error, OSError) and number is None:
             raise
         reason = os.strerror(int(number[1])) if number is not None else error.strerror or str(error)
-        if isinstance(error, OSError) and _elsewhere(error, path):
+        if isinstance(error, OSError) and _is_another_file(error, path):
             reason += f": {error.filename}"
-        raise InputError(f"{path} cannot be written ({reason}): {then}") from None
+        raise InputError(f"{path} cannot be written ({reason}): {advice}") from None
 
 
-def _elsewhere(error: OSError, path: Path) -> bool:
-    """Says whether the error is about a file that is neither `path` nor beside or in it: one that was to be read."""
+def _is_another_file(error: OSError, path: Path) -> bool:
+    """Says whether the error is about a file that is not `path`, beside it or in it: a file that was to be read."""
     if not isinstance(error.filename, str) or error.filename2 is not None:
         return False
     return Path(os.path.realpath(path)).parent not in Path(os.path.realpath(error.filename)).parents
 
 
-def _beside(target: Path, what: str) -> Path:
-    return target.parent / f".{target.name}.{what}"
+def _beside(target: Path, suffix: str) -> Path:
+    """Returns the hidden name of `target` with a suffix: part, old or lock."""
+    return target.parent / f".{target.name}.{suffix}"
 
 
 def _sync(folder: Path) -> None:
-    """Has all of `folder` written to the disk."""
-    for where, _, names in os.walk(folder):
+    """Flushes all files and folders in `folder` to the disk."""
+    for parent, _, names in os.walk(folder):
         for name in names:
-            _sync_one(os.path.join(where, name))
-        _sync_one(where)
+            _sync_one(os.path.join(parent, name))
+        _sync_one(parent)
 
 
 def _sync_one(path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""The user's cache directory."""
+"""The user's cache directory. `icejax.runtime.compile_cache` and `icejax.runtime.host_reads` call it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """Returns the folder for what may be made again, in the user's cache directory."""
-    # A user without a home keeps it below the present folder, where Path.home would raise.
+    """Returns icejax's folder in the user's cache directory; what it holds can be computed again."""
+    # Without a home the folder is ~/.cache in the working directory; Path.home would raise.
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "icejax"

@@ -1,4 +1,4 @@
-"""A lock file: one process, and in it one writer, holds it at a time."""
+"""A lock file, which one writer of one process holds at a time. `icejax.files.atomic_folder` calls it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from icejax.files.unfinished import unfinished
 
 @contextlib.contextmanager
 def locked(path: Path, lock: Path) -> Iterator[None]:
-    """Holds the lock file `lock` while the block runs, and removes it then.
+    """Holds the lock file `lock` while the block runs, then removes it.
 
     Args:
-        path: what the lock is for, as messages name it.
+        path: what the lock protects, for messages.
+        lock: the lock file.
 
     Raises:
-        InputError: another writer holds it, or something else stands in its place.
+        InputError: another writer holds the lock, or the lock's path is a link or no regular file.
     """
     while True:
         try:
@@ -39,12 +40,12 @@ def locked(path: Path, lock: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(file, 20, 0).decode(errors="replace")
             os.close(file)
-            other = "another writer of this process" if holder == str(os.getpid()) else f"another process (pid {holder or '?'})"
-            raise InputError(f"{path} is in use by {other}: wait for it, or choose another place") from None
+            owner = "another writer of this process" if holder == str(os.getpid()) else f"another process (pid {holder or '?'})"
+            raise InputError(f"{path} is in use by {owner}: wait for it, or choose another place") from None
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # the file was removed by who held it before
+        os.close(file)  # the previous holder removed the file: make a new one
     try:
         os.ftruncate(file, 0)
         os.pwrite(file, str(os.getpid()).encode(), 0)
@@ -59,7 +60,7 @@ def locked(path: Path, lock: Path) -> Iterator[None]:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Says whether an open file is still what stands at `path`, where somebody may have tidied up."""
+    """Says whether `path` is still the open file: another process may have removed it."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), os.lstat(path))
     return False

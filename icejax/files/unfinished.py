@@ -1,4 +1,7 @@
-"""Files and folders that are being written: an interrupt removes them."""
+"""Files and folders that are being written: an interrupt removes them.
+
+`icejax.files` registers them, `icejax.commands.process` removes them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _paths: list[Path] = []
 
 @contextlib.contextmanager
 def unfinished(path: Path) -> Iterator[None]:
-    """Has an interrupt remove the file or folder `path` while the block runs."""
+    """Registers the file or folder `path` while the block runs: an interrupt then removes it."""
     _paths.append(path)
     try:
         yield
@@ -22,7 +25,7 @@ def unfinished(path: Path) -> Iterator[None]:
 
 
 def remove_unfinished(*, seconds: float) -> None:
-    """Removes what is being written, again and again for `seconds`: what is writing goes on until the process ends."""
+    """Removes unfinished files and folders, repeatedly for `seconds`, because writers go on until the process ends."""
     stop = time.monotonic() + seconds
     while any(path.exists() for path in _paths) and time.monotonic() < stop:
         for path in reversed(_paths):

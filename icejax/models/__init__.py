@@ -1,1 +1,1 @@
-"""Models: one decoder, its parts, and one file per family."""
+"""Models: one decoder, its parts, the reading of config.json, and one file per family."""

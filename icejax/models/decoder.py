@@ -1,4 +1,7 @@
-"""The one decoder of the llama-like families. Attribute paths and weight layouts are Hugging Face's own."""
+"""The decoder of all families: embedding, layers, final norm, logits; the engine runs it layer by layer over x [B, T, D].
+
+Attribute paths and weight layouts are Hugging Face's, so that checkpoints load by name.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product, rows
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
-MLP_CHUNK = 2048  # prompt tokens whose MLP activations exist at once
+MLP_CHUNK = 2048  # prompt tokens per pass of an MLP, which bounds its activations
 
 
-def _as_it_is(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and RoPE; what is attended to is not its concern."""
+    """Projections, head norms and RoPE of a layer; the engine attends between `project` and `output`."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
         self.config, self.layer, self.rope = config, layer, layer.rope
@@ -41,13 +44,16 @@ class Attention(nnx.Module):
             self.v_proj = project(kv_heads * size)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
-            normed = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
-            self.q_norm, self.k_norm = (norm_of(config, n, dtype=dtype) for n in normed)
+            norm_sizes = (size, size) if config.qk_norm == "head" else (heads * size, kv_heads * size)
+            self.q_norm, self.k_norm = (norm_of(config, n, dtype=dtype) for n in norm_sizes)
         if layer.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), dtype))
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
-        """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`."""
+        """Returns the queries [B, T, N, H], keys and values [B, T, K, H] of tokens at `positions`.
+
+        `seen` counts the tokens of each row, these included.
+        """
         size = self.layer.head_dim
         with jax.named_scope("qkv"):
             q, k = self.q_proj(x), self.k_proj(x)
@@ -66,7 +72,7 @@ class Attention(nnx.Module):
             return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
     def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
-        """Returns what queries attended to where a sink took part: one more score of each head, without a value."""
+        """Returns the attention output with a sink: each head has one more score in its softmax, without a value (gpt-oss)."""
         share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
         return attended.out.astype(jnp.float32) * share[..., None]
 
@@ -75,7 +81,7 @@ class Attention(nnx.Module):
         return turn(heads, by, rope=self.rope)
 
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
-        """Returns the attention block's output from its heads, which have one form."""
+        """Returns the attention block's output from its heads; `expanded` matters to latent attention only."""
         del expanded
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
 
@@ -94,7 +100,7 @@ class MLP(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Many MLPs, of which each token takes a few (arXiv 1701.06538)."""
+    """A mixture of experts, of which each token uses a few (arXiv 1701.06538), and the shared expert."""
 
     def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
         self.gate = Router(config.hidden_size, experts, dtype=dtype)
@@ -106,7 +112,7 @@ class SparseMLP(nnx.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
-        """Returns what comes of tokens, and which experts each took."""
+        """Returns the output of tokens, and the experts that each token used."""
         tokens = x.reshape(-1, x.shape[-1])
         ids, weights = self.gate(tokens)
         out, ids = self.experts(tokens, ids, weights).reshape(x.shape), ids.reshape(*x.shape[:2], -1)
@@ -117,13 +123,12 @@ class SparseMLP(nnx.Module):
 
 
 class Entered(NamedTuple):
-    """What a layer makes of tokens before anything attends: positioned, with the products of q and k not yet scaled.
+    """The queries, keys and values of tokens, after RoPE and before the products are scaled.
 
     Attributes:
-        q, k, v: what a cache keeps, and decodes with.
-        expanded: the heads that a text attends with from its beginning, where these are others: multi-head latent attention
-            keeps one latent of all heads and expands it for many queries; None: the same. What a program does not use of
-            both is not computed.
+        q, k, v: heads for decoding; k and v are cached.
+        expanded: heads for prefill, if they differ: latent attention caches one latent for all heads and expands it into
+            keys and values for many queries. None: prefill uses q, k, v. XLA drops whichever heads a program does not use.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
@@ -133,10 +138,10 @@ class Entered(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer in two halves, with whatever attends between them.
+    """One layer in two halves: `enter` returns q, k, v, the caller attends, `leave` returns the layer's output.
 
     Attributes:
-        config: how it attends, and what its MLP is.
+        config: attention and MLP of the layer.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
@@ -150,15 +155,15 @@ class DecoderLayer(nnx.Module):
             self.mlp = SparseMLP(config, layer.experts, dtype=dtype)
         norm = functools.partial(norm_of, config, config.hidden_size, dtype=dtype)
         before, after = config.norm_places != "after", config.norm_places != "before"
-        self.input_layernorm, self.post_attention_layernorm = (norm() if before else _as_it_is for _ in range(2))
-        self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm() if after else _as_it_is for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = (norm() if before else _identity for _ in range(2))
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm() if after else _identity for _ in range(2))
         self.scaled = config.layer_scalar
         if self.scaled:
             self.layer_scalar = nnx.Param(jnp.zeros((1,), dtype))
 
     @property
     def scoring(self) -> Scoring:
-        """How products of its queries and keys become scores."""
+        """The scale and the soft cap of this layer's scores."""
         return Scoring(self.config.scale, self.config.softcap)
 
     def enter(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Entered:
@@ -173,27 +178,27 @@ class DecoderLayer(nnx.Module):
         return self.self_attn.rerotate(heads, by)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Returns what the attention block makes of its heads."""
+        """Returns the attention block's output from its heads."""
         return self.self_attn.output(heads)
 
     @property
     def experts(self) -> ExpertStack | None:
-        """Those its tokens choose among."""
+        """The experts of the layer; None: one MLP for all tokens."""
         if self.config.experts is None:
             return None
         return (self.beside if self.config.experts.beside else self.mlp).experts
 
     @property
     def hosted(self) -> OffloadedExperts | None:
-        """Matrices of its experts, if they are in host memory."""
+        """The experts in host memory; None: all are on the device, or the layer has none."""
         return None if self.experts is None else self.experts.hosted
 
     def leave(
         self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"] | None]:
-        """Returns the layer's output from its input and from what the queries of `enter` attended to.
+        """Returns the layer's output from its input and its attention output, and the experts of each token (None without).
 
-        Also which experts each token took; None without experts. `expanded` says that its expanded queries attended.
+        `expanded` says that the attention output is that of the expanded heads.
         """
         heads = self.self_attn.beside_sinks(attended) if self.config.sinks else attended.out
         x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
@@ -203,21 +208,21 @@ class DecoderLayer(nnx.Module):
             if chunk == tokens:
                 return self._mlp(x)
             chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
-            made = lax.map(self._mlp, chunks)
-            return jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(batch, tokens, -1), made)
+            outputs = lax.map(self._mlp, chunks)
+            return jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(batch, tokens, -1), outputs)
 
     def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        out, took = self.mlp(self.post_attention_layernorm(x)), None
+        out, expert_ids = self.mlp(self.post_attention_layernorm(x)), None
         if isinstance(self.mlp, SparseMLP):
-            out, took = out
+            out, expert_ids = out
         elif self.config.experts is not None:
-            out, took = self.beside(x, out)
+            out, expert_ids = self.beside(x, out)
         out = x + self.post_mlp_layernorm(out)
-        return out * self.layer_scalar[...][None, None] if self.scaled else out, took
+        return out * self.layer_scalar[...][None, None] if self.scaled else out, expert_ids
 
 
 class Embedding(nnx.Module):
-    """The token embedding, times `scale` in its dtype."""
+    """The token embedding, multiplied by `scale` in its dtype."""
 
     def __init__(self, vocab_size: int, features: int, *, scale: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
@@ -241,7 +246,9 @@ class Decoder(nnx.Module):
 class CausalLM(nnx.Module):
     """A language model: read-only weights, no cache, no random state.
 
-    `config` says what it is; `dtype` is the name of the dtype its weights and activations have.
+    Attributes:
+        config: its configuration.
+        dtype: name of the dtype of weights and activations.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str) -> None:
@@ -251,7 +258,7 @@ class CausalLM(nnx.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
     def for_capacity(self, tokens: int) -> CausalLM:
-        """Returns the model for texts of at most so many tokens, of the same arrays: LongRoPE's frequencies depend on it."""
+        """Returns the model for texts of at most `tokens` tokens, with the same arrays: LongRoPE's frequencies depend on it."""
         config = self.config.for_capacity(tokens)
         if config == self.config:
             return self

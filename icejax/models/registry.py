@@ -1,4 +1,4 @@
-"""Model families by the `model_type` of their config.json."""
+"""The registry of model families by `model_type` of config.json; the checkpoint loader and converter call `family`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Family:
     Attributes:
         read_config: raw config.json -> ModelConfig.
         ignored_keys: raw config.json -> checkpoint keys that hold no parameter.
-        renamed: parts of parameters' names that are others in a checkpoint, ours and theirs.
-        fused: projections that a checkpoint holds in one tensor, row behind row, by module and name of that. Where there are
-            some of experts, it holds each matrix of all experts in one tensor.
-        turned: whether there the axes of those of experts are swapped, and rows of fused ones stand by turns.
-        forms: ways to rename parameters further, one of which a checkpoint is written in.
+        renamed: parts of parameter names that differ in a checkpoint, as pairs (ours, theirs).
+        fused: projections that a checkpoint holds in one tensor, row after row: name of the fused module -> our modules. If a
+            fused module belongs to experts, the checkpoint holds every matrix of all experts in one tensor.
+        turned: whether experts' tensors have swapped axes, and fused rows alternate between projections.
+        forms: alternative further renamings; a checkpoint uses one of them.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]
@@ -56,22 +56,22 @@ class Family:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """How checkpoints of models with images or sound are read, of which the text model is one of the families.
+    """How checkpoints of models with images or sound are read, whose text model belongs to a family.
 
     Attributes:
-        text: model_type of the text model where its config does not say.
-        towers: fields of config.json that are not about it.
+        text: model_type of the text model if its config has none.
+        towers: fields of config.json that belong to images or sound.
     """
 
     text: str
     towers: Set[str]
 
     def family(self, raw: dict[str, Any]) -> Family:
-        """Returns how the text model is read from the same folder."""
-        of = family(wrapped.text_of(raw, self.text, self.towers), alone=True)
+        """Returns the family of the text model, set up to read it from the whole model's folder."""
+        text_family = family(wrapped.text_of(raw, self.text, self.towers), alone=True)
         return replace(
-            of,
-            read_config=lambda raw: of.read_config(wrapped.text_of(raw, self.text, self.towers)),
+            text_family,
+            read_config=lambda raw: text_family.read_config(wrapped.text_of(raw, self.text, self.towers)),
             ignored_keys=lambda raw: wrapped.TOWERS,
             forms=wrapped.FORMS,
         )
@@ -112,19 +112,19 @@ def family(raw: dict[str, Any], *, alone: bool = False) -> Family:
     """Returns the family of a raw config.json, or of the text model in it.
 
     Args:
-        alone: whether it is that of a text model, which holds no other.
+        alone: whether `raw` is the config of a text model, which may not contain another.
 
     Raises:
-        InputError: it has no model_type, or one that is not supported; or no text model, or fields about it that are not known.
+        InputError: model_type is missing or not supported, or the text model is missing or has unknown fields.
     """
     known = ", ".join(FAMILIES)
     if "model_type" not in raw:
         raise InputError(f"config.json has no 'model_type': expected one of {known}")
     if not isinstance(raw["model_type"], str) or raw["model_type"] not in FAMILIES:
         raise InputError(f"config.json: model_type {quoted(raw['model_type'])} is not supported: expected one of {known}")
-    found = FAMILIES[raw["model_type"]]
-    if alone and isinstance(found, Wrapped):
+    entry = FAMILIES[raw["model_type"]]
+    if alone and isinstance(entry, Wrapped):
         raise InputError(
             f"config.json: text_config is of {raw['model_type']}, which holds a text model itself: expected the config of that"
         )
-    return found.family(raw) if isinstance(found, Wrapped) else found
+    return entry.family(raw) if isinstance(entry, Wrapped) else entry

@@ -1,4 +1,4 @@
-"""The inner activations of gated MLPs (arXiv 2002.05202), of experts too."""
+"""The inner activations of gated MLPs (arXiv 2002.05202): for the decoder's MLP and for experts, on gates [..., F]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.n
 
 
 def gated(gate: Float[Array, "*R F"], up: Float[Array, "*R F"], *, form: ExpertForm) -> Float[Array, "*R F"]:
-    """Returns what experts of a `form` make of their first two products."""
+    """Returns the activated gate times `up`: the input of an expert's down projection.
+
+    With a limit, gpt-oss's clamped SwiGLU: both are clamped, and 1 is added to `up`.
+    """
     if form.limit is None:
         return ACTIVATIONS[form.act](gate) * up
     gate, up = jnp.minimum(gate, form.limit), jnp.clip(up, -form.limit, form.limit)

@@ -1,4 +1,4 @@
-"""Vectors as far as few directions hold them."""
+"""Low-rank approximation of vectors [B, n, d] by a truncated SVD; the ShadowKV policy calls it for keys."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from icejax.ops.attention.dense import EINSUM
 
 
 def low_rank(x: Float[Array, "B n d"], rank: int) -> Float[Array, "B n d"]:
-    """Returns the nearest vectors in fp32 that span no more than `rank` directions, as a truncated SVD has them.
+    """Returns the projection of `x` on its first `rank` right singular vectors, in fp32.
 
-    The directions are those of the largest eigenvalues of the products of channels: an SVD of as many vectors as a long text
-    has would take their number times as much memory.
+    The singular vectors are computed as eigenvectors of x^T x [B, d, d]: an SVD of the n vectors of a long text would take far
+    more memory.
     """
     x = x.astype(jnp.float32)
-    main = jnp.linalg.eigh(EINSUM("bnd,bne->bde", x, x))[1][..., -rank:]  # in rising order
-    return EINSUM("bnr,bdr->bnd", EINSUM("bnd,bdr->bnr", x, main), main)
+    directions = jnp.linalg.eigh(EINSUM("bnd,bne->bde", x, x))[1][..., -rank:]  # eigenvalues rise
+    return EINSUM("bnr,bdr->bnd", EINSUM("bnd,bdr->bnr", x, directions), directions)

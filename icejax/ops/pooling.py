@@ -1,4 +1,4 @@
-"""Means over neighbours whose number and side differ by head."""
+"""Means over neighbouring keys [B, K, G, S], shifted and widened by head; the RestKV policy smooths its scores with them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from jaxtyping import Array, Bool, Float, Int
 def shifted_mean(
     x: Float[Array, "B K G S"], inside: Bool[Array, "B K S"], shift: Int[Array, "B K G"], *, kernel: int
 ) -> Float[Array, "B K G S"]:
-    """Returns the mean over `kernel` neighbours around a shifted place; over as many more as the own place needs to be one.
+    """Returns for each place the mean over the neighbours of the place `shift` to its right.
 
-    Past the first and the last place that is `inside` that one is repeated. Places inside are one run.
+    The mean runs from -h to h around the shifted place, h = max(kernel // 2, |shift|), so that it covers the place itself.
+    Beyond the first and the last place `inside`, the value of that place is repeated.
+
+    Example: kernel 3 and shift 2 give h = 2. The mean for place 5 covers places 5 to 9, around 7; if place 8 is the last
+    inside, it is (x[5] + x[6] + x[7] + x[8] + x[8]) / 5.
 
     Args:
-        shift: how many places further right the neighbours are, left below 0.
+        inside: the places that hold a key; they are contiguous.
+        shift: places to the right; a negative shift is to the left.
         kernel: an odd number.
     """
     half = jnp.maximum(kernel // 2, jnp.abs(shift))[..., None]
@@ -24,8 +29,8 @@ def shifted_mean(
     last = jnp.maximum(first + inside.sum(-1)[..., None, None] - 1, first)
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        found = jnp.take_along_axis(x, jnp.clip(places + step, first, last), axis=-1)
-        return total + jnp.where(jnp.abs(step) <= half, found, 0)
+        values = jnp.take_along_axis(x, jnp.clip(places + step, first, last), axis=-1)
+        return total + jnp.where(jnp.abs(step) <= half, values, 0)
 
-    most = half.max()
-    return jax.lax.fori_loop(-most, most + 1, add, jnp.zeros_like(x)) / (2 * half + 1).astype(x.dtype)
+    widest = half.max()
+    return jax.lax.fori_loop(-widest, widest + 1, add, jnp.zeros_like(x)) / (2 * half + 1).astype(x.dtype)

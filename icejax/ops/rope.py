@@ -1,4 +1,4 @@
-"""Rotary position embeddings (arXiv 2104.09864) and the ways families stretch them."""
+"""Rotary position embeddings (RoPE, arXiv 2104.09864) and their scalings; attention layers call it on heads [B, T, N, H]."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from icejax.config import Rope, RopeScaling
 def cos_sin(
     positions: Int[Array, "B T"], lengths: Int[Array, " B"], *, rope: Rope
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
-    """Returns fp32 cos and sin of every position for the R channels that are rotated, halves repeated, as `rotate` takes them.
+    """Returns fp32 cos and sin of every position for the R rotated channels, in the layout of `rotate`: R / 2 values, twice.
+
+    Example: size 4 and theta 10000 give the frequencies 1 and 0.01, so the angles of position 3 are [3, 0.03, 3, 0.03].
 
     Args:
         positions: token positions from 0.
-        lengths: tokens seen so far in each row; only `dynamic` scaling depends on them.
+        lengths: tokens of each row so far; only `dynamic` scaling depends on them.
     """
     scaling = rope.scaling
     if scaling is not None and scaling.rope_type == "dynamic":
@@ -34,25 +36,26 @@ def cos_sin(
 
 
 def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T R"], sin: Float[Array, "*B T R"]) -> Float[Array, "*B T N H"]:
-    """Returns `x` with its first R channels rotated, in its own dtype; Hugging Face's layout (first half with second half)."""
-    wide, rest = x[..., : cos.shape[-1]].astype(jnp.float32), x[..., cos.shape[-1] :]
-    first, second = jnp.split(wide, 2, axis=-1)
-    turned = jnp.concatenate([-second, first], axis=-1)
-    rotated = (wide * cos[..., None, :] + turned * sin[..., None, :]).astype(x.dtype)
+    """Returns `x` with its first R channels rotated, in its dtype; channel i is paired with i + R / 2, as in Hugging Face."""
+    channels, rest = x[..., : cos.shape[-1]].astype(jnp.float32), x[..., cos.shape[-1] :]
+    first, second = jnp.split(channels, 2, axis=-1)
+    crossed = jnp.concatenate([-second, first], axis=-1)
+    rotated = (channels * cos[..., None, :] + crossed * sin[..., None, :]).astype(x.dtype)
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
 def halves(x: Float[Array, "*B T N H"], size: int) -> Float[Array, "*B T N H"]:
-    """Returns heads whose first `size` channels are pairs to be rotated as `rotate` takes them: the first of each, the second.
+    """Returns heads with their first `size` channels reordered from neighbouring pairs to the two halves that `rotate` takes.
 
-    Done to queries and keys alike it leaves their products as they are.
+    Example: size 4 turns channels [a0, a1, b0, b1, c] into [a0, b0, a1, b1, c]. Products of queries and keys do not change if
+    both are reordered.
     """
     pairs = x[..., :size].reshape(*x.shape[:-1], -1, 2)
     return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., size:]], axis=-1)
 
 
 def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
-    """Returns queries times what they grow by with their positions, in their own dtype."""
+    """Returns queries times 1 + query_beta ln(1 + n), n = position // original context, in their dtype (Ministral 3)."""
     scaling = rope.scaling
     if scaling is None or not scaling.query_beta:
         return q
@@ -62,10 +65,10 @@ def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Ro
 
 
 def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
-    """Returns heads that stand at some positions as they stand `by` further, in their own dtype.
+    """Returns heads after RoPE as if their tokens stood `by` positions later, in their dtype.
 
-    So does a cache give its keys new positions (StreamingLLM, arXiv 2309.17453). Nothing is scaled: the attention factor of
-    `yarn` is in them already.
+    A cache gives its keys new positions with it (StreamingLLM, arXiv 2309.17453). The attention factor of `yarn` is not
+    applied: the heads hold it already.
 
     Raises:
         InputError: the frequencies are not fixed.
@@ -77,7 +80,7 @@ def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B 
 
 
 def check_rerotation(rope: Rope) -> None:
-    """Raises InputError if such heads cannot be turned to other positions."""
+    """Raises InputError if rotated heads cannot be moved to other positions, because the frequencies depend on the length."""
     if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
         raise InputError(
             "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where they change "
@@ -86,7 +89,11 @@ def check_rerotation(rope: Rope) -> None:
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """Returns the fp32 inverse frequencies [R / 2] of every scaling but `dynamic`."""
+    """Returns the fp32 inverse frequencies [R / 2], theta^(-2 i / R) before scaling.
+
+    Raises:
+        ValueError: the scaling is `dynamic`, whose frequencies depend on the length.
+    """
     size, theta, scaling = rope.size, rope.theta, rope.scaling
     plain = (1.0 / theta ** (np.arange(0, size, 2, dtype=np.float64) / size)).astype(np.float32)
     match scaling.rope_type if scaling is not None else None:
@@ -99,15 +106,15 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
         case "yarn":
             return _yarn(plain, scaling, theta=theta, size=size)
         case "proportional":
-            turned = np.arange(size // 2) < int(scaling.part * size // 2)
-            return np.where(turned, plain / np.float32(scaling.factor), np.float32(0))
+            rotated = np.arange(size // 2) < int(scaling.part * size // 2)
+            return np.where(rotated, plain / np.float32(scaling.factor), np.float32(0))
         case "longrope":
             return plain / np.asarray(scaling.factors, np.float32)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no fixed frequencies")
 
 
 def _dynamic(lengths: jax.Array, scaling: RopeScaling, *, theta: float, size: int) -> jax.Array:
-    """NTK by length: the base grows once a text is longer than the trained context."""
+    """Returns frequencies of NTK scaling by length, f32[B, R / 2]: theta grows once a text exceeds the trained context."""
     trained = scaling.original_max_position_embeddings
     seen = jnp.maximum(lengths, trained).astype(jnp.float32)
     stretch = scaling.factor * seen / trained - (scaling.factor - 1.0)
@@ -116,7 +123,7 @@ def _dynamic(lengths: jax.Array, scaling: RopeScaling, *, theta: float, size: in
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, the band between blended (Llama 3.1)."""
+    """Returns Llama 3.1's frequencies: low ones are divided by the factor, high ones stay, the band between is blended."""
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -124,7 +131,7 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, scaling: RopeScaling, *, theta: float, size: int) -> np.ndarray:
-    """NTK by parts: a ramp over dimensions from interpolation to extrapolation (arXiv 2309.00071 section 3.2)."""
+    """Returns frequencies of NTK by parts: a ramp from unscaled to divided by the factor (arXiv 2309.00071 section 3.2)."""
 
     def dimension(turns: float) -> float:
         context = scaling.original_max_position_embeddings

@@ -1,4 +1,7 @@
-"""Slots on the device: where tokens are put, and moves of tokens between layouts."""
+"""Writes of tokens into slots, and layouts of keys and values: [B, T, K, H] in a layer, [B, K, S, H] or [B K, S, H] in a cache.
+
+The bases and policies of the cache call them.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,29 @@ from icejax.ops.topk import ranks
 
 
 def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
-    """Returns `buffer`, rows and KV heads in one axis, with `new` in `slot` of each row."""
+    """Returns `buffer` with `new` in slot `slot` of each row; rows and KV heads are one axis, R = B K."""
     heads = new.shape[1]
     slots, new = jnp.repeat(slot, heads), joined(new)[:, None].astype(buffer.dtype)
     if len(slot) == 1:
         return jax.lax.dynamic_update_slice(buffer, new, (0, slots[0], 0))
-    singly = functools.partial(_singly, together=heads)
-    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scattered, rocm=_scattered, default=singly)
+    in_turn = functools.partial(_write_in_turn, together=heads)
+    return jax.lax.platform_dependent(buffer, new, slots, cuda=_scatter, rocm=_scatter, default=in_turn)
 
 
 def append_apart(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]) -> Float[Array, "R S H"]:
-    """Returns `buffer`, rows and KV heads in one axis, with `new` in a `slot` of each row and KV head."""
+    """Returns `buffer` with `new` in a slot of its own for each row and KV head."""
     parts = buffer, joined(new)[:, None].astype(buffer.dtype), slot.reshape(-1)
-    singly = functools.partial(_singly, together=1)
-    return jax.lax.platform_dependent(*parts, cuda=_scattered, rocm=_scattered, default=singly)
+    in_turn = functools.partial(_write_in_turn, together=1)
+    return jax.lax.platform_dependent(*parts, cuda=_scatter, rocm=_scatter, default=in_turn)
 
 
-def _scattered(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """In one kernel; XLA:CPU would copy the buffer for it."""
+def _scatter(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes all rows in one kernel, for GPUs: XLA:CPU would copy the buffer."""
     return buffer.at[jnp.arange(len(buffer)), slots].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
 
 
-def _singly(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: int) -> jax.Array:
-    """Writes `together` KV heads, which have one slot, at a time."""
+def _write_in_turn(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, together: int) -> jax.Array:
+    """Writes `together` neighbouring KV heads at a time, which share one slot."""
     for row in range(0, len(buffer), together):
         buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + together], (row, slots[row], 0))
     return buffer
@@ -51,12 +54,12 @@ def apart(x: Shaped[Array, "R ..."], heads: int) -> Shaped[Array, "B K ..."]:
 
 
 def per_head(mask: Bool[Array, "B S"], heads: int) -> Bool[Array, "B K S"]:
-    """Returns a mask of rows for every KV head."""
+    """Returns the mask of each row, repeated for every KV head."""
     return jnp.broadcast_to(mask[:, None, :], (mask.shape[0], heads, mask.shape[1]))
 
 
 def by_head(x: Shaped[Array, "B T K H"]) -> Shaped[Array, "B K T H"]:
-    """Returns keys or values as a layer makes them, or a mask of them, in the order of a cache."""
+    """Returns a layer's keys, values or mask in the axis order of a cache."""
     return x.transpose(0, 2, 1, 3)
 
 
@@ -68,5 +71,8 @@ def take(x: Float[Array, "B K T H"], positions: Int[Array, "#B S"], mask: Bool[A
 
 
 def order(positions: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Int[Array, "B S"]:
-    """Returns how many slots in `mask` have an earlier position; what stands outside comes last."""
-    return ranks(jnp.where(mask, -positions.astype(jnp.float32), -jnp.inf))  # whole numbers up to 2^24 are exact
+    """Returns for each slot how many slots in `mask` have an earlier position; slots outside `mask` come last.
+
+    Example: positions [7, 2, 9, 4] with the third slot outside `mask` give [2, 0, 3, 1].
+    """
+    return ranks(jnp.where(mask, -positions.astype(jnp.float32), -jnp.inf))  # fp32 holds integers up to 2^24 exactly

@@ -1,1 +1,1 @@
-"""Devices and their memory, compiler options, the compile cache, and reading host memory from a program."""
+"""Devices and their memory, compiler options, the compile cache and its clock, and reads of host memory inside a program."""

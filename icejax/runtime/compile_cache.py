@@ -1,4 +1,4 @@
-"""Compiled programs, kept from one command to the next: compiling takes longer than a short answer."""
+"""The compile cache on disk, which spares later commands compiling; the command line sets it up."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ MOST_BYTES = 2 * 2**30
 
 
 def keep_programs(folder: str | None) -> None:
-    """Has JAX keep what it compiles from now on in `folder` (None: in the user's cache directory, `none`: nowhere).
+    """Makes JAX save compiled programs in `folder` from now on (None: the user's cache directory, `none`: nowhere).
 
-    When they take too many bytes, the programs that were used longest ago make room.
+    Beyond `MOST_BYTES` the least recently used programs are deleted.
     """
     if folder == "none":
         return
     programs = Path(folder or cache_home() / "programs")
-    with contextlib.suppress(OSError):  # JAX warns of a folder that it cannot write
-        _tell_times(programs)
+    with contextlib.suppress(OSError):  # JAX itself warns of a folder that it cannot write
+        _write_missing_times(programs)
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _tell_times(programs: Path) -> None:
-    """Writes when a program was used for those that were kept without a bound, or by a process that was killed.
+def _write_missing_times(programs: Path) -> None:
+    """Writes missing times of last use, of programs saved without a size limit or by a process that was killed.
 
-    JAX keeps nothing more in a folder with one program whose time it does not find.
+    JAX saves no more programs in a folder where one program has no such time.
     """
     for program in programs.glob("*-cache"):
-        used = program.with_name(program.name.removesuffix("-cache") + "-atime")
-        if not used.exists():
-            used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
+        last_use = program.with_name(program.name.removesuffix("-cache") + "-atime")
+        if not last_use.exists():
+            last_use.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))

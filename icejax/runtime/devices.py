@@ -1,4 +1,4 @@
-"""Devices, the memory they read, and how much of the host's may be pinned: no other module names them."""
+"""Devices, their memory spaces and the limit of pinned host memory; all rooms above call it, and none names a device itself."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from icejax.checks.errors import InputError, input_error_from
 from icejax.checks.numbers import integer
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-PINNED = "pinned_host"  # the kind of the host's memory that programs read
-PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA reads it when its backend starts
+PINNED = "pinned_host"  # memory kind of the host memory that programs read
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable that XLA reads when its backend starts
 
 
 def started() -> bool:
-    """Says whether JAX has taken its devices already."""
+    """Says whether JAX has started its backend."""
     return xla_bridge.backends_are_initialized()
 
 
 def check_device() -> None:
-    """Raises InputError where JAX has no device, as without a driver; its backend starts here."""
+    """Starts JAX's backend; raises InputError if it finds no device, for example without a driver."""
     with input_error_from(
         f"JAX finds no device, with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: look at it and at the drivers"
     ):
@@ -32,7 +32,7 @@ def check_device() -> None:
 
 
 def platform() -> str:
-    """Returns what programs are compiled for and run on: cpu, gpu or tpu."""
+    """Returns the platform that programs run on: cpu, gpu or tpu."""
     return jax.default_backend()
 
 
@@ -42,25 +42,25 @@ def device(platform: str | None = None) -> jax.Device:
 
 
 def device_name(named: jax.Device | None = None) -> str:
-    """Returns platform and kind of a device; of `device()`, if none is given."""
+    """Returns the platform and kind of a device, `device()` by default."""
     named = named or device()
     return f"{named.platform}: {named.device_kind}"
 
 
 def devices() -> list[dict[str, Any]]:
-    """Returns of every device its name, the kinds of memory that it reads, and the bytes of its own that JAX may take."""
+    """Returns for every device its name, the kinds of memory that it reads, and the bytes of its memory that JAX may take."""
     return [
         dict(
-            device=device_name(each),
-            memory_kinds=[kind.kind for kind in each.addressable_memories()],
-            bytes_limit=(each.memory_stats() or {}).get("bytes_limit"),
+            device=device_name(device_),
+            memory_kinds=[kind.kind for kind in device_.addressable_memories()],
+            bytes_limit=(device_.memory_stats() or {}).get("bytes_limit"),
         )
-        for each in jax.devices()
+        for device_ in jax.devices()
     ]
 
 
 def device_sharding(named: jax.Device | None = None) -> SingleDeviceSharding:
-    """Returns the sharding of arrays in the memory of a device; of `device()`, if none is given."""
+    """Returns the sharding of arrays in the memory of a device, `device()` by default."""
     return SingleDeviceSharding(named or device())
 
 
@@ -70,16 +70,20 @@ def host_sharding() -> SingleDeviceSharding:
 
 
 def raise_pinned_limit() -> None:
-    """Lets XLA:GPU pin three quarters of the machine's memory, where it would stop at 64 GiB, if JAX has not started yet.
+    """Lets XLA:GPU pin three quarters of the machine's memory instead of 64 GiB, if JAX has not started yet.
 
-    It pins in powers of two, up to the limit: with all of the memory for a limit a pool of 68 GiB would take 128.
+    XLA rounds a request up to a power of two, if the limit allows: with all memory as the limit, a pool of 68 GiB takes 128.
     """
     if not started():
         os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
 
 
 def pinned_limit() -> int:
-    """Returns how many bytes XLA:GPU may pin; InputError if the environment says something else than a number."""
+    """Returns how many bytes XLA:GPU may pin.
+
+    Raises:
+        InputError: the environment's value is not a whole number.
+    """
     text = os.environ.get(PINNED_LIMIT, "64")
     try:
         return int(text) * 2**30
@@ -88,27 +92,27 @@ def pinned_limit() -> int:
 
 
 def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -> None:
-    """Raises InputError, which begins with `what` and ends with `advice`, if host memory has no `need` bytes to pin.
+    """Raises InputError, which begins with `what` and ends with `advice`, if `need` bytes of host memory cannot be pinned.
 
     Args:
-        limit: bytes that may be taken; None: what is free.
+        limit: bytes that may be taken; None: all free bytes.
     """
     free = psutil.virtual_memory().available
     if need > (free if limit is None else min(free, limit)):
-        there = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
+        room = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
         needed = f"{need / 2**30:.1f}" if need > 2**27 else f"{need / 2**30:.3g}"
-        raise InputError(f"{what} {needed} GiB of host memory and {there}: {advice}")
+        raise InputError(f"{what} {needed} GiB of host memory and {room}: {advice}")
     if platform() != "gpu":
         return
-    most, held = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
-    if need + held > most:  # experts may be there beside a cache
-        beside = f" beside {held / 2**30:.1f} that are taken" if held else ""
+    limit_bytes, pinned = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
+    if need + pinned > limit_bytes:  # a model's experts may be pinned beside a cache
+        beside = f" beside {pinned / 2**30:.1f} that are taken" if pinned else ""
         raise InputError(
-            f"{what} {need / 2**30:.1f} GiB of pinned memory{beside} and XLA takes at most {most / 2**30:.0f}: "
-            f"set {PINNED_LIMIT}={(need + held) // 2**30 + 8} before JAX starts"
+            f"{what} {need / 2**30:.1f} GiB of pinned memory{beside} and XLA takes at most {limit_bytes / 2**30:.0f}: "
+            f"set {PINNED_LIMIT}={(need + pinned) // 2**30 + 8} before JAX starts"
         )
 
 
 def check_limit(limit: int | None) -> int | None:
-    """Returns the bytes of host memory that a cache may take, None for what is free; InputError for what is no such number."""
+    """Returns `limit`, the bytes of host memory that a cache may take (None: all free); InputError if it is out of range."""
     return None if limit is None else integer("host_memory_limit", limit, most=2**63)

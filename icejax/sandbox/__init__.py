@@ -1,1 +1,1 @@
-"""Programs that strangers wrote, run in a process of their own with limits."""
+"""Untrusted programs (chat templates, regular expressions), run in a process of their own with limits."""

@@ -1,8 +1,8 @@
-"""The process for what strangers wrote as a program, which may loop for ever or fill the memory.
+"""Worker process for untrusted chat templates and regular expressions, which may loop for ever or fill the memory.
 
-That is chat templates and regular expressions. `icejax/sandbox/client.py` starts this file by its path, with the folders that
-hold Jinja: nothing else is loaded, so it is there at once. It reads requests from stdin and writes answers to stdout, one JSON
-object a line. What a template sees is what transformers shows it.
+`icejax/sandbox/client.py` starts this file by its path, with the folders of Jinja as arguments. It loads nothing else, so it
+starts fast. It reads requests from stdin and writes answers to stdout, one JSON object per line. A template has the same
+functions and variables as in transformers.
 """
 
 import json
@@ -25,7 +25,7 @@ MEMORY = 2**30  # bytes
 
 
 class Generation(Extension):
-    """The tag around an answer, by which training finds it: here only what it holds counts."""
+    """The tag around the assistant's text, by which training finds it: here the tag has no effect."""
 
     tags = {"generation"}
 
@@ -35,7 +35,7 @@ class Generation(Extension):
 
 
 class MakeDict:
-    """What `dict` is to a template: no class, from which it could climb to others."""
+    """Stands for `dict` in a template: not a class, from which a template could reach other classes."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -45,9 +45,9 @@ class MakeDict:
 
 
 class PlainNamespace(Namespace):
-    """Jinja's, without attributes of Python's own."""
+    """Jinja's namespace, but no name may begin with an underscore, as Python's own attributes do."""
 
-    def __init__(*args, **kwargs):  # as Jinja's: an attribute may be named `self`
+    def __init__(*args, **kwargs):  # like Jinja's: an attribute may be named `self`
         self, args = args[0], args[1:]
         attributes = dict(*args, **kwargs)
         for name in attributes:
@@ -69,7 +69,7 @@ def raise_exception(message):
 
 
 def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Jinja's own would escape what is special in HTML."""
+    """Writes JSON without the escapes for HTML that Jinja's own filter makes."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -80,17 +80,17 @@ compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 
 
 def fits(expression, names):
-    """Returns whether a regular expression fits the beginning of one of the names, and the seconds it took; or a fault."""
+    """Returns whether a regular expression matches the start of one of the names, and the CPU seconds; or a fault."""
     started = time.process_time()
     try:
-        found = any(re.match(expression, name) for name in names)
-        return {"fits": found, "seconds": time.process_time() - started}
+        match = any(re.match(expression, name) for name in names)
+        return {"fits": match, "seconds": time.process_time() - started}
     except Exception as error:
         return {"fault": f"fails: {' '.join(str(error).split())[:300] or type(error).__name__}"}
 
 
 def rendered(template, variables, now, most):
-    """Returns the text of a template, or why there is none; `now` is unix time, `most` is in characters."""
+    """Returns the text of a template, or a fault; `now` is unix time, `most` is the largest number of characters."""
 
     def strftime_now(form):
         return datetime.fromtimestamp(now).strftime(form)
@@ -111,25 +111,25 @@ def rendered(template, variables, now, most):
 
 
 def limit(what, value):
-    """Sets a limit of this process, but not above the one it was given."""
-    most = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+    """Sets a resource limit of this process, but not above the present hard limit."""
+    hard_limit = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit), hard_limit))
 
 
 def main():
     """Answers requests until stdin ends."""
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 0)
-    if sys.platform == "linux":  # others do not take it
+    if sys.platform == "linux":  # other systems refuse it
         limit(resource.RLIMIT_AS, MEMORY)
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # What loops ends by itself too, should nobody be left to end it.
-        limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + request.pop("seconds")) + 1)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        # A loop ends at this limit even if the client is gone.
+        limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + request.pop("seconds")) + 1)
         answer = (fits if "expression" in request else rendered)(**request)
-        answered = json.dumps(answer, ensure_ascii=False)
-        sys.stdout.buffer.write(answered.encode("utf-8", "surrogatepass") + b"\n")
+        text = json.dumps(answer, ensure_ascii=False)
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
 
 

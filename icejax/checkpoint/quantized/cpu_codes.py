@@ -1,4 +1,10 @@
-"""How narrow numbers stand on a CPU, where XLA widens most of them one by one, and all of a matrix wherever it needs a part."""
+"""Narrow numbers in the form that a CPU multiplies fast: int8 codes, or bfloat16 numbers as uint16 bits.
+
+XLA widens most other narrow dtypes on a CPU number by number, and the whole matrix wherever it needs a part.
+`icejax.checkpoint.tensor_mapping` calls it. `Grouped` reads the result.
+
+Example: the fp8 code 0x3C is 1.5, and becomes 0x3FC0, the bits of 1.5 in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +15,17 @@ from icejax.checkpoint.quantized.float4 import doubled
 from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 
 HALF, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-BITS = np.arange(256, dtype=np.uint8).view(FP8).astype(HALF).view(np.uint16)  # of every number of fp8 in bfloat16
+BITS = np.arange(256, dtype=np.uint8).view(FP8).astype(HALF).view(np.uint16)  # the bfloat16 bits of each fp8 code
 
 
 def for_cpu(tensor: np.ndarray | QuantizedMatrix) -> np.ndarray | QuantizedMatrix:
-    """Returns a parameter in a form whose numbers a CPU widens fast (`ops.quantized.products.Grouped`): none of them changes.
+    """Returns a parameter in a form whose numbers a CPU widens fast (`ops.quantized.products.Grouped`); no weight changes.
 
-    Codes of four bits take a byte, those of fp8 the two of a bfloat16, and matrices in bfloat16 become their bits.
+    int4 and e2m1 codes become int8, fp8 codes become bfloat16 bits in uint16. A bfloat16 matrix [..., O, I] becomes its bits
+    uint16[..., 1, O, I] with scales of 1. Other parameters stay.
+
+    Args:
+        tensor: an array, or codes with groups first, [..., G, O, g].
     """
     if not isinstance(tensor, QuantizedMatrix):
         if tensor.dtype != HALF or tensor.ndim < 2:

@@ -1,4 +1,9 @@
-"""Matrices of e2m1, two numbers of four bits in a byte, the lower first (OCP Microscaling Formats 1.0, NVIDIA's NVFP4)."""
+"""Matrices of e2m1 numbers, two 4-bit codes per byte, the lower nibble first (OCP Microscaling Formats 1.0, NVIDIA's NVFP4).
+
+`icejax.checkpoint.quantized.formats` chooses these layouts by config.json. Bytes u8[R, C] hold the codes float4_e2m1fn[R, 2 C].
+
+Example: the byte 0x21 holds the codes 1 and 2, which are 0.5 and 1.0; with a scale of 4 the weights are 2 and 4.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,12 @@ import numpy as np
 from icejax.checkpoint.quantized.layouts import Layout, Part, QuantizedMatrix, Shape, nibbles
 
 FLOAT4, EXPONENTS = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)  # a number of e2m1, by its bits
+# Twice the number of each e2m1 code: 0, 1, 2, 3, 4, 6, 8, 12, then the same with a minus.
+TWICE = (2 * np.arange(16, dtype=np.uint8).view(FLOAT4).astype(np.float32)).astype(np.int8)
 
 
 def doubled(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Returns a matrix of e2m1 as int8, its numbers doubled, as `ops.quantized.products.Grouped` needs it; another as it is."""
+    """Returns an e2m1 matrix as int8 numbers twice as large, with half the scale, as `Grouped` needs; others unchanged."""
     if matrix.codes.dtype != FLOAT4:
         return matrix
     return matrix._replace(codes=TWICE[matrix.codes.view(np.uint8)], scale=matrix.scale * np.float32(0.5))
@@ -24,18 +30,20 @@ def doubled(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Float4(Layout):
-    """compressed-tensors' nvfp4- and mxfp4-pack-quantized: scales of e4m3 over one of the whole matrix, or powers of two.
+    """The formats nvfp4-pack-quantized and mxfp4-pack-quantized of compressed-tensors.
+
+    nvfp4 has an e4m3 scale per block, divided by one float32 scale of the matrix; mxfp4 has a power of two per block.
 
     Attributes:
-        powers: whether scales are powers of two.
+        powers: whether scales are powers of two (mxfp4).
     """
 
     powers: bool
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         scales = {"weight_scale": Part(("U8", "F8_E8M0") if self.powers else ("F8_E4M3",), (self.grid(shape),))}
-        whole = {name: Part(("F32",), ((1,), ()), name[0] == "w") for name in ("weight_global_scale", "input_global_scale")}
-        return {"weight_packed": Part(("U8",), ((shape[0], -(-shape[1] // 2)),))} | scales | ({} if self.powers else whole)
+        scalars = {name: Part(("F32",), ((1,), ()), name[0] == "w") for name in ("weight_global_scale", "input_global_scale")}
+        return {"weight_packed": Part(("U8",), ((shape[0], -(-shape[1] // 2)),))} | scales | ({} if self.powers else scalars)
 
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         scale = parts["weight_scale"]
@@ -48,7 +56,10 @@ class Float4(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4(Layout):
-    """gpt-oss's form of a stack [E, I, O] of turned matrices, as codes [E, O, I]: blocks of 32, exponents of their scales."""
+    """gpt-oss's form of turned expert matrices [E, I, O], stored as codes [E, O, I] in blocks of 32 along I.
+
+    Each block has one scale, a power of two stored as its exponent (e8m0).
+    """
 
     block: tuple[int, int] = (1, 32)
     axes: ClassVar[int] = 3
@@ -67,5 +78,5 @@ class Mxfp4(Layout):
 
 
 def _codes(packed: np.ndarray) -> np.ndarray:
-    """Returns the numbers of bytes u8[R, C]: float4_e2m1fn[R, 2 C]."""
+    """Returns the codes in bytes u8[R, C]: float4_e2m1fn[R, 2 C]."""
     return nibbles(packed).view(FLOAT4)

@@ -1,4 +1,8 @@
-"""The `quantization_config` of a config.json: which matrices of a folder stand as codes, and in which layout."""
+"""The `quantization_config` of a config.json: which matrices of a folder are stored as codes, and in which layout.
+
+`icejax.checkpoint.tensors` calls it. A parameter is read from its stored parts: a matrix [O, I] (or [E, O, I] of all experts)
+as codes [O, I] with scales and zero points [O, G].
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from icejax.sandbox.client import APART
 
 SOURCE = "config.json: quantization_config"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # no method here changes them
-MOST_SECONDS = 60
-# Fields that say how codes were found, or how others compute with them.
+KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # never quantised
+MOST_SECONDS = 60  # CPU time of all regular expressions of a folder
+# Fields about how codes were computed, or about other runtimes: they do not change what codes mean.
 IRRELEVANT = frozenset(
     """activation_scheme act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
     damp_percent dataset dequantize do_fuse exllama_config fuse_max_seq_len global_compression_ratio input_activations
@@ -32,7 +36,7 @@ IRRELEVANT = frozenset(
     quantization_status run_compressed scale_dtype scale_fmt static_groups sym tokenizer true_sequential use_cuda_fp16
     use_exllama use_optimized_inference version zp_dtype""".split()
 )
-# Fields that would change how codes are read, with the only values that do not.
+# Fields that can change what codes mean, with the values that do not.
 NEUTRAL = {
     "desc_act": (False,),
     "dynamic": (False, {}),
@@ -45,24 +49,24 @@ NEUTRAL = {
     "transform_config": ({},),
     "zero_point": (True,),
 }
-# compressed-tensors: the type and the bits that the codes of each format may have.
+# compressed-tensors: the allowed type and bits of codes, by format.
 COMPRESSED = {
     "float-quantized": ("float", (8,)), "int-quantized": ("int", (8,)), "pack-quantized": ("int", (4, 8)),
     "mxfp4-pack-quantized": ("float", (4,)), "nvfp4-pack-quantized": ("float", (4,)),
 }  # fmt: skip
-Layouts = Callable[[Sequence[str]], Layout | None]  # of a module, by its names; None: its weight is stored as it is
+Layouts = Callable[[Sequence[str]], Layout | None]  # names of a module -> its layout; None: not quantised
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a parameter is read from.
+    """The stored tensors that a parameter is read from.
 
     Attributes:
-        key: of the parameter.
-        shape: of it.
-        parts: the tensors, by key.
-        layout: of its codes; None: it is no codes.
-        method: that it is rounded by as it is read, and the only part is the parameter itself; None: it is not.
+        key: key of the parameter.
+        shape: shape of the parameter.
+        parts: stored tensors, by key.
+        layout: layout of the parameter's codes; None: the parameter is not quantised.
+        method: how the parameter is rounded as it is read: its only part is then the parameter itself; None: it is not rounded.
     """
 
     key: str
@@ -72,9 +76,9 @@ class Source:
     method: Method | None = None
 
     def read(self, tensors: dict[str, np.ndarray], *, expert: int | None = None) -> np.ndarray | QuantizedMatrix:
-        """Returns the parameter, or that of one `expert` of those that stand in it, from its tensors, as stored or as codes.
+        """Returns the parameter from its stored tensors, as stored or as codes; with `expert`, the matrix of this expert.
 
-        InputError if these are not sound.
+        InputError if the tensors are not valid codes.
         """
         if self.layout is None or self.method is not None:
             tensor = next(iter(tensors.values()))
@@ -87,13 +91,13 @@ class Source:
             raise InputError(f"{prefix}{error}: fetch the folder again") from None
 
     def about(self, stored: dict[str, tuple[Shape, str]]) -> dict[str, tuple[Shape, str]]:
-        """Returns shape and dtype of each tensor that `written` returns, from those of what is `stored`."""
+        """Returns shape and dtype of each tensor that `written` returns, from shape and dtype of each stored tensor."""
         if self.method is None:
             return stored
-        return {f"{self.layout.prefix(self.key)}{name}": each for name, each in self.layout.about(self.shape).items()}
+        return {f"{self.layout.prefix(self.key)}{name}": entry for name, entry in self.layout.about(self.shape).items()}
 
     def written(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the tensors of a folder of this form: the same, or those of their codes, and they are let go."""
+        """Returns the tensors to write: the stored ones, or the codes of the rounded parameter, which `tensors` then loses."""
         if self.method is None:
             return tensors
         prefix = self.layout.prefix(self.key)
@@ -102,10 +106,10 @@ class Source:
 
 
 def method(raw: dict[str, Any]) -> str | None:
-    """Returns the name of the method that a raw config.json says its weights were quantised by; None: by none.
+    """Returns the name of the quantisation method in a raw config.json; None: the weights are not quantised.
 
     Raises:
-        InputError: it is none that is read here.
+        InputError: the method is not supported.
     """
     fields = Fields(raw).take("quantization_config", dict, default=None)
     if fields is None:
@@ -123,37 +127,39 @@ def sources(
     rounding: Method | None = None,
     names: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Source]:
-    """Returns what each parameter of a folder with this raw config.json is read from, by key.
+    """Returns the stored tensors of each parameter of a folder with this raw config.json, by the parameter's key.
 
     Args:
-        rounding: what matrices become that are not quantised yet; None: they stay.
-        names: by which `quantization_config` may mean each of them; None: its key.
+        shapes: shapes of the parameters, by key.
+        rounding: how matrices that are not quantised are rounded; None: they are not.
+        names: names that `quantization_config` may use for each parameter, by key; None: the key alone.
 
     Raises:
-        InputError: `quantization_config` is not sound, or says what is not read here.
+        InputError: `quantization_config` is invalid or not supported.
     """
-    layouts, found = _layouts(raw if rounding is None else {"quantization_config": rounding.config()}), {}
+    layouts, by_key = _layouts(raw if rounding is None else {"quantization_config": rounding.config()}), {}
     for key, shape in shapes.items():
         layout = layouts([name.removesuffix(".weight") for name in ([key] if names is None else names[key])])
-        whole = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
-        if whole or (layout is not None and len(shape) not in ((2, 3) if rounding is not None else (layout.axes,))):
+        unquantised = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
+        if unquantised or (layout is not None and len(shape) not in ((2, 3) if rounding is not None else (layout.axes,))):
             layout = None
         parts = {key: Part(FLOATS, (shape,))}
-        if layout is not None and rounding is None:  # a part that is a parameter of its own, as a bias may be, is that alone
+        if layout is not None and rounding is None:  # a part under another parameter's key, as a bias, is left to it
             stored = {f"{layout.prefix(key)}{part}": value for part, value in layout.parts(shape).items()}
             parts = {part: value for part, value in stored.items() if part == key or part not in shapes}
-        found[key] = Source(key, shape, parts, layout, rounding if layout is not None else None)
-    return found
+        by_key[key] = Source(key, shape, parts, layout, rounding if layout is not None else None)
+    return by_key
 
 
 def check_groups(sources: Mapping[str, Source], columns: Mapping[str, int]) -> None:
-    """Raises InputError for matrices to be rounded whose columns, by key, make no whole groups."""
+    """Raises InputError for matrices to be rounded whose number of columns, by key, does not divide into groups."""
     groups = {key: source.method.group or 1 for key, source in sources.items() if source.method is not None}
     if cut := [f"{key} has {columns[key]} columns" for key, group in groups.items() if columns[key] % group]:
         raise InputError(f"groups of {max(groups.values())} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
 
 
 def _layouts(raw: dict[str, Any]) -> Layouts:
+    """Returns the function from the names of a module to its layout, as `quantization_config` says."""
     if (name := method(raw)) is None:
         return lambda names: None
     fields = Fields(raw["quantization_config"], SOURCE)
@@ -165,13 +171,13 @@ def _layouts(raw: dict[str, Any]) -> Layouts:
 def _fp8(fields: Fields) -> Layouts:
     block = _block(fields, "weight_block_size", default=(None, None))
     layout = Plain(block=block, dtype="F8_E4M3", scale_name="weight_scale_inv")
-    return _but(_names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers"), layout)
+    return _except(_names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers"), layout)
 
 
 def _awq(fields: Fields) -> Layouts:
     numbers.one_of(f"{SOURCE}: 'bits'", fields.whole("bits", default=4), (4,))
     numbers.one_of(f"{SOURCE}: 'version'", fields.take("version", str, default="gemm").lower(), ("gemm",))
-    return _but(_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
+    return _except(_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
 
 
 def _gptq(fields: Fields) -> Layouts:
@@ -181,12 +187,12 @@ def _gptq(fields: Fields) -> Layouts:
     fields.take("format", str, default="gptq")
     numbers.one_of(f"{SOURCE}: 'checkpoint_format'", version, ("gptq", "gptq_v2"))
     layout = Gptq(block=(1, _group(fields, "group_size", default=128)), bits=bits, less=int(version == "gptq"))
-    return _but(_names(fields, "modules_to_not_convert"), layout)
+    return _except(_names(fields, "modules_to_not_convert"), layout)
 
 
 def _mxfp4(fields: Fields) -> Layouts:
-    left, layout = _names(fields, "modules_to_not_convert"), Mxfp4()
-    return lambda names: None if any(fnmatchcase(f".{x}.", f"*.{name}.*") for x in names for name in left) else layout
+    excluded, layout = _names(fields, "modules_to_not_convert"), Mxfp4()
+    return lambda names: None if any(fnmatchcase(f".{x}.", f"*.{name}.*") for x in names for name in excluded) else layout
 
 
 def _compressed(fields: Fields) -> Layouts:
@@ -199,11 +205,11 @@ def _compressed(fields: Fields) -> Layouts:
         if not isinstance(raw, dict):
             raise InputError(f"{SOURCE}: config_groups.{name} must be an object, got {quoted(raw)}")
         group = Fields(raw, f"{SOURCE}: config_groups.{name}")
-        targets, stored = _names(group, "targets"), group.take("format", str, default=default)
+        targets, stored_format = _names(group, "targets"), group.take("format", str, default=default)
         weights = group.take("weights", dict, default=None)
         finish(group, neutral=NEUTRAL, irrelevant=IRRELEVANT)
         if weights is not None:
-            groups.append((targets, _compressed_layout(stored, Fields(weights, f"{group.source}.weights"))))
+            groups.append((targets, _compressed_layout(stored_format, Fields(weights, f"{group.source}.weights"))))
 
     def layout(names: Sequence[str]) -> Layout | None:
         if modules.fits_any(names, ignored):
@@ -213,13 +219,13 @@ def _compressed(fields: Fields) -> Layouts:
     return layout
 
 
-def _compressed_layout(stored: str, fields: Fields) -> Layout:
-    """Returns the layout of a group of modules from its `weights`."""
-    numbers.one_of(f"{SOURCE}: 'format'", stored, tuple(COMPRESSED))
-    kind, widths = COMPRESSED[stored]
+def _compressed_layout(stored_format: str, fields: Fields) -> Layout:
+    """Returns the layout of a group of modules, from its format and the fields of its `weights`."""
+    numbers.one_of(f"{SOURCE}: 'format'", stored_format, tuple(COMPRESSED))
+    kind, widths = COMPRESSED[stored_format]
     bits = fields.whole("num_bits")
-    numbers.one_of(f"{fields.source}: 'type' of {stored}", fields.take("type", str, default="int"), (kind,))
-    numbers.one_of(f"{fields.source}: 'num_bits' of {stored}", bits, widths)
+    numbers.one_of(f"{fields.source}: 'type' of {stored_format}", fields.take("type", str, default="int"), (kind,))
+    numbers.one_of(f"{fields.source}: 'num_bits' of {stored_format}", bits, widths)
     numbers.one_of(f"{fields.source}: 'actorder'", fields.take("actorder", str, default="static"), ("static", "weight"))
     symmetric = fields.take("symmetric", bool, default=True)
     group, block = _group(fields, "group_size", default=-1), _block(fields, "block_structure", default=None)
@@ -230,8 +236,8 @@ def _compressed_layout(stored: str, fields: Fields) -> Layout:
         raise InputError(f"{fields.source} has no 'block_structure', which the strategy 'block' needs")
     finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
     if bits == 4 and kind == "float":
-        return Float4(block=blocks[strategy], powers=stored == "mxfp4-pack-quantized")
-    if stored == "pack-quantized":
+        return Float4(block=blocks[strategy], powers=stored_format == "mxfp4-pack-quantized")
+    if stored_format == "pack-quantized":
         return Packed(block=blocks[strategy], bits=bits, symmetric=symmetric)
     return Plain(block=blocks[strategy], dtype="I8" if kind == "int" else "F8_E4M3", scale_name="weight_scale")
 
@@ -239,23 +245,23 @@ def _compressed_layout(stored: str, fields: Fields) -> Layout:
 METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
 
 
-def _but(names: tuple[str, ...], layout: Layout) -> Layouts:
-    """Returns `layout` for every module but those that a name stands for: a whole part of their own, between dots."""
+def _except(names: tuple[str, ...], layout: Layout) -> Layouts:
+    """Returns `layout` for every module without one of `names` in its own: mlp.gate is in 0.mlp.gate, not in 0.mlp.gates."""
     return lambda modules: None if any(f".{name}." in f".{module}." for module in modules for name in names) else layout
 
 
 class _Matcher:
-    """Finds modules by compressed-tensors' names for them; the expressions of a folder have a minute for all of it."""
+    """Matches modules with compressed-tensors' names and regular expressions; the expressions share MOST_SECONDS."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     def fits_any(self, names: Sequence[str], patterns: Iterable[str]) -> bool:
-        """Says whether a name is one of a module's, or a regular expression behind `re:` that fits one."""
-        return any(self._fits(p[3:], names) if p.startswith("re:") else p in names for p in patterns)
+        """Says whether a pattern is one of the module's names, or `re:` with a regular expression that fits one."""
+        return any(self._fits(pattern[3:], names) if pattern.startswith("re:") else pattern in names for pattern in patterns)
 
     def _fits(self, expression: str, names: Sequence[str]) -> bool:
-        answer = APART.ask(dict(expression=expression, names=list(names)), most=0)  # it may be made never to end
+        answer = APART.ask(dict(expression=expression, names=list(names)), most=0)  # it may loop for ever
         self._seconds += answer.get("seconds", 0.0)
         if self._seconds > MOST_SECONDS:
             answer = {"fault": f"and those before it took more than {MOST_SECONDS} s"}
@@ -265,28 +271,28 @@ class _Matcher:
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """Returns a list of names of modules; InputError for what is none, or a regular expression that is not sound."""
-    found = fields.take(name, list, default=[])
-    for each in found:
+    """Returns a list of module names; InputError for other types, or an invalid regular expression."""
+    names = fields.take(name, list, default=[])
+    for pattern in names:
         try:
-            re.compile(each[3:] if each.startswith("re:") else "")
+            re.compile(pattern[3:] if pattern.startswith("re:") else "")
         except (AttributeError, re.error, OverflowError, RecursionError):
-            raise InputError(f"{fields.source}: {name!r} must list names or sound expressions, got {quoted(each)}") from None
-    return tuple(found)
+            raise InputError(f"{fields.source}: {name!r} must list names or sound expressions, got {quoted(pattern)}") from None
+    return tuple(names)
 
 
 def _group(fields: Fields, name: str, *, default: int) -> int | None:
-    """Returns a group size; None for -1, all columns."""
+    """Returns a group size in columns; None for -1, all columns."""
     size = fields.whole(name, least=-1, default=default)
     return None if size == -1 else numbers.integer(f"{fields.source}: {name!r}", size)
 
 
 def _block(fields: Fields, name: str, *, default: Any) -> Any:
-    """Returns the rows and columns of a block; InputError for what is no two whole numbers."""
-    found = fields.take(name, list, default=None)
-    if found is None:
+    """Returns the rows and columns of a block; InputError unless there are two whole numbers."""
+    sizes = fields.take(name, list, default=None)
+    if sizes is None:
         return default
-    if len(found) != 2:
-        raise InputError(f"{fields.source}: {name!r} must be rows and columns, got {quoted(found)}")
-    rows, columns = (numbers.integer(f"{fields.source}: {name!r}", size) for size in found)
+    if len(sizes) != 2:
+        raise InputError(f"{fields.source}: {name!r} must be rows and columns, got {quoted(sizes)}")
+    rows, columns = (numbers.integer(f"{fields.source}: {name!r}", size) for size in sizes)
     return rows, columns

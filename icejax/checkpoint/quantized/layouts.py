@@ -1,4 +1,14 @@
-"""Ways in which a matrix stands in a checkpoint as codes: which tensors it is read from, and what their bits say."""
+"""Layouts of quantised matrices in a checkpoint: the stored tensors of a matrix, and how their bits become codes.
+
+`icejax.checkpoint.quantized.formats` chooses a layout by config.json. A matrix [O, I] is read as codes [O, I], with scales and
+zero points [O, G]: a weight is (code - zero) * scale.
+
+Examples:
+    unpack: the word 0x76543210 holds the 4-bit numbers 0 1 2 3 4 5 6 7.
+    spread: a matrix [3, 6] in blocks of 2 rows and 4 columns has scales [[1, 2], [3, 4]]. The last blocks are cut, so groups
+        have gcd(6, 4) = 2 columns, and the scales per group are [[1, 1, 2], [1, 1, 2], [3, 3, 4]].
+    weights: codes [[1, 2, 3, 4]], zero points [[1, 0]] and scales [[0.5, 2]] are the weights [[0, 0.5, 6, 8]].
+"""
 
 from __future__ import annotations
 
@@ -14,17 +24,17 @@ import numpy as np
 from icejax.checks.errors import InputError
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that each of its eight columns stands in
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight output rows
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stored tensor that a parameter is read from.
+    """One of the stored tensors that a parameter is read from.
 
     Attributes:
-        dtypes: which it may have.
-        shapes: which it may have.
+        dtypes: the dtypes that it can have.
+        shapes: the shapes that it can have.
         needed: whether the parameter cannot be read without it.
     """
 
@@ -33,22 +43,22 @@ class Part:
     needed: bool = True
 
     def faults(self, key: str, shape: Shape, dtype: str) -> list[str]:
-        """Returns what is wrong with a tensor that is stored for it."""
+        """Returns what is wrong with the shape or dtype of a stored tensor."""
         if shape not in self.shapes:
-            return [f"{key} has shape {list(shape)}, expected {' or '.join(str(list(each)) for each in self.shapes)}"]
+            return [f"{key} has shape {list(shape)}, expected {' or '.join(str(list(allowed)) for allowed in self.shapes)}"]
         if dtype not in self.dtypes:
             return [f"{key}: dtype {dtype} is not supported: expected {', '.join(self.dtypes)}"]
         return []
 
 
 class QuantizedMatrix(NamedTuple):
-    """A matrix [O, I] whose rows are cut into G groups of equal size, or several: a weight is (its code - zero) times scale.
+    """A matrix [O, I], or several, whose rows are cut into G groups of equal size: a weight is (code - zero) * scale.
 
     Attributes:
         codes: int8, float8_e4m3fn or float4_e2m1fn [..., O, I].
         scale: f32[..., O, G].
         zero: int8[..., O, G]; None: 0.
-        bits: of a code that is an int8.
+        bits: bits of an int8 code.
     """
 
     codes: np.ndarray
@@ -57,55 +67,55 @@ class QuantizedMatrix(NamedTuple):
     bits: int = 8
 
     def weights(self) -> np.ndarray:
-        """Returns the matrix, f32[..., O, I]."""
+        """Returns the weights, f32[..., O, I]."""
         if self.codes.dtype == np.int8:
-            wide = self.codes.astype(np.float32)
-        else:  # a table of all codes is several times faster than a cast
+            weights = self.codes.astype(np.float32)
+        else:  # a table of all codes: several times faster than a cast
             count = 2 ** ml_dtypes.finfo(self.codes.dtype).bits
-            wide = np.arange(count, dtype=np.uint8).view(self.codes.dtype).astype(np.float32)[self.codes.view(np.uint8)]
-        groups = wide.reshape(*self.scale.shape, -1)
+            weights = np.arange(count, dtype=np.uint8).view(self.codes.dtype).astype(np.float32)[self.codes.view(np.uint8)]
+        groups = weights.reshape(*self.scale.shape, -1)
         if self.zero is not None:
             groups -= self.zero[..., None]
         groups *= self.scale[..., None]
-        return wide
+        return weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(abc.ABC):
-    """How a matrix [O, I] stands.
+    """How a matrix [O, I] is stored as codes.
 
     Attributes:
-        block: rows and columns of the matrix that share a scale; None: all there are.
-        axes: of a parameter that stands so; 3 of the matrices of all experts, whose tensors are theirs one behind another.
+        block: rows and columns that share a scale; None: all rows, all columns.
+        axes: axes of the parameter: 2, or 3 for the matrices of all experts, whose stored tensors have experts first.
     """
 
     block: tuple[int | None, int | None]
     axes: ClassVar[int] = 2
 
     def prefix(self, key: str) -> str:
-        """Returns how the names of the tensors of the parameter `key` begin."""
+        """Returns the prefix of the stored tensors' names for the parameter `key`."""
         return key.removesuffix("weight")
 
     @abc.abstractmethod
     def parts(self, shape: Shape) -> dict[str, Part]:
-        """Returns the tensors of a matrix of `shape`, by what their names have behind the prefix."""
+        """Returns the stored tensors of a matrix of `shape`, by their names after the prefix."""
 
     @abc.abstractmethod
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
-        """Returns the matrix from its tensors; InputError for what their shapes do not tell."""
+        """Returns the matrix from its stored tensors; InputError for faults that shapes and dtypes do not show."""
 
     def about(self, shape: Shape) -> dict[str, tuple[Shape, str]]:
-        """Returns shape and dtype of the tensors that `stored` of Plain and Packed makes of a matrix of `shape`."""
+        """Returns shape and dtype of the tensors that `stored` (of Plain and Packed) makes of a matrix of `shape`, by name."""
         needed = {name: part for name, part in self.parts(shape).items() if part.needed}
         return {name: (part.shapes[0], "BF16" if part.dtypes == FLOATS else part.dtypes[0]) for name, part in needed.items()}
 
     def grid(self, shape: Shape) -> tuple[int, int]:
-        """Returns how many blocks the matrix has, down and across."""
+        """Returns the number of blocks of a matrix of `shape`, down and across."""
         down, across = (math.ceil(size / (block or size)) for size, block in zip(shape, self.block, strict=True))
         return down, across
 
     def spread(self, values: np.ndarray, shape: Shape) -> np.ndarray:
-        """Returns a value per block as [O, G], where groups are equal though the last block may be cut."""
+        """Returns a value per block as one per row and group, [O, G]; groups have equal size even if a block is cut."""
         rows, columns = (min(block or size, size) for size, block in zip(shape, self.block, strict=True))
         group = math.gcd(shape[1], columns)
         tall = np.repeat(values.reshape(self.grid(shape)), rows, axis=0)[: shape[0]]
@@ -116,25 +126,25 @@ class Layout(abc.ABC):
         return self.spread(values.astype(np.float32), shape)
 
     def flat(self, shape: Shape) -> tuple[Shape, ...]:
-        """Returns the shapes that a value per block may have: an axis of one block may be left out."""
+        """Returns the shapes that a tensor of one value per block can have: axes of one block may be left out."""
         grid = self.grid(shape)
         return tuple(dict.fromkeys((grid, grid[:1]) if grid[1] == 1 else (grid,))) + (((),) if grid == (1, 1) else ())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Layout):
-    """A code per element of `weight`: fp8's, and compressed-tensors' float-quantized and int-quantized.
+    """One code per element of `weight`: fp8, and compressed-tensors' float-quantized and int-quantized.
 
     Attributes:
-        dtype: of the codes.
-        scale_name: what the scales are called.
+        dtype: dtype of the codes, as safetensors names it.
+        scale_name: name of the stored scales.
     """
 
     dtype: str
     scale_name: str
 
     def parts(self, shape: Shape) -> dict[str, Part]:
-        # What activations were rounded with is passed over: they are not rounded here.
+        # Scales of activations are ignored: activations are not rounded here.
         unused = {name: Part(FLOATS, ((), (1,)), needed=False) for name in ("input_scale", "activation_scale")}
         if self.dtype == "I8":
             unused["input_zero_point"] = Part(("I8",), ((), (1,)), needed=False)
@@ -147,16 +157,16 @@ class Plain(Layout):
         return QuantizedMatrix(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
 
     def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
-        """Returns the tensors of symmetric codes, with scales of bf16."""
+        """Returns the stored tensors of symmetric codes, with scales in bfloat16."""
         return {"weight": matrix.codes, self.scale_name: matrix.scale.astype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Layout):
-    """compressed-tensors' pack-quantized: words along the columns of a row, zero points along the rows.
+    """compressed-tensors' pack-quantized: a word holds codes of several columns of a row, or zero points of several rows.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code, 4 or 8; a word holds 32 / bits codes.
         symmetric: whether there are no zero points.
     """
 
@@ -185,7 +195,7 @@ class Packed(Layout):
         return QuantizedMatrix(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
 
     def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
-        """Returns the tensors of symmetric codes, with scales of bf16."""
+        """Returns the stored tensors of symmetric codes, with scales in bfloat16."""
         return {
             "weight_packed": pack(matrix.codes.view(np.uint8) + np.uint8(2 ** (self.bits - 1)), self.bits),
             "weight_scale": matrix.scale.astype(ml_dtypes.bfloat16),
@@ -195,7 +205,7 @@ class Packed(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Awq(Layout):
-    """AutoAWQ's gemm form: the transposed matrix, words of eight columns in an order of their own."""
+    """AutoAWQ's gemm form: qweight [I, O / 8] and zero points [G, O / 8], words of eight output rows in the order AWQ_ORDER."""
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         groups, words = self.grid(shape)[1], _words(shape[0], 4)
@@ -216,11 +226,11 @@ class Awq(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Gptq(Layout):
-    """GPTQ's form: the transposed matrix, words along its rows, zero points along its columns.
+    """GPTQ's form, here in 4 bits: qweight [I / 8, O], words of eight input columns; zero points [G, O / 8], of output rows.
 
     Attributes:
-        bits: of a code.
-        less: what zero points are stored less: 1 in the first version, 0 in the second.
+        bits: bits of a code, 4 or 8; a word holds 32 / bits codes.
+        less: what stored zero points are too small by: 1 in gptq, 0 in gptq_v2.
     """
 
     bits: int
@@ -234,7 +244,7 @@ class Gptq(Layout):
             "qzeros": Part(("I32",), ((groups, _words(rows, self.bits)),)),
             "scales": Part(FLOATS, ((groups, rows),)),
             "g_idx": Part(("I32",), ((columns,),)),
-            "bias": Part(FLOATS, ((rows,),), needed=False),  # AutoGPTQ wrote one of zeros where there is none
+            "bias": Part(FLOATS, ((rows,),), needed=False),  # AutoGPTQ writes a bias of zeros where the model has none
         }
 
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
@@ -249,13 +259,13 @@ class Gptq(Layout):
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the numbers of `bits` bits, 4 or 8, in words i32[..., W], the lowest first: u8[..., 32 / bits W]."""
-    each = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    return nibbles(each) if bits == 4 else each.copy()
+    """Returns the numbers of `bits` bits (4 or 8) in words i32[..., W], the lowest first: u8[..., 32 / bits W]."""
+    packed = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    return nibbles(packed) if bits == 4 else packed.copy()
 
 
 def nibbles(packed: np.ndarray) -> np.ndarray:
-    """Returns the numbers of four bits in bytes u8[..., C], the lower of each first: u8[..., 2 C]."""
+    """Returns the 4-bit numbers in bytes u8[..., C], the lower nibble first: u8[..., 2 C]."""
     numbers = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=numbers[..., 0])
     np.right_shift(packed, 4, out=numbers[..., 1])
@@ -263,7 +273,7 @@ def nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the words i32[R, W] of numbers u8[R, C], as `unpack` reads them; what the last one has too many is 0."""
+    """Returns numbers u8[R, C] packed in words i32[R, W], as `unpack` reads them; unused bits of the last word are 0."""
     if missing := -numbers.shape[1] % (32 // bits):
         numbers = np.pad(numbers, ((0, 0), (0, missing)))
     if bits == 4:
@@ -272,10 +282,11 @@ def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Makes codes less by half of how many there are, as int8: codes and zero points both, so weights are the same."""
+    """Returns unsigned codes or zero points less 2^(bits - 1), as int8: weights do not change if both are shifted."""
     codes -= np.uint8(2 ** (bits - 1))
     return codes.view(np.int8)
 
 
 def _words(count: int, bits: int) -> int:
+    """Returns how many 32-bit words hold `count` numbers of `bits` bits."""
     return math.ceil(count * bits / 32)

@@ -1,4 +1,8 @@
-"""Matrices that are rounded as they are read: to what, and the `quantization_config` of a folder that holds such codes."""
+"""Methods that round matrices to codes as they are read, and the `quantization_config` of a folder with these codes.
+
+`icejax.checkpoint.quantized.formats` and `icejax.checkpoint.tensor_mapping` call it. A matrix [O, I] becomes codes [O, I] and
+scales f32[O, G], one per group of I / G columns.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from icejax.ops.quantized.rounding import quantize
 
 
 class Method(NamedTuple):
-    """What a matrix is rounded to: symmetric codes, by the largest number that shares their scale.
+    """A way to round a matrix to symmetric codes: the largest number of a group becomes the largest code.
 
     Attributes:
-        dtype: of the codes.
-        group: columns that share a scale with those of their row; None: all.
-        format: compressed-tensors' name of a folder with such codes, and activations as they are.
+        dtype: dtype of the codes.
+        group: columns of a row that share a scale; None: all columns.
+        format: compressed-tensors' name for a folder with these codes.
     """
 
     dtype: str
@@ -27,10 +31,10 @@ class Method(NamedTuple):
     format: str
 
     def config(self) -> dict[str, Any]:
-        """Returns the `quantization_config` of such a folder, in which routers, embedding and head are as they were."""
-        about = jnp.finfo(self.dtype) if jnp.issubdtype(self.dtype, jnp.floating) else jnp.iinfo(self.dtype)
+        """Returns the `quantization_config` of a folder with these codes; routers, embedding and head are not quantised."""
+        info = jnp.finfo(self.dtype) if jnp.issubdtype(self.dtype, jnp.floating) else jnp.iinfo(self.dtype)
         weights = dict(
-            num_bits=about.bits,
+            num_bits=info.bits,
             type="float" if self.format == "float-quantized" else "int",
             strategy="channel" if self.group is None else "group",
             group_size=self.group,
@@ -46,8 +50,8 @@ class Method(NamedTuple):
         )
 
     def rounded(self, matrix: np.ndarray) -> QuantizedMatrix:
-        """Returns the codes of a matrix; scales are bf16 numbers, as they stand in a folder."""
-        # Of a copy, or on a CPU JAX would hold the matrix longer than is needed.
+        """Returns the codes of a matrix [O, I]; scales are bfloat16 numbers, as a folder stores them."""
+        # A copy: on a CPU JAX would hold the matrix itself longer than needed.
         codes, scale = _rounded(jnp.array(matrix), dtype=self.dtype, group=self.group)
         return QuantizedMatrix(np.asarray(codes), np.asarray(scale, np.float32), None, 4 if self.dtype == "int4" else 8)
 

@@ -1,1 +1,1 @@
-"""Checkpoint folders, read tensor by tensor and written."""
+"""Readers and writers of checkpoint folders, one tensor at a time."""

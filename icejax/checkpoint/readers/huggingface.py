@@ -1,4 +1,8 @@
-"""Hugging Face folders: config.json and safetensors, read tensor by tensor, and written."""
+"""Hugging Face folders: reads config.json, reads and writes safetensors one tensor at a time.
+
+`icejax.checkpoint.load`, `icejax.checkpoint.tensors` and `icejax.checkpoint.convert` call it. A tensor keeps its stored shape
+and one of DTYPES.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (numpy knows bfloat16 and fp8 by it)
+import ml_dtypes  # noqa: F401 (registers bfloat16 and fp8 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, listed, quoted
 
-# What is read, as safetensors names it.
+# Supported dtypes: safetensors' name -> numpy's name.
 DTYPES = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I8": "int8", "I32": "int32",
     "I64": "int64", "U8": "uint8", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30  # as in transformers
-# Other packagings of the same weights that publishers put beside the shards.
+# Prefix of files that hold the same weights again, which publishers put beside the shards.
 OTHER_PACKAGING = ("consolidated",)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object of a file; InputError if the file is missing or holds none."""
+    """Returns the JSON object in a file; InputError if the file is missing or holds no object."""
     try:
         return json_file.read(path)
     except FileNotFoundError:
@@ -36,18 +40,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Returns the safetensors files of `folder`, in order.
+    """Returns the safetensors files of `folder`, sorted by name.
 
     Raises:
-        InputError: there are none, one that the index names is missing, or one is there that the index does not name.
+        InputError: there are no files, or the index names a file that is missing or omits a file that is present.
     """
     present = {p.name for p in folder.glob("*.safetensors") if not p.name.startswith(OTHER_PACKAGING)}
     if not (folder / INDEX).exists():
         if len(present) == 1:
             return [folder / present.pop()]
-        found = "none" if not present else f"{len(present)} and no {INDEX}"
+        state = "none" if not present else f"{len(present)} and no {INDEX}"
         raise InputError(
-            f"{folder}: expected one .safetensors file, or several with an index (.bin files are not read), found {found}"
+            f"{folder}: expected one .safetensors file, or several with an index (.bin files are not read), found {state}"
         )
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -64,7 +68,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def keys(files: Iterable[Path]) -> Iterator[tuple[str, Path, tuple[int, ...], str]]:
-    """Yields key, file, shape and dtype of every tensor, reading headers only; InputError for a broken file."""
+    """Yields key, file, shape and dtype of every tensor, from the headers alone; InputError for a broken file."""
     for file in files:
         with _open(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)
@@ -73,8 +77,8 @@ def keys(files: Iterable[Path]) -> Iterator[tuple[str, Path, tuple[int, ...], st
 
 
 def read_tensor(file: Path, key: str) -> np.ndarray:
-    """Returns one tensor of DTYPES as stored, from its bytes: safetensors brings numpy no fp8, and its pages stay mapped."""
-    with _open(file):  # so its header is whole, and what that names is there
+    """Returns one tensor from its stored bytes: safetensors has no fp8 for numpy, and keeps the file's pages mapped."""
+    with _open(file):  # checks the header, and that the file holds all tensors it names
         pass
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
@@ -86,7 +90,7 @@ def read_tensor(file: Path, key: str) -> np.ndarray:
 
 def _open(file: Path):
     try:
-        if not file.is_file():  # a pipe would be waited for
+        if not file.is_file():  # opening a pipe would block
             raise OSError("it is no file")
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
@@ -94,7 +98,7 @@ def _open(file: Path):
 
 
 def size(shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes of a tensor of one of DTYPES."""
+    """Returns the bytes of a tensor, `dtype` being one of DTYPES."""
     return math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
 
 
@@ -105,29 +109,31 @@ def write(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes tensors one by one, in any order, into shards of at most `shard_bytes` with an index, or one file.
+    """Writes tensors one by one, in any order, into one file, or into shards of at most `shard_bytes` with an index.
 
     Args:
-        about: shape and dtype of each, by key.
+        about: shape and dtype of each tensor, by key.
+        tensors: key and array of each tensor.
+        shard_bytes: the largest size of a shard; a larger tensor has a shard of its own.
     """
-    sizes = {key: size(*each) for key, each in about.items()}
+    sizes = {key: size(*entry) for key, entry in about.items()}
     groups: list[list[str]] = [[]]
     for key in sorted(about):
-        if groups[-1] and sum(sizes[each] for each in groups[-1]) + sizes[key] > shard_bytes:
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + sizes[key] > shard_bytes:
             groups.append([])
         groups[-1].append(key)
     single = len(groups) == 1
     names = ["model.safetensors" if single else f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
-    places: dict[str, tuple[Path, int]] = {}
+    offsets: dict[str, tuple[Path, int]] = {}
     for name, group in zip(names, groups, strict=True):
-        places |= _begin(folder / name, {key: about[key] for key in group})
+        offsets |= _begin(folder / name, {key: about[key] for key in group})
     for key, tensor in tensors:
         assert (tensor.shape, tensor.dtype) == (about[key][0], DTYPES[about[key][1]])
-        file, at = places[key]
+        file, offset = offsets[key]
         with file.open("r+b") as stream:
-            stream.seek(at)
+            stream.seek(offset)
             stream.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
-        del tensor  # or it would be there beside the next one
+        del tensor  # else two tensors are in memory while the next is made
     if not single:
         weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -135,13 +141,16 @@ def write(
 
 
 def _begin(file: Path, about: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, tuple[Path, int]]:
-    """Writes the header of a file, and returns where each tensor is to stand: wide dtypes first, so all are aligned."""
+    """Writes the header of a file, and returns file and byte offset of each tensor, by key.
+
+    Tensors of wide dtypes come first, so that all are aligned.
+    """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in sorted(about, key=lambda key: (-size((), about[key][1]), key)):
-        (shape, dtype), at = about[key], end
+        (shape, dtype), start = about[key], end
         end += size(shape, dtype)
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write_bytes(struct.pack("<Q", len(text)) + text)

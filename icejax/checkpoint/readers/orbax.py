@@ -1,4 +1,7 @@
-"""icejax's own form of a folder: the tensors of a Hugging Face folder, by their keys, as an Orbax checkpoint."""
+"""icejax's own checkpoint folder: the tensors of a Hugging Face folder, under the same keys, in an Orbax checkpoint.
+
+`icejax.checkpoint.tensors` and `icejax.checkpoint.convert` call it. A tensor keeps its stored shape and dtype.
+"""
 
 from __future__ import annotations
 
@@ -17,102 +20,103 @@ from icejax.checkpoint.readers import huggingface
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 
-DATA = "d"  # the folder of tensors' bytes, of which parts are read
+DATA = "d"  # the subfolder with the tensors' bytes, whose files are read in parts
 
 
-class _Later:
-    """Stands for a tensor that is there when its turn comes."""
+class _Placeholder:
+    """Stands for a tensor that is made when Orbax writes it."""
 
 
-class _ByTurns(ocp.type_handlers.NumpyHandler):
-    """Writes tensors as arrays are written, each to its end before the next is there, but small ones together.
+class _OneByOne(ocp.type_handlers.NumpyHandler):
+    """Writes each tensor to its end before the next is made; small tensors are written together.
 
-    A write has a file and an index of its own, which takes longer than a small tensor does: `most` bytes are written together.
+    A write makes a file and an index, which take longer than a small tensor: tensors of up to `max_bytes` share one write.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, np.ndarray]], most: int) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, np.ndarray]], max_bytes: int) -> None:
         super().__init__(deepcopy_host_arrays=False)
-        self._tensors, self._most = tensors, most
+        self._tensors, self._max_bytes = tensors, max_bytes
 
     async def serialize(
         self,
-        values: Sequence[_Later],
+        values: Sequence[_Placeholder],
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[ocp.future.Future]:
         places = {info.name: (info, how) for info, how in zip(infos, args, strict=True)}
-        some: dict[str, np.ndarray] = {}
+        batch: dict[str, np.ndarray] = {}
         for key, tensor in self._tensors:
-            if sum(each.nbytes for each in some.values()) + tensor.nbytes > self._most:
-                await self._write(some, places)
-                some = {}
-            some[key] = tensor
-            del tensor  # or it would be there beside the next one
-        await self._write(some, places)
+            if sum(array.nbytes for array in batch.values()) + tensor.nbytes > self._max_bytes:
+                await self._write(batch, places)
+                batch = {}
+            batch[key] = tensor
+            del tensor  # else two tensors are in memory while the next is made
+        await self._write(batch, places)
         return []
 
-    async def _write(self, some: dict[str, np.ndarray], places: dict[str, tuple]) -> None:
-        infos, args = zip(*(places[key] for key in some), strict=True)
-        for each in await super().serialize(list(some.values()), infos, args):
-            each.result()
+    async def _write(self, batch: dict[str, np.ndarray], places: dict[str, tuple]) -> None:
+        infos, args = zip(*(places[key] for key in batch), strict=True)
+        for future in await super().serialize(list(batch.values()), infos, args):
+            future.result()
 
 
 def save(path: Path, about: Mapping[str, tuple[tuple[int, ...], str]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Writes tensors one by one, in any order and in their own dtypes, to the new folder `path`.
 
     Args:
-        about: shape and dtype of each, as safetensors names it, by key.
+        about: shape and dtype (as safetensors names it) of each tensor, by key.
+        tensors: key and array of each tensor.
     """
-    most = max(huggingface.size(*each) for each in about.values())
-    registry = ocp.type_handlers.create_type_handler_registry((_Later, _ByTurns(tensors, most)))
-    with _to_the_end(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
-        checkpointer.save(path.absolute(), {key: _Later() for key in about})
+    largest = max(huggingface.size(*entry) for entry in about.values())
+    registry = ocp.type_handlers.create_type_handler_registry((_Placeholder, _OneByOne(tensors, largest)))
+    with _finishing_writes(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        checkpointer.save(path.absolute(), {key: _Placeholder() for key in about})
 
 
 @contextlib.contextmanager
-def _to_the_end() -> Iterator[None]:
-    """Lets a save that fails end with the last of its writes, and be told by what it raises alone.
+def _finishing_writes() -> Iterator[None]:
+    """Makes a save that fails finish its other writes first, and report only the error that it raises.
 
-    Orbax closes its event loop at the first error: the other writes go on, and bring back folders that have been removed.
+    Orbax closes its event loop at the first error: the other writes go on, and make removed folders again.
     """
-    log, silent, new_event_loop = logging.getLogger("absl"), logging.Filter("nothing"), asyncio.new_event_loop
+    log, silence, new_event_loop = logging.getLogger("absl"), logging.Filter("nothing"), asyncio.new_event_loop
 
-    def patient() -> asyncio.AbstractEventLoop:
+    def waiting_loop() -> asyncio.AbstractEventLoop:
         loop = new_event_loop()
         close = loop.close
 
-        def close_at_last() -> None:
+        def close_after_tasks() -> None:
             if not loop.is_closed() and (tasks := asyncio.all_tasks(loop)):
                 loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             close()
 
-        loop.close = close_at_last
+        loop.close = close_after_tasks
         return loop
 
-    log.addFilter(silent)  # Orbax prints a traceback of every error that it then raises
-    asyncio.new_event_loop = patient
+    log.addFilter(silence)  # Orbax logs a traceback of every error before it raises the error
+    asyncio.new_event_loop = waiting_loop
     try:
         yield
     finally:
         asyncio.new_event_loop = new_event_loop
-        log.removeFilter(silent)
+        log.removeFilter(silence)
 
 
 def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of every tensor stored at `path`; InputError if it is no whole checkpoint."""
-    with _told(path), ocp.StandardCheckpointer() as checkpointer:
+    """Returns shape and dtype of every tensor stored at `path`; InputError if it is not a whole checkpoint."""
+    with _as_input_error(path), ocp.StandardCheckpointer() as checkpointer:
         _check_files(path)
         metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
         return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
 
 
 def _check_files(path: Path) -> None:
-    """Raises ValueError for what Orbax would wait for, as a pipe, or read whole, whatever its size."""
-    for where, folders, files in os.walk(path):
-        for folder in (Path(where, name) for name in folders):
+    """Raises ValueError for files that would make Orbax hang (a pipe), or that it would read whole at any size."""
+    for parent, folders, files in os.walk(path):
+        for folder in (Path(parent, name) for name in folders):
             if folder.is_symlink():
                 raise ValueError(f"{folder} is a link to a folder")
-        for file in (Path(where, name) for name in files):
+        for file in (Path(parent, name) for name in files):
             if not file.is_file():
                 raise ValueError(f"{file} is no file")
             if file.parent.name != DATA and (size := file.stat().st_size) > MOST_BYTES:
@@ -120,8 +124,8 @@ def _check_files(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Tells in one line that what is stored at `path` cannot be read: Orbax raises nearly anything for a damaged folder."""
+def _as_input_error(path: Path) -> Iterator[None]:
+    """Turns any error into an InputError of one line: Orbax raises nearly any exception for a damaged folder."""
     try:
         yield
     except Exception as error:
@@ -130,7 +134,14 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def read(path: Path, key: str, about: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns one tensor of a checkpoint as stored; `about` is what `stored` says of it. InputError if it cannot be read."""
-    how = ocp.args.PyTreeRestore({key: about}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
-    with _told(path), ocp.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute(), args=how)[key]
+    """Returns one tensor of a checkpoint as stored.
+
+    Args:
+        about: its shape and dtype, from `stored`.
+
+    Raises:
+        InputError: the tensor cannot be read.
+    """
+    restore = ocp.args.PyTreeRestore({key: about}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
+    with _as_input_error(path), ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path.absolute(), args=restore)[key]

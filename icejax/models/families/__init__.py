@@ -1,1 +1,1 @@
-"""One file per model family: its config.json and its checkpoint's names."""
+"""One file per model family: how its config.json is read, and the parameter names of its checkpoints."""

@@ -1,4 +1,7 @@
-"""DeepSeek-V2, V3 and R1, Kimi-K2; and what other families have of them: latent attention, and routers of experts."""
+"""DeepSeek-V2, V3 and R1, Kimi-K2; also the readers of latent attention and of DeepSeek's routers, for all families.
+
+The families of GLM and Mistral 4 call `latent` and `mixture`.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +26,33 @@ from icejax.models.hf.hf_config import (
     layer_types,
 )
 
-# Parts of parameters' names, ours and those of its checkpoints.
+# Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (("shared_expert.", "shared_experts."),)
-# Fields of training, and of how others compute.
+# Fields of training, or of other implementations.
 UNUSED = IRRELEVANT | {"aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"}
-# What DeepSeek's own code once left open, with the only values that transformers knows.
+# Options of DeepSeek's code, with the only values that transformers supports.
 FIXED = NEUTRAL | {
     "decoder_sparse_step": (1,),
     "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-# Where a config does not say, as in transformers.
+# Defaults of transformers for fields that a config lacks.
 V2 = dict(n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False)
 V3 = dict(max_position_embeddings=4096, n_group=8, topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3)
 
 
 def ignored_keys(raw: dict[str, Any]) -> re.Pattern[str]:
-    """Returns what its checkpoints hold behind the last layer: those that guess further tokens, which are not run."""
+    """Returns a pattern of checkpoint keys to skip: rotary tables, and multi-token prediction layers behind the last layer."""
     first, count = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
-    behind = "|".join(str(first + i) for i in range(count))
-    return re.compile(rf"{ROTARY_TABLES}|model\.layers\.({behind})\..+" if count else ROTARY_TABLES)
+    layers = "|".join(str(first + i) for i in range(count))
+    return re.compile(rf"{ROTARY_TABLES}|model\.layers\.({layers})\..+" if count else ROTARY_TABLES)
 
 
 def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `deepseek_v2` checkpoint: groups of experts are as good as their best one."""
+    """Returns the config of a `deepseek_v2` checkpoint: a group of experts is ranked by its best score."""
     if (raw.get("topk_method") or "greedy") == "greedy":
-        raw = raw | dict(n_group=1, topk_group=1)  # what is there is not used
+        raw = raw | dict(n_group=1, topk_group=1)  # greedy routing ignores the groups of the config
     fields, values = latent(V2 | raw)
     method = fields.take("topk_method", str, default="greedy")
     numbers.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
@@ -72,11 +75,11 @@ def read_v3_config(raw: dict[str, Any]) -> ModelConfig:
 def latent(
     raw: dict[str, Any], *, of_whole: bool = False, yarn_fields: frozenset[str] = frozenset()
 ) -> tuple[Fields, dict[str, Any]]:
-    """Returns what `common` does, of a model with latent attention.
+    """Returns what `common` does, for a model with latent attention.
 
     Args:
-        of_whole: whether `partial_rotary_factor` is of whole heads, and not of the channels that are rotated.
-        yarn_fields: as there.
+        of_whole: whether `partial_rotary_factor` is a part of the whole head instead of the rotated channels.
+        yarn_fields: as in `common`.
 
     Raises:
         InputError: a field is missing, of the wrong type or out of its range.
@@ -94,7 +97,7 @@ def latent(
         raise InputError(
             f"config.json: heads made of one latent have keys each: expected num_key_value_heads = {heads}, got {kv_heads}"
         )
-    found = Latent(
+    config = Latent(
         kv_lora_rank=fields.whole("kv_lora_rank", most=2**16),
         q_lora_rank=fields.whole("q_lora_rank", most=2**16, default=None),
         qk_nope_head_dim=plain,
@@ -103,15 +106,16 @@ def latent(
     interleaved = fields.take("rope_interleave", bool, default=True)
     bias = fields.take("attention_bias", bool, default=False)
     fields.taken |= early.taken
-    values |= dict(num_key_value_heads=1, head_dim=found.kv_lora_rank + rotated, latent=found, rope_interleave=interleaved)
+    values |= dict(num_key_value_heads=1, head_dim=config.kv_lora_rank + rotated, latent=config, rope_interleave=interleaved)
     values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=None)
     return fields, values | layer_types(fields, values["num_hidden_layers"], window=None, sliding=range(0))
 
 
 def mixture(fields: Fields, layers: int, *, routing: Routing) -> dict[str, Any]:
-    """Returns the experts of a router like DeepSeek-V3's, and which of `layers` layers have none: the first.
+    """Returns the experts from DeepSeek's config fields, and the dense layers: the first `first_k_dense_replace` of `layers`.
 
-    `routing` says what the config leaves open.
+    Args:
+        routing: the routing, except for the fields that the config sets.
     """
     groups = fields.whole("n_group", most=MOST_EXPERTS, default=1)
     routing = replace(
@@ -123,7 +127,7 @@ def mixture(fields: Fields, layers: int, *, routing: Routing) -> dict[str, Any]:
     )
     size = "moe_intermediate_size"
     shared = fields.whole("n_shared_experts", most=MOST_EXPERTS, default=1) * fields.whole(size, most=2**22)
-    found = experts(fields, count="n_routed_experts", size=size, routing=routing, shared=shared)
+    stack = experts(fields, count="n_routed_experts", size=size, routing=routing, shared=shared)
     dense = fields.whole("first_k_dense_replace", least=0, most=layers, default=1)
     fields.whole("num_nextn_predict_layers", least=0, most=1024, default=0)
-    return dict(experts=found, dense_layers=tuple(range(dense)))
+    return dict(experts=stack, dense_layers=tuple(range(dense)))

@@ -10,13 +10,13 @@ from icejax.config import ModelConfig
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import NEUTRAL, common, common_by_type, finish, layer_types
 
-# Parts of parameters' names, ours and those of its checkpoints.
+# Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (
     ("post_attention_layernorm", "pre_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_attention_layernorm"),
     ("post_mlp_layernorm", "post_feedforward_layernorm"),
 )
-# What transformers takes where a config does not say: those of models with images say little.
+# Defaults of transformers for fields that a config lacks; configs of models with images lack many.
 GEMMA2 = dict(
     num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True,
     attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
@@ -33,9 +33,9 @@ ONLY = NEUTRAL | {
 
 
 def read_gemma2_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `gemma2` checkpoint: every second layer slides, and scores have a soft cap."""
+    """Returns the config of a `gemma2` checkpoint: every second layer slides, and attention scores have a soft cap."""
     fields, values = common(GEMMA2 | raw)
-    fields.taken |= {"sliding_window_size"}  # of some published configs, and read by nobody
+    fields.taken |= {"sliding_window_size"}  # in some published configs; no code reads it
     values |= _form(fields, values) | dict(attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"))
     layers, window = values["num_hidden_layers"], fields.whole("sliding_window", default=4096)
     values |= layer_types(fields, layers, window=window, sliding=range(0, layers, 2))
@@ -44,25 +44,25 @@ def read_gemma2_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `gemma3_text` checkpoint: five layers that slide to one that does not, each with its own RoPE."""
-    theta, near = raw.get("rope_theta") or 1e6, raw.get("rope_local_base_freq") or 1e4
-    fields, values = common_by_type(DEFAULTS | raw, full=theta, sliding=near)
+    """Returns the config of a `gemma3_text` checkpoint: five sliding layers to one full layer, and a RoPE for each type."""
+    theta, sliding_theta = raw.get("rope_theta") or 1e6, raw.get("rope_local_base_freq") or 1e4
+    fields, values = common_by_type(DEFAULTS | raw, full=theta, sliding=sliding_theta)
     fields.taken |= {"rope_local_base_freq", "_sliding_window_pattern"}
     layers, scaling = values["num_hidden_layers"], values["rope_scaling"]
-    if scaling is not None and scaling.rope_type == "linear":  # the context counts it in
-        longest = values["max_position_embeddings"]
-        numbers.number("config.json: the linear factor of RoPE", scaling.factor, least=1, most=longest)
-        values["rope_scaling"] = replace(scaling, original_max_position_embeddings=int(longest / scaling.factor))
-    every = fields.whole("sliding_window_pattern", default=6)
+    if scaling is not None and scaling.rope_type == "linear":  # max_position_embeddings includes the factor
+        context = values["max_position_embeddings"]
+        numbers.number("config.json: the linear factor of RoPE", scaling.factor, least=1, most=context)
+        values["rope_scaling"] = replace(scaling, original_max_position_embeddings=int(context / scaling.factor))
+    period = fields.whole("sliding_window_pattern", default=6)
     values |= _form(fields, values) | dict(qk_norm="head")
-    window, slides = fields.whole("sliding_window", default=4096), [i for i in range(layers) if (i + 1) % every]
-    values |= layer_types(fields, layers, window=window, sliding=slides)
+    window, sliding_layers = fields.whole("sliding_window", default=4096), [i for i in range(layers) if (i + 1) % period]
+    values |= layer_types(fields, layers, window=window, sliding=sliding_layers)
     finish(fields, neutral=ONLY)
     return ModelConfig(**values)
 
 
 def _form(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns what both have in common."""
+    """Returns the ModelConfig fields that Gemma 2 and 3 share."""
     bias = fields.take("attention_bias", bool, default=False)
     return dict(
         qkv_bias=bias,

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7, mixtures of experts, and 4.7-Flash, one with latent attention."""
+"""GLM-4.5, 4.6 and 4.7, mixtures of experts, and GLM-4.7-Flash, one with latent attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MLPS = ("dense", "sparse")
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `glm4_moe` checkpoint: half of each head is rotated unless said, a router by DeepSeek-V3."""
+    """Returns the config of a `glm4_moe` checkpoint: half of each head is rotated by default, DeepSeek-V3's router."""
     fields, values = common({"rms_norm_eps": 1e-5, **raw}, part=0.5)
     layers = values["num_hidden_layers"]
     values |= dict(

@@ -1,4 +1,4 @@
-"""GLM-4-0414 and what follows it, with one MLP a layer."""
+"""GLM-4-0414 and successors with one MLP per layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from icejax.models.hf.hf_config import common, finish, layer_types
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `glm4` checkpoint: norms on both sides of a block, half of each head rotated in pairs."""
+    """Returns the config of a `glm4` checkpoint: norms on both sides of blocks, half a head rotated in pairs."""
     fields, values = common({"head_dim": 128, "rms_norm_eps": 1.5625e-7, **raw}, part=0.5)
     bias = fields.take("attention_bias", bool, default=True)
     values |= dict(qkv_bias=bias, o_bias=False, mlp_bias=False, qk_norm=None)

@@ -1,4 +1,4 @@
-"""gpt-oss 20B and 120B, in bf16, or with experts in MXFP4."""
+"""gpt-oss 20B and 120B, in bf16 or with experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from icejax.config import ExpertForm, ModelConfig
 from icejax.models.hf.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
 
-# Parts of parameters' names, ours and those of its checkpoints.
+# Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (("mlp.gate.", "mlp.router."),)
-# What transformers takes where a config does not say.
+# Defaults of transformers for fields that a config lacks.
 YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096)
 DEFAULTS = dict(head_dim=64, rope_theta=150000.0, rms_norm_eps=1e-5, max_position_embeddings=131072)
 LIMIT = dict(least=0, most=1e6, above=True)
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `gpt_oss` checkpoint: attention sinks, every second layer slides."""
+    """Returns the config of a `gpt_oss` checkpoint: attention sinks, and every second layer slides."""
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = raw | {"rope_scaling": YARN}
     fields, values = common(DEFAULTS | raw)
@@ -25,9 +25,9 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=None, norm="wide", sinks=True)
     values |= layer_types(fields, layers, window=fields.whole("sliding_window", default=128), sliding=range(0, layers, 2))
     limit, alpha = (fields.number(f"swiglu_{x}", **LIMIT, default=y) for x, y in (("limit", 7.0), ("alpha", 1.702)))
-    # The softmax of the logits of those chosen is their share of the softmax of all.
-    found = experts(fields, count="num_local_experts", size="intermediate_size", routing=replace(SOFTMAX, biased=True))
-    found = replace(found, form=ExpertForm(limit=limit, alpha=alpha, biased=True))
+    # A softmax over the chosen logits equals the softmax over all logits, normed over the chosen.
+    mixture = experts(fields, count="num_local_experts", size="intermediate_size", routing=replace(SOFTMAX, biased=True))
+    mixture = replace(mixture, form=ExpertForm(limit=limit, alpha=alpha, biased=True))
     fields.taken.add("initial_context_length")
-    finish(fields, neutral=NEUTRAL | {"experts_per_token": (found.chosen,)})
-    return ModelConfig(**values, experts=found)
+    finish(fields, neutral=NEUTRAL | {"experts_per_token": (mixture.chosen,)})
+    return ModelConfig(**values, experts=mixture)

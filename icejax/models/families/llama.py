@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3, 3.1, 3.2, and what has their architecture (LongChat, DeepSeek-R1-Distill-Llama)."""
+"""Llama 1, 2, 3, 3.1, 3.2, and models with their architecture (LongChat, DeepSeek-R1-Distill-Llama)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniMax-M2 and what follows it, mixtures of experts."""
+"""MiniMax-M2 and its successors, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from icejax.models.families import mixtral
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import SIGMOID, common, experts, finish, layer_types
 
-# Parts of parameters' names, ours and those of its checkpoints.
+# Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (("mlp.gate.e_score", "block_sparse_moe.e_score"), *mixtral.RENAMED)
-# What its own code once left open, with the only values that transformers knows; then what guesses further tokens.
+# Options of the family's own code, with the only values that transformers supports; then fields of multi-token prediction.
 FIXED = {
     "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": True,
     "use_routing_bias": True, "norm_topk_prob": True,
@@ -21,20 +21,20 @@ UNUSED = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermedi
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `minimax_m2` checkpoint: q and k are normed over all heads at once, and rotated in part."""
+    """Returns the config of a `minimax_m2` checkpoint: q and k have one norm over all heads, and are rotated in part."""
     early = Fields(raw)
     size = early.whole("head_dim", most=2**12, default=128)
     rotated = early.whole("rotary_dim", least=4, most=size, default=size)
     fields, values = common({"head_dim": 128, "rope_theta": 5e6, **raw}, part=rotated / size)
     for name, value in FIXED.items():
-        if (given := fields.take(name, object, default=value)) != value:
-            raise InputError(f"config.json: {name}={quoted(given)} is not supported (only {value!r})")
+        if (stated := fields.take(name, object, default=value)) != value:
+            raise InputError(f"config.json: {name}={quoted(stated)} is not supported (only {value!r})")
     types = fields.take("attn_type_list", list, default=[])
     if any(kind != 1 for kind in types):
         raise InputError(f"config.json: attn_type_list={quoted(types)} is not supported (only 1, full attention)")
     fields.taken |= {"rotary_dim", *UNUSED}
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm="all")
     values |= layer_types(fields, values["num_hidden_layers"], window=None, sliding=range(0))
-    found = experts(fields, count="num_local_experts", size="intermediate_size", routing=SIGMOID)
+    mixture = experts(fields, count="num_local_experts", size="intermediate_size", routing=SIGMOID)
     finish(fields)
-    return ModelConfig(**values, experts=found)
+    return ModelConfig(**values, experts=mixture)

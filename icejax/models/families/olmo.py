@@ -8,7 +8,7 @@ from icejax.config import ModelConfig
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import common, common_by_type, finish, layer_types
 
-# Parts of parameters' names, ours and those of its checkpoints.
+# Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (
     ("post_self_attn_layernorm", "post_attention_layernorm"),
     ("post_mlp_layernorm", "post_feedforward_layernorm"),
@@ -17,14 +17,14 @@ DEFAULTS = dict(rms_norm_eps=1e-5)
 
 
 def read_olmo2_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of an `olmo2` checkpoint: norms behind the blocks alone, and over all heads of q and k at once."""
+    """Returns the config of an `olmo2` checkpoint: norms only after attention and MLP; q and k have one norm over all heads."""
     fields, values = common(DEFAULTS | raw)
     return _read(fields, values, None)
 
 
 def read_olmo3_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of an `olmo3` checkpoint: three layers that slide to one that does not, which alone has a scaling."""
-    # transformers takes a `rope_theta` for the layers of full attention alone.
+    """Returns the config of an `olmo3` checkpoint: three sliding layers to one full layer, and only full layers scale RoPE."""
+    # transformers applies `rope_theta` to full-attention layers only.
     fields, values = common_by_type(DEFAULTS | raw, full=raw.get("rope_theta") or 5e5, sliding=5e5)
     return _read(fields, values, fields.whole("sliding_window", default=4096))
 

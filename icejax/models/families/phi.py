@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4, but for those with experts, images or layers of their own."""
+"""Phi-3, Phi-3.5 and Phi-4, except models with experts, images or a layer type of their own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from icejax.config import ModelConfig
 from icejax.models.hf.hf_config import NEUTRAL, common, finish, layer_types
 
-# What its own code once left open, with the only values that transformers knows.
+# Options of the family's own code, with the only values that transformers supports.
 ONLY = NEUTRAL | {
     "attention_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,),
     "mlp_bias": (False,),
 }  # fmt: skip
-LENGTHS = dict(max_position_embeddings=4096, original_max_position_embeddings=4096)  # where a config does not say
+LENGTHS = dict(max_position_embeddings=4096, original_max_position_embeddings=4096)  # defaults
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `phi3` checkpoint: heads rotated in part, a window on every layer."""
+    """Returns the config of a `phi3` checkpoint: heads may be rotated in part, all layers slide if there is a window."""
     form = raw.get("rope_scaling")
-    if isinstance(form, dict) and form.get("type") in ("su", "yarn"):  # what LongRoPE was called in the first of them
+    if isinstance(form, dict) and form.get("type") in ("su", "yarn"):  # names of LongRoPE in the first Phi-3 configs
         raw = raw | {"rope_scaling": form | {"type": "longrope"}}
     fields, values = common({"rms_norm_eps": 1e-5, **LENGTHS, **raw}, part=1.0)
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, their mixtures of experts, and what has their architecture (DeepSeek-R1-Distill-Qwen)."""
+"""Qwen2, Qwen2.5, Qwen3, their mixtures of experts, and models with their architecture (DeepSeek-R1-Distill-Qwen)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from icejax.config import ModelConfig
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
 
-# What Qwen3-Coder's say of what all of their kind have.
+# Fields of Qwen3-Coder configs that state what all `qwen3_moe` models have.
 CODER = NEUTRAL | {"qkv_bias": (False,), "shared_expert_intermediate_size": (0,), "use_qk_norm": (True,)}
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `qwen2` checkpoint: biased q, k and v."""
+    """Returns the config of a `qwen2` checkpoint: projections of q, k and v have a bias."""
     return _read(raw, lambda fields: dict(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=None), range)
 
 
 def read_qwen2_moe_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `qwen2_moe` checkpoint: an expert that all tokens share, a window on every second early layer."""
+    """Returns the config of a `qwen2_moe` checkpoint: a shared expert, and a window on every second early layer."""
 
     def attention(fields: Fields) -> dict[str, Any]:
         return dict(qkv_bias=fields.take("qkv_bias", bool, default=True), o_bias=False, mlp_bias=False, qk_norm=None)
@@ -33,12 +33,12 @@ def read_qwen2_moe_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `qwen3` checkpoint: normed q and k, head_dim 128 unless said."""
+    """Returns the config of a `qwen3` checkpoint: q and k have norms, head_dim is 128 by default."""
     return _read({"head_dim": 128, **raw}, _normed, range)
 
 
 def read_qwen3_moe_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `qwen3_moe` checkpoint: heads share the hidden size unless said, a window is on every layer."""
+    """Returns the config of a `qwen3_moe` checkpoint: head_dim is hidden size / heads by default, a window is on all layers."""
     return _read(raw, _normed, None, lambda fields: 0, CODER)
 
 
@@ -54,13 +54,13 @@ def _read(
     shared: Callable[[Fields], int] | None = None,
     neutral: Mapping[str, tuple] = NEUTRAL,
 ) -> ModelConfig:
-    """Returns a config.
+    """Returns the config of any Qwen family.
 
     Args:
-        attention: reads which projections have a bias or a norm.
-        sliding: `max_window_layers` and the number of layers -> layers that slide, where layers do and are not listed; None:
-            all of them, whatever is listed.
-        shared: reads the size of the shared expert; None: there are no experts.
+        attention: fields -> the ModelConfig fields of biases and norms in attention.
+        sliding: (`max_window_layers`, number of layers) -> the sliding layers, if there is a window and no list of layer types;
+            None: all layers.
+        shared: fields -> size of the shared expert, 0 without one; None: the family has no experts.
         neutral: as in `finish`.
     """
     fields, values = common(raw)
@@ -68,8 +68,8 @@ def _read(
     slides = fields.take("use_sliding_window", bool, default=False)
     window = fields.whole("sliding_window", default=None if "sliding_window" in raw else 4096) if slides else None
     first = fields.whole("max_window_layers", least=0, default=28)
-    near = None if sliding is None else sliding(first, layers)
-    values |= attention(fields) | layer_types(fields, layers, window=window, sliding=near)
+    sliding_layers = None if sliding is None else sliding(first, layers)
+    values |= attention(fields) | layer_types(fields, layers, window=window, sliding=sliding_layers)
     if shared is not None:
         values |= _mixture(fields, layers, shared(fields))
     finish(fields, neutral=neutral)
@@ -77,16 +77,19 @@ def _read(
 
 
 def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
-    """Returns the experts, and which layers have none: those named, and all but every `decoder_sparse_step`th."""
-    given = fields.take("mlp_only_layers", list, default=[])
-    named = {numbers.integer(f"{fields.source}: 'mlp_only_layers'", each, least=0, most=layers - 1) for each in given}
+    """Returns the experts and the dense layers: `mlp_only_layers`, and all but every `decoder_sparse_step`th layer.
+
+    Example: of 6 layers with a step of 2 and [1] in `mlp_only_layers`, layers 0, 1, 2 and 4 are dense.
+    """
+    listed = fields.take("mlp_only_layers", list, default=[])
+    dense = {numbers.integer(f"{fields.source}: 'mlp_only_layers'", index, least=0, most=layers - 1) for index in listed}
     step = fields.whole("decoder_sparse_step", default=1)
-    found = experts(
+    mixture = experts(
         fields,
-        count="num_local_experts" if "num_local_experts" in fields.raw else "num_experts",  # as transformers 5 writes it, and 4
+        count="num_local_experts" if "num_local_experts" in fields.raw else "num_experts",  # of transformers 5, of 4
         size="moe_intermediate_size",
         routing=replace(SOFTMAX, normed=fields.take("norm_topk_prob", bool, default=False)),
         shared=shared,
         shared_gated=bool(shared),
     )
-    return dict(experts=found, dense_layers=tuple(i for i in range(layers) if i in named or (i + 1) % step))
+    return dict(experts=mixture, dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step))

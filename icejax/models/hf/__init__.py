@@ -1,1 +1,1 @@
-"""Reading a Hugging Face config.json."""
+"""Reads a Hugging Face config.json."""

@@ -1,4 +1,7 @@
-"""Reads a Hugging Face config.json: every field is used, known not to change numbers, or an error that names it."""
+"""Reads the fields of a Hugging Face config.json that families share; each family calls `common` first and `finish` last.
+
+Every field must be read, be known not to change logits, or raise an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from icejax.models.hf.rope_scaling import by_type, rope
 
 LOG = logging.getLogger(__name__)
 MOST_EXPERTS = 1024
-ROTARY_TABLES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # of old checkpoints, which the config determines
+ROTARY_TABLES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in old checkpoints; computed from the config here
 SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
 SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
-# Fields that change no logit of a checkpoint as it is run here; how weights stand, `checkpoint/formats.py` reads.
+# Fields that change no logit here; `checkpoint/quantized/formats.py` reads quantization_config.
 IRRELEVANT = frozenset(
     """architectures attention_dropout _attn_implementation attn_implementation _attn_implementation_autoset auto_map
     bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype
@@ -27,7 +30,7 @@ IRRELEVANT = frozenset(
     router_jitter_noise sliding_window tokenizer_class torch_dtype transformers.js_config transformers_version
     unsloth_fixed unsloth_version use_cache use_return_dict use_sliding_window""".split()
 )
-# Fields that would change numbers, with the only values that do not.
+# Fields that may change logits, with the only supported values.
 NEUTRAL = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
@@ -43,7 +46,12 @@ NEUTRAL = {
 
 
 def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant: Set[str] = IRRELEVANT) -> None:
-    """Raises InputError for every field that may change numbers and was not taken."""
+    """Raises InputError for a field that may change logits and was not read.
+
+    Args:
+        neutral: supported values of fields that are not read.
+        irrelevant: fields that change no logit.
+    """
     for name, value in fields.raw.items():
         if name in neutral and name not in fields.taken:
             if value is not None and value not in neutral[name]:
@@ -57,9 +65,9 @@ def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant
 def common(
     raw: dict[str, Any], *, part: float | None = None, yarn_fields: frozenset[str] = frozenset()
 ) -> tuple[Fields, dict[str, Any]]:
-    """Returns the reader and the ModelConfig fields that all families read alike; `part` and `yarn_fields` as in `rope`.
+    """Returns the field reader, and the ModelConfig fields that all families share; `part` and `yarn_fields` as in `rope`.
 
-    Reads both the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`).
+    Reads the formats of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`).
 
     Raises:
         InputError: a field is missing, of the wrong type or out of its range.
@@ -103,16 +111,16 @@ def common(
 
 
 def check_rotated(size: int) -> None:
-    """Raises InputError for heads of a size that cannot be rotated in pairs."""
+    """Raises InputError if heads of this size cannot be rotated in pairs."""
     if size % 2 or size < 4:
         raise InputError(f"config.json: heads must have an even size of at least 4 to be rotated, got {size}")
 
 
 def common_by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[Fields, dict[str, Any]]:
-    """Returns what `common` does, with a RoPE for each type of layers, whose theta is `full` or `sliding` unless said."""
-    raw, near = by_type(raw, full=full, sliding=sliding)
+    """Returns what `common` does, with a RoPE for each layer type; its default theta is `full` or `sliding`."""
+    raw, sliding_raw = by_type(raw, full=full, sliding=sliding)
     fields, values = common(raw)
-    _, theta, scaling = rope(Fields(near), max_position_embeddings=values["max_position_embeddings"])
+    _, theta, scaling = rope(Fields(sliding_raw), max_position_embeddings=values["max_position_embeddings"])
     return fields, values | dict(sliding_rope=Rope(size=values["rotary_dim"], theta=theta, scaling=scaling))
 
 
@@ -126,14 +134,22 @@ def experts(
     shared: int = 0,
     shared_gated: bool = False,
 ) -> Experts:
-    """Returns the experts of a config whose fields `count`, `size` and `chosen` say how many and how large they are."""
-    many = fields.whole(count, most=MOST_EXPERTS)
+    """Returns the experts of a config.
+
+    Args:
+        count, size, chosen: names of the fields for the number of experts, their inner size and the experts per token.
+        routing, shared, shared_gated: as in `Experts`.
+
+    Raises:
+        InputError: a field is missing or out of its range, or experts do not divide among the groups.
+    """
+    num_experts = fields.whole(count, most=MOST_EXPERTS)
     groups, least = routing.groups, routing.group_best
-    if many % groups or (groups > 1 and many < least * groups):
-        raise InputError(f"config.json: {many} experts do not divide among {groups} groups of {least} or more")
+    if num_experts % groups or (groups > 1 and num_experts < least * groups):
+        raise InputError(f"config.json: {num_experts} experts do not divide among {groups} groups of {least} or more")
     return Experts(
-        count=many,
-        chosen=fields.whole(chosen, most=many // groups * routing.chosen_groups),
+        count=num_experts,
+        chosen=fields.whole(chosen, most=num_experts // groups * routing.chosen_groups),
         size=fields.whole(size, most=2**22),
         routing=routing,
         shared=shared,
@@ -142,20 +158,27 @@ def experts(
 
 
 def layer_types(fields: Fields, count: int, *, window: int | None, sliding: Container[int] | None) -> dict[str, Any]:
-    """Returns `layer_types` of `count` layers and `sliding_window`: as listed, else those of `sliding` if there is a window.
+    """Returns the fields `layer_types` of `count` layers and `sliding_window`.
+
+    The types are those of the config, or by default sliding for the layers in `sliding` if there is a window, else full.
 
     Args:
-        sliding: None: all layers, as in families of which transformers does not read what is listed.
+        window: the sliding window in tokens; None: none in use.
+        sliding: indices of the sliding layers; None: all layers, and the config may list nothing else, because transformers
+            does not read the list of these families.
+
+    Raises:
+        InputError: the list has another length, another type, or sliding layers without a window.
     """
     listed = fields.take("layer_types", list, default=None)
-    near = range(count) if sliding is None else sliding
-    unsaid = ["sliding_attention" if window is not None and i in near else "full_attention" for i in range(count)]
-    if sliding is None and listed not in (None, unsaid):
+    sliding_layers = range(count) if sliding is None else sliding
+    defaults = ["sliding_attention" if window is not None and i in sliding_layers else "full_attention" for i in range(count)]
+    if sliding is None and listed not in (None, defaults):
         raise InputError(
-            f"config.json: layer_types of a {fields.raw['model_type']} model must all be {unsaid[0]}, as its sliding_window "
+            f"config.json: layer_types of a {fields.raw['model_type']} model must all be {defaults[0]}, as its sliding_window "
             f"says, got {quoted(listed)}"
         )
-    listed = unsaid if listed is None else listed
+    listed = defaults if listed is None else listed
     if len(listed) != count or any(kind not in ("full_attention", "sliding_attention") for kind in listed):
         raise InputError(
             "config.json: layer_types must name full_attention or sliding_attention "

@@ -1,4 +1,4 @@
-"""How a config.json says which rotary embedding a model has, in the forms of transformers 4 and 5."""
+"""Reads the RoPE of a config.json, in the formats of transformers 4 and 5; `hf_config` calls it for all families."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ ROPE_FIELDS = {
     "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
 }  # fmt: skip
 LOG = logging.getLogger(__name__)
-THETA = dict(least=2, most=1e20)  # yarn divides by its logarithm
+THETA = dict(least=2, most=1e20)  # yarn divides by log(theta)
 PART = dict(least=0, most=1, above=True)
 SCALE = dict(least=1e-6, most=1e6)
 
 
 def by_type(raw: dict[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a raw config twice, as layers of full attention read its rope fields, and sliding ones.
+    """Returns two copies of a raw config, with the rope fields of the full-attention layers and of the sliding layers.
 
-    transformers 5 has a `rope_parameters` of each. Before, all fields but the sliding layers' theta were of full attention.
+    transformers 5 writes `rope_parameters` by layer type. In the older format all rope fields are those of full attention;
+    sliding layers have only a theta.
 
     Args:
-        full, sliding: theta of each where `rope_parameters` does not say.
+        full, sliding: theta of either layer type where `rope_parameters` has none.
 
     Raises:
-        InputError: `rope_parameters` is not by layer type.
+        InputError: `rope_parameters` is not by layer type, or has `truncate` false.
     """
-    given, kinds = raw.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
-    if not isinstance(given, dict) or not all(k in kinds and isinstance(v, dict | None) for k, v in given.items()):
-        raise InputError(f"config.json: 'rope_parameters' must be an object of {' and '.join(kinds)}, got {quoted(given)}")
-    if any(isinstance(x, dict) and x.get("truncate") is False for x in (*given.values(), raw.get("rope_scaling"))):
+    ropes, types = raw.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    if not isinstance(ropes, dict) or not all(k in types and isinstance(v, dict | None) for k, v in ropes.items()):
+        raise InputError(f"config.json: 'rope_parameters' must be an object of {' and '.join(types)}, got {quoted(ropes)}")
+    if any(isinstance(x, dict) and x.get("truncate") is False for x in (*ropes.values(), raw.get("rope_scaling"))):
         raise InputError("config.json: a rope with truncate=False is not supported where it differs by layer type (only True)")
-    forms = ({"rope_theta": theta} | (given.get(kind) or {}) for kind, theta in zip(kinds, (full, sliding), strict=True))
-    outer = dict(rope_theta=None, original_max_position_embeddings=None)  # which no layer type takes
-    whole, near = (raw | outer | {"rope_parameters": form} for form in forms)
-    return whole, near | {"rope_scaling": None}
+    forms = ({"rope_theta": theta} | (ropes.get(name) or {}) for name, theta in zip(types, (full, sliding), strict=True))
+    outer = dict(rope_theta=None, original_max_position_embeddings=None)  # neither layer type reads the outer fields
+    full_raw, sliding_raw = (raw | outer | {"rope_parameters": form} for form in forms)
+    return full_raw, sliding_raw | {"rope_scaling": None}
 
 
 def rope(
     fields: Fields, *, max_position_embeddings: int, part: float | None = None, yarn_fields: frozenset[str] = frozenset()
 ) -> tuple[float, float, RopeScaling | None]:
-    """Returns which part of a head is rotated, theta and the scaling of either form of the config.
+    """Returns the rotated part of a head (0 to 1), theta and the scaling.
 
     Args:
-        part: of a head that is rotated where the config does not say; None: the family rotates whole heads.
-        yarn_fields: what the family's `yarn` has beside the fields that all have.
+        part: the rotated part where the config does not say; None: the family rotates whole heads.
+        yarn_fields: fields of the family's `yarn` beyond the common ones.
 
     Raises:
         InputError: the rope type or one of its fields is not supported or out of range.
     """
     forms = {name: fields.take(name, dict, default={}) for name in ("rope_scaling", "rope_parameters")}
-    # Where both are given transformers takes rope_scaling, which is how a reader stretches a published config.
+    # With both, transformers reads rope_scaling, which users add to a published config to extend its context.
     name = "rope_scaling" if forms["rope_scaling"] else "rope_parameters"
     form = Fields(forms[name], f"{fields.source}, {name}")
-    named = (form, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
-    thetas = [each.number("rope_theta", **THETA, default=None) for each in named]
+    sources = (form, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
+    thetas = [source.number("rope_theta", **THETA, default=None) for source in sources]
     if name == "rope_scaling" and thetas[:2] == [None, None] and thetas[2] is not None and "rope_theta" not in fields.raw:
         LOG.warning("config.json: rope_theta is that of rope_parameters, beside rope_scaling: transformers takes its default")
     theta = next((value for value in thetas if value is not None), 1e4)
@@ -89,13 +90,13 @@ def rope(
             f"{form.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
             "and may change the model's numbers"
         )
-    # As in transformers, what stands outside of the form comes first.
+    # As in transformers, the outer field takes precedence.
     original = form.whole("original_max_position_embeddings", default=max_position_embeddings)
     original = fields.whole("original_max_position_embeddings", default=original)
     if kind == "default":
         return part or 1.0, theta, None
     if kind in ("linear", "dynamic"):
-        original = max_position_embeddings  # transformers stretches from here whatever else is written
+        original = max_position_embeddings  # transformers scales from here and ignores other fields
     factor = form.number("factor", least=1, most=1e6, default=None)
     if factor is None and kind == "proportional":
         factor = 1.0
@@ -105,16 +106,16 @@ def rope(
         factor = numbers.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
     if kind in ("linear", "dynamic") and max_position_embeddings * factor > numbers.LARGEST:
         raise InputError(f"{form.source}: a context of {max_position_embeddings} x {factor:g} tokens is too long to count")
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if kind == "llama3":
-        given = {key: form.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
-        if given["low_freq_factor"] >= given["high_freq_factor"]:
-            raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(given)}")
+        options = {key: form.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
+        if options["low_freq_factor"] >= options["high_freq_factor"]:
+            raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(options)}")
     if kind == "yarn":
         if form.raw.get("attn_factor") is not None:
             LOG.warning("%s: attn_factor is not used, as in transformers", form.source)
         attention, scores = _yarn_factors(form, factor)
-        given = dict(
+        options = dict(
             attention_factor=attention,
             beta_fast=form.number("beta_fast", **SCALE, default=32.0),
             beta_slow=form.number("beta_slow", **SCALE, default=1.0),
@@ -123,34 +124,36 @@ def rope(
             score_factor=scores,
         )
     if kind == "proportional":
-        given = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
+        options = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
     if kind == "longrope":
         numbers.integer(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        given = dict(
+        options = dict(
             attention_factor=form.number("attention_factor", **SCALE, default=attention),
             factors=_factors(form, "long_factor"),
             short_factors=_factors(form, "short_factor"),
         )
-    scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **given)
+    scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **options)
     return part or 1.0, theta, scaling
 
 
 def _factors(form: Fields, name: str) -> tuple[float, ...]:
-    return tuple(numbers.number(f"{form.source}: {name!r}", each, **SCALE) for each in form.take(name, list))
+    return tuple(numbers.number(f"{form.source}: {name!r}", factor, **SCALE) for factor in form.take(name, list))
 
 
 def _yarn_factors(form: Fields, factor: float) -> tuple[float, float]:
-    """Returns what cos and sin are multiplied by, and the scores of latent attention.
+    """Returns YaRN's factors of cos and sin, and of the scores in latent attention.
 
-    The former is the paper's temperature, or the ratio of the two scales that DeepSeek's configs give; the latter is the square
-    of the second scale.
+    With s(m) = 0.1 m ln(factor) + 1, the first is `attention_factor` if the config has one, s(mscale) / s(mscale_all_dim) if it
+    has both (DeepSeek), else s(1), the paper's temperature. The second is s(mscale_all_dim)^2.
+
+    Example: factor 40 and mscale = mscale_all_dim = 1 give 1 and 1.369^2 = 1.874.
     """
     weights = [form.number(key, least=0, most=1e6, default=0.0) for key in ("mscale", "mscale_all_dim")]
-    given = form.number("attention_factor", **SCALE, default=None)
+    attention_factor = form.number("attention_factor", **SCALE, default=None)
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    plain = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
-    return plain if given is None else given, scale(weights[1]) ** 2
+    default = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
+    return default if attention_factor is None else attention_factor, scale(weights[1]) ** 2

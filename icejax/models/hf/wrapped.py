@@ -1,4 +1,4 @@
-"""Models with images or sound, of which the text model alone is read: its config and tensors stand in theirs."""
+"""Models with images or sound, of which only the text model is read; the family registry calls `text_of`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import IRRELEVANT, finish
 
 TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+")
-# Parts of parameters' names, ours and theirs: on the hub, in transformers 5, and where the text model alone was written.
+# Prefixes of parameter names, ours and theirs: published checkpoints, transformers 5, and a text model saved alone.
 FORMS = (
     (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     (("model.", "model.language_model."),),
     (),
 )
-# Fields of a config.json that are of the towers alone.
+# Fields of a config.json that belong to the towers (vision, audio) only.
 GEMMA3 = {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
 GEMMA4 = {
     "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
@@ -29,11 +29,18 @@ MISTRAL3 = {
 
 
 def text_of(raw: dict[str, Any], model_type: str, towers: Set[str]) -> dict[str, Any]:
-    """Returns the raw config of the text model, of `model_type` unless it says; other fields than `towers` are refused.
+    """Returns the raw config of the text model; outer fields other than `towers` are refused.
 
-    Both levels may say whether the head is the embedding. As in transformers the outer one counts, and true unless said; a head
-    that is stored is one of its own all the same. Both may say what ends a text: transformers writes its default into the inner
-    one, so that both count.
+    Both levels may hold `tie_word_embeddings`. As in transformers, the outer value takes precedence and the default is true; a
+    checkpoint with an output head of its own is untied nevertheless. The end tokens of both levels are joined, because
+    transformers writes its default into the inner one.
+
+    Args:
+        model_type: type of the text model if its config has none.
+        towers: outer fields that belong to images or sound.
+
+    Raises:
+        InputError: there is no `text_config`, or a field is unknown.
     """
     fields = Fields(raw)
     text = fields.take("text_config", dict)

@@ -1,1 +1,1 @@
-"""Parts of a decoder layer."""
+"""Parts of a decoder layer: projections and norms, experts, latent attention."""

@@ -1,4 +1,4 @@
-"""A layer's experts and the router by which tokens choose among them."""
+"""A layer's experts and its router, over tokens [T, D] or [B, T, D]; the decoder's layers hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from icejax.ops.topk import best
 
 
 class Router(nnx.Module):
-    """Which experts a token takes, and with what weights."""
+    """Chooses the experts of each token and the weights of their outputs."""
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.chosen, self.routing = experts.chosen, experts.routing
@@ -27,7 +27,7 @@ class Router(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((experts.count,), dtype))
         if experts.routing.scaled:
             self.per_expert_scale = nnx.Param(jnp.zeros((experts.count,), dtype))
-        if experts.routing.corrected:  # fp32 in every model: near scores differ by less than a narrow dtype holds
+        if experts.routing.corrected:  # fp32 in every model: close scores differ by less than bf16 resolves
             self.e_score_correction_bias = nnx.Param(jnp.zeros((experts.count,), "float32"))
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
@@ -41,14 +41,18 @@ class Router(nnx.Module):
             ids = best(_in_groups(worth, routing) if routing.groups > 1 else worth, self.chosen)[0]
             weights = jnp.take_along_axis(scores, ids, axis=-1)
             if routing.normed:
-                weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
+                weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # all sigmoids may be zero
             if routing.scaled:
                 weights = weights * self.per_expert_scale[...].astype(jnp.float32)[ids]
             return ids, weights * routing.factor
 
 
 def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
-    """Returns `worth` [T, E] with all but the experts of the best groups at -inf."""
+    """Returns `worth` [T, E] with -inf for experts outside the best groups.
+
+    Example: [1, 5, 3, 4] in two groups, one of them chosen: group_best 1 compares 5 with 4 and returns [1, 5, -inf, -inf];
+    group_best 2 compares 6 with 7 and returns [-inf, -inf, 3, 4].
+    """
     groups = worth.reshape(len(worth), routing.groups, -1)
     top = jnp.take_along_axis(groups, best(groups, routing.group_best)[0], axis=-1)
     allowed = best(top.sum(-1), routing.chosen_groups)[1]
@@ -56,9 +60,9 @@ def _in_groups(worth: jax.Array, routing: Routing) -> jax.Array:
 
 
 class Matrices(nnx.Module):
-    """The same matrix of every expert, and its bias.
+    """One matrix of every expert, and its bias.
 
-    Codes (`Grouped`) may stand in its place, or what is in host memory of either (`Hosted`).
+    The weight is dense, quantized (`Grouped`), or either of them in host memory (`OffloadedExperts`).
     """
 
     def __init__(self, *shape: int, bias: bool, dtype: str) -> None:
@@ -67,7 +71,7 @@ class Matrices(nnx.Module):
 
 
 class ExpertStack(nnx.Module):
-    """All experts of a layer; a checkpoint holds each matrix of each apart, or all experts' in one tensor."""
+    """All experts of a layer; a checkpoint holds one tensor per expert and matrix, or one per matrix for all experts."""
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.form = experts.form
@@ -87,23 +91,28 @@ class ExpertStack(nnx.Module):
 
     @property
     def hosted(self) -> OffloadedExperts | None:
-        """The first matrices, if they are in host memory."""
-        found = self.gate_proj.weight.get_value()
-        return found if isinstance(found, OffloadedExperts) else None
+        """The gate matrices, if the experts are in host memory; else None."""
+        experts = self.gate_proj.weight.get_value()
+        return experts if isinstance(experts, OffloadedExperts) else None
 
     @property
     def bytes_from_host(self) -> int:
-        """What comes from host memory with an expert; 0 if none is there."""
+        """Bytes that a fetch of one expert reads from host memory; 0 if all experts are on the device."""
         return 0 if self.hosted is None else sum(part.weight.get_value().expert_bytes for part in self._parts)
 
     def settle(self, whole: ExpertStack, taken: Int[Array, " E"]) -> None:
-        """Puts on the device those experts in host memory that are taken most often; `whole`: the same, all on the device."""
-        for part, every in zip(self._parts, whole._parts, strict=True):
-            part.weight.set_value(part.weight.get_value().with_resident(every.weight.get_value(), taken))
+        """Puts the most chosen experts on the device, as many as were there.
+
+        Args:
+            whole: the same experts, all on the device.
+            taken: how often each expert was chosen.
+        """
+        for part, full in zip(self._parts, whole._parts, strict=True):
+            part.weight.set_value(part.weight.get_value().with_resident(full.weight.get_value(), taken))
 
 
 class ExpertsBeside(nnx.Module):
-    """Experts that add to what a layer's one MLP makes, with norms before and after them, and one after that (Gemma 4)."""
+    """Experts beside a dense MLP (Gemma 4): their input and both outputs pass norms, and the outputs are added."""
 
     def __init__(self, config: ModelConfig, experts: Experts, *, dtype: str) -> None:
         features, self.eps = config.hidden_size, config.rms_norm_eps
@@ -114,9 +123,14 @@ class ExpertsBeside(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
-        """Returns what comes of a layer's tokens before any norm, and of what its MLP has `made` of them, and their experts."""
+        """Returns the sum of the normed MLP and expert outputs, and the experts that each token used.
+
+        Args:
+            x: tokens before any norm.
+            made: the MLP's output for them.
+        """
         tokens = x.reshape(-1, x.shape[-1])
-        asked = normalised(tokens, self.eps).astype(x.dtype) * (self.scale[...] * x.shape[-1] ** -0.5)[None]
-        ids, weights = self.router(asked)
-        found = self.experts(self.pre_norm(tokens), ids, weights)
-        return self.mlp_norm(made) + self.post_norm(found.reshape(x.shape)), ids.reshape(*x.shape[:2], -1)
+        router_input = normalised(tokens, self.eps).astype(x.dtype) * (self.scale[...] * x.shape[-1] ** -0.5)[None]
+        ids, weights = self.router(router_input)
+        output = self.experts(self.pre_norm(tokens), ids, weights)
+        return self.mlp_norm(made) + self.post_norm(output.reshape(x.shape)), ids.reshape(*x.shape[:2], -1)

@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1): a cache keeps one latent of a token."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1): a cache keeps one latent per token for all heads.
+
+Decoder layers of latent models hold it in place of `Attention`, with the same methods.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from icejax.models.parts.linear import Linear, RMSNorm
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
 
-EPS = 1e-6  # of the norms of latents, whatever the config says of the others
-BY_HEAD = ".kv_b_proj.weight"  # keys that end so: of matrices that products take head by head
-HEADS_AT_ONCE = 16  # heads whose keys and values exist at once; those of 128 would be 82 KB a token
+EPS = 1e-6  # of the norms of latents; the config's epsilon is for the other norms
+BY_HEAD = ".kv_b_proj.weight"  # end of the keys of matrices that are multiplied head by head
+HEADS_AT_ONCE = 16  # heads whose keys and values exist at once; for 128 heads they would take 82 KB a token
 
 
 class Expanded(NamedTuple):
-    """The heads that a text attends with from its beginning, group by group.
+    """The expanded heads for prefill, made group by group.
 
     Attributes:
-        groups: how many groups there are.
-        of: returns the queries, keys [B, T, n, H] and values [B, T, n, Hv] of a group, by its number i32[].
+        groups: number of groups.
+        of: group number i32[] -> its queries and keys [B, T, n, H] and values [B, T, n, Hv].
     """
 
     groups: int
@@ -34,11 +37,11 @@ class Expanded(NamedTuple):
 
 
 class LatentAttention(nnx.Module):
-    """Projections and RoPE of heads that are made of a latent, in two forms that attend alike.
+    """Projections and RoPE of latent attention, in two forms with the same result.
 
-    What is kept of a token is one key of all heads: its latent, which is its value too, and a part with RoPE behind it. Queries
-    absorb what would make keys of latents; `output` makes values of what was attended to. The expanded form has keys and values
-    of every head: fewer products where there are many queries.
+    The cache keeps one key per token for all heads: the latent, which is also the value, and behind it a part with RoPE. In the
+    absorbed form queries are multiplied by the key projection, and `output` applies the value projection to the attended
+    latents. The expanded form has keys and values of every head: fewer multiplications when there are many queries.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
@@ -54,23 +57,27 @@ class LatentAttention(nnx.Module):
             self.q_b_proj = Linear(q_rank, queries, bias=False, dtype=dtype)
         self.kv_a_proj_with_mqa = Linear(hidden, rank + layer.rope.size, bias=config.qkv_bias, dtype=dtype)
         self.kv_a_layernorm = RMSNorm(rank, eps=EPS, dtype=dtype)
-        made = self.heads * (config.latent.qk_nope_head_dim + config.latent.v_head_dim)
-        self.kv_b_proj = Linear(rank, made, bias=False, dtype=dtype)
+        kv_channels = self.heads * (config.latent.qk_nope_head_dim + config.latent.v_head_dim)
+        self.kv_b_proj = Linear(rank, kv_channels, bias=False, dtype=dtype)
         self.o_proj = Linear(self.heads * config.latent.v_head_dim, hidden, bias=config.o_bias, dtype=dtype)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
-        """Returns what `Entered` holds of tokens at `positions`: absorbed queries, the key and value kept, expanded heads."""
+        """Returns the fields of `Entered`: absorbed queries, the cached key and value of all heads, and the expanded heads.
+
+        Example: DeepSeek-V3 has 128 heads, a latent of 512 channels and 64 rotated ones: queries [B, T, 128, 576], keys
+        [B, T, 1, 576], values [B, T, 1, 512].
+        """
         rank, plain = self.config.kv_lora_rank, self.config.qk_nope_head_dim
         with jax.named_scope("qkv"):
             q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-            q, kept = q.reshape(*x.shape[:2], self.heads, -1), self.kv_a_proj_with_mqa(x)[:, :, None]
-            latent = self.kv_a_layernorm(kept[..., :rank])
+            q, compressed = q.reshape(*x.shape[:2], self.heads, -1), self.kv_a_proj_with_mqa(x)[:, :, None]
+            latent = self.kv_a_layernorm(compressed[..., :rank])
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
-            turned = (q[..., plain:], kept[..., rank:])
+            rope_parts = (q[..., plain:], compressed[..., rank:])
             if self.interleaved:
-                turned = (halves(y, self.rope.size) for y in turned)
-            rotated, key = (rotate(y, cos, sin) for y in turned)
+                rope_parts = (halves(y, self.rope.size) for y in rope_parts)
+            rotated, key = (rotate(y, cos, sin) for y in rope_parts)
             q = grow(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope)
         with jax.named_scope("qkv"):
             absorbed = EINSUM("btnh,nhc->btnc", q[..., :plain], self._made[:, :plain]).astype(x.dtype)
@@ -78,32 +85,33 @@ class LatentAttention(nnx.Module):
         return absorbed, jnp.concatenate([latent, key], axis=-1), latent, self._expanded(q, latent[:, :, 0], key)
 
     def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-        """Returns kept keys, or absorbed queries, as if their tokens stood `by` positions later."""
+        """Returns cached keys, or absorbed queries, as if their tokens stood `by` positions later."""
         rank = self.config.kv_lora_rank
         return jnp.concatenate([heads[..., :rank], turn(heads[..., rank:], by, rope=self.rope)], axis=-1)
 
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
-        """Returns the attention block's output from its heads: latents, or values of the `expanded` form."""
+        """Returns the attention block's output from attended latents, or from attended values if `expanded`."""
         if not expanded:
-            # Of keys too, which are dropped: XLA:GPU would copy what makes values alone.
-            made = EINSUM("btnc,nhc->btnh", heads, self._made)
-            heads = made[..., self.config.qk_nope_head_dim :].astype(heads.dtype)
+            # Makes keys too and drops them: XLA:GPU would copy the value half of the weights.
+            keys_and_values = EINSUM("btnc,nhc->btnh", heads, self._made)
+            heads = keys_and_values[..., self.config.qk_nope_head_dim :].astype(heads.dtype)
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
 
     @property
     def _made(self) -> Float[Array, "N H C"]:
-        """What makes keys, and behind them values, of every head of a latent."""
+        """The weights from a latent to each head's key channels, and behind them its value channels."""
         return self.kv_b_proj.weight[...].reshape(self.heads, -1, self.config.kv_lora_rank)
 
     def _expanded(self, q: Float[Array, "B T N H"], latent: Float[Array, "B T C"], key: Float[Array, "B T 1 R"]) -> Expanded:
+        """Returns expanded heads in equal groups of at most `HEADS_AT_ONCE`; 24 heads make 2 groups of 12."""
         count = max(n for n in range(1, min(self.heads, HEADS_AT_ONCE) + 1) if self.heads % n == 0)
 
-        def of(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def expand_group(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             queries = lax.dynamic_slice_in_dim(q, group * count, count, axis=2)
-            made = lax.dynamic_slice_in_dim(self._made, group * count, count, axis=0)
-            made = EINSUM("btc,nhc->btnh", latent, made).astype(q.dtype)
-            k, v = jnp.split(made, [self.config.qk_nope_head_dim], axis=-1)
+            group_weights = lax.dynamic_slice_in_dim(self._made, group * count, count, axis=0)
+            keys_and_values = EINSUM("btc,nhc->btnh", latent, group_weights).astype(q.dtype)
+            k, v = jnp.split(keys_and_values, [self.config.qk_nope_head_dim], axis=-1)
             rotated = jnp.broadcast_to(key, (*k.shape[:3], key.shape[-1]))
             return queries, jnp.concatenate([k, rotated], axis=-1), v
 
-        return Expanded(self.heads // count, of)
+        return Expanded(self.heads // count, expand_group)

@@ -1,4 +1,4 @@
-"""Projections and norms, as Hugging Face stores them."""
+"""Linear projections and RMS norms over [B, T, features], with weights as Hugging Face stores them; all layers use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from icejax.ops.quantized.products import product
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with W as Hugging Face stores it, or as codes (`ops.quantized.products.Grouped`) in its place."""
+    """y = x W^T + b, with W [O, I] dense or quantized (`ops.quantized.products.Grouped`)."""
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
@@ -27,13 +27,13 @@ class Linear(nnx.Module):
 
 
 def normalised(x: jax.Array, eps: float) -> jax.Array:
-    """Returns fp32 vectors, of the last axis, over their root mean squares."""
+    """Returns the vectors of the last axis divided by their root mean square, in fp32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `norm` of a ModelConfig."""
+    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `ModelConfig.norm`."""
 
     def __init__(self, features: int, *, eps: float, dtype: str, kind: str = "rounded") -> None:
         self.weight = nnx.Param(jnp.zeros((features,), dtype))
@@ -49,5 +49,5 @@ class RMSNorm(nnx.Module):
 
 
 def norm_of(config: ModelConfig, features: int, *, dtype: str) -> RMSNorm:
-    """Returns a norm as a model has them."""
+    """Returns an RMSNorm over `features` channels with the epsilon and the kind of a model."""
     return RMSNorm(features, eps=config.rms_norm_eps, kind=config.norm, dtype=dtype)

@@ -1,1 +1,1 @@
-"""Dense attention, and sums of attention weights."""
+"""Dense attention, and sums of attention weights by key."""

@@ -1,4 +1,7 @@
-"""Dense attention: over a whole prompt in blocks, and of one query over a masked set of keys."""
+"""Dense attention: causal over a whole prompt in blocks, and of one or many queries over a masked set of keys.
+
+The engine's prefill calls `causal`; policies and their bases call the masked forms and merge parts by log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +20,41 @@ from icejax.runtime import devices
 
 LOG = logging.getLogger(__name__)
 BLOCK = 512  # queries and keys per block; measured fastest of 128-1024 on two CPU cores
-# fp32 products stay fp32 on every backend, as in PyTorch; other dtypes are not affected.
+# fp32 products keep fp32 precision on every backend, as in PyTorch; narrower dtypes are not affected.
 EINSUM = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How products of queries and keys become the scores that softmax takes, in fp32.
+    """How products of queries and keys become scores for softmax, in fp32: a scale and a soft cap.
 
     Attributes:
-        scale: what they are multiplied by.
-        softcap: what scores then come near and never exceed, by tanh (Gemma 2, arXiv 2408.00118); None: no bound.
+        scale: factor of the products.
+        softcap: bound c of the scaled products x, as c tanh(x / c) (Gemma 2, arXiv 2408.00118); None: no bound.
     """
 
     scale: float
     softcap: float | None = None
 
     def __call__(self, products: Float[Array, "*R"]) -> Float[Array, "*R"]:
-        """Returns the scores."""
+        """Returns the scores of unscaled products."""
         return self.capped(products * self.scale)
 
     def capped(self, scaled: Float[Array, "*R"]) -> Float[Array, "*R"]:
-        """Returns the scores of products that are scaled already."""
+        """Returns the scores of scaled products."""
         return scaled if self.softcap is None else self.softcap * jnp.tanh(scaled / self.softcap)
 
     def slope(self, scores: Float[Array, "*R"]) -> Float[Array, "*R"] | float:
-        """Returns by how much a score grows with its scaled product."""
+        """Returns the derivative of the score with respect to its scaled product, 1 - (score / softcap)^2."""
         return 1.0 if self.softcap is None else 1.0 - jnp.square(scores / self.softcap)
 
 
 class Attended(NamedTuple):
-    """What queries attended to.
+    """The attention output of queries.
 
     Attributes:
-        out: the weighted mean of the values, dtype[B, T, N, Hv].
-        lse: the natural log-sum-exp of the scores, f32[B, T, N].
+        out: weighted mean of the values, dtype[B, T, N, Hv].
+        lse: natural log-sum-exp of the scores, f32[B, T, N].
     """
 
     out: jax.Array
@@ -67,11 +70,17 @@ def causal(
     window: int | None,
     scoring: Scoring,
 ) -> Attended:
-    """Returns causal attention of a right-padded prompt, in the dtype of `q`; rows past `lengths` mean nothing.
+    """Returns causal attention of a right-padded prompt, in the dtype of `q`; outputs past `lengths` are undefined.
 
-    A query sees the `window` newest keys up to itself, all with None. Nothing of size T x T is made. What stands in
-    padding, NaN included, does not reach a valid row. On CUDA half precision runs in cuDNN, if values are as wide as keys
-    and scores have no cap; else blocks run with an online softmax (arXiv 2112.05682).
+    No array of size T x T is made. Values in padding, NaN included, do not reach a valid output. On GPU bf16 and fp16 run in
+    cuDNN, if the key size is a multiple of 8 up to 128, values have that size and scores have no cap; all else runs
+    in blocks with an online softmax (arXiv 2112.05682).
+
+    Example: with window 2 the query at position 5 sees the keys at 4 and 5.
+
+    Args:
+        lengths: tokens of each prompt, without padding.
+        window: newest keys up to itself that a query sees; None: all.
     """
     size, half = q.shape[-1], q.dtype in (jnp.bfloat16, jnp.float16)
     plain = v.shape[-1] == size and scoring.softcap is None
@@ -90,8 +99,8 @@ def causal(
             implementation="cudnn",
             return_residual=True,
         )
-        # cuDNN's softmax statistics are this log-sum-exp in fp32. JAX rounds it to the dtype of `q`: XLA drops a rounding
-        # that is undone at once, and the barrier keeps the two together.
+        # cuDNN's softmax statistics are the log-sum-exp in fp32, which JAX rounds to the dtype of `q`. XLA drops the rounding
+        # if the cast back to fp32 follows at once, and the barrier keeps both together.
         return Attended(out, lax.optimization_barrier(lse.astype(jnp.float32)))
     LOG.info("prefill attention: blockwise")
     out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scoring=scoring)
@@ -107,7 +116,7 @@ def causal_with_lse(
     window: int | None,
     scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Returns `causal`, blockwise and all in fp32."""
+    """Returns what `causal` does, in blocks on every platform and in fp32."""
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -115,11 +124,11 @@ def causal_with_lse(
     valid = jnp.arange(tokens)[None, :] < lengths[:, None]
     k = jnp.where(valid[:, :, None, None], k, 0).transpose(0, 2, 1, 3)  # B K T H
     v = jnp.where(valid[:, :, None, None], v, 0).transpose(0, 2, 1, 3)
-    # Rows of a block are (query, head of the group), so that one product serves a KV head's whole group.
+    # A row is a pair (query, head of the group), so one product serves all query heads of a KV head.
     rows = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, tokens * group, size)
 
-    def query_block(i: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def query_block(i: jax.Array, outputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         queries = lax.dynamic_slice_in_dim(rows, i * block * group, block * group, axis=2)
         position = i * block + jnp.arange(block * group) // group
 
@@ -131,21 +140,21 @@ def causal_with_lse(
             if window is not None:
                 seen &= key_position[None, :] > position[:, None] - window
             scores = jnp.where(seen, scoring(EINSUM("bkrh,bksh->bkrs", queries, keys)), -jnp.inf)
-            higher = jnp.maximum(highest, scores.max(-1))
-            # A row may see nothing of a block that lies outside its window: -inf minus -inf is kept out.
-            base = jnp.where(jnp.isneginf(higher), 0.0, higher)
+            new_highest = jnp.maximum(highest, scores.max(-1))
+            # A query may see no key of a block outside its window, and -inf minus -inf would be NaN.
+            base = jnp.where(jnp.isneginf(new_highest), 0.0, new_highest)
             share = jnp.exp(scores - base[..., None])
             shrink = jnp.exp(highest - base)
             total = total * shrink[..., None] + EINSUM("bkrs,bksh->bkrh", share.astype(v.dtype), values)
-            return total, weight * shrink + share.sum(-1), higher
+            return total, weight * shrink + share.sum(-1), new_highest
 
         shape = (batch, kv_heads, block * group)
         empty = jnp.zeros((*shape, v.shape[-1])), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
         first = 0 if window is None else jnp.maximum(0, (i * block - window + 1) // block)
         total, weight, highest = lax.fori_loop(first, i + 1, key_block, empty)
         return tuple(
-            lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), i * block * group, axis=2)
-            for old, x in zip(so_far, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
+            lax.dynamic_update_slice_in_dim(output, x.astype(output.dtype), i * block * group, axis=2)
+            for output, x in zip(outputs, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
         )
 
     blocks = (lengths.max() + block - 1) // block
@@ -163,22 +172,23 @@ def attend_all(
     *,
     scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Returns the attention of many queries over the keys in `mask`, in fp32, and its log-sum-exp: -inf if there is none.
+    """Returns the attention of many queries over the keys in `mask`, in fp32, and its log-sum-exp: -inf if a query sees none.
 
     Queries run in blocks. Values outside `mask` must be finite.
 
     Args:
-        near: which keys each query may see besides; None: all.
+        mask: keys that hold a token.
+        near: keys in `mask` that each query sees; None: all.
     """
     batch, tokens, heads, size = q.shape
     block = math.gcd(BLOCK, tokens)
 
-    def some(part: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-        queries, close = part  # B T' N H, B T' S
+    def query_block(part: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+        queries, visible = part  # [B, block, N, H], [B, block, S]
         queries = queries.reshape(batch, block, k.shape[1], -1, size)
-        seen = mask[:, None, :, None] if close is None else (mask[:, None] & close[:, :, None])[:, :, :, None]
+        seen = mask[:, None, :, None] if visible is None else (mask[:, None] & visible[:, :, None])[:, :, :, None]
         scores = jnp.where(seen, scoring(EINSUM("btkgh,bksh->btkgs", queries, k)), -jnp.inf)
-        highest = scores.max(-1, keepdims=True, initial=-jnp.inf)  # there may be no slot at all
+        highest = scores.max(-1, keepdims=True, initial=-jnp.inf)  # S may be 0
         base = jnp.where(jnp.isneginf(highest), 0.0, highest)
         weights = jnp.exp(scores - base)
         total = weights.sum(-1, keepdims=True)
@@ -186,16 +196,16 @@ def attend_all(
         return out.reshape(batch, block, heads, -1), (jnp.log(total) + base).reshape(batch, block, heads)
 
     parts = jax.tree.map(lambda x: x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1), (q, near))
-    out, lse = lax.map(some, parts)
+    out, lse = lax.map(query_block, parts)
     return tuple(x.swapaxes(0, 1).reshape(batch, tokens, heads, *x.shape[4:]) for x in (out, lse))
 
 
 def attend_with_lse(
     q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S Hv"], mask: Bool[Array, "R S"], *, scoring: Scoring
 ) -> tuple[Float[Array, "R G Hv"], Float[Array, "R G"]]:
-    """Returns the attention of one query per head over the keys in `mask`, in fp32, and its log-sum-exp; R is B K, in one axis.
+    """Returns the attention of one query per head over the keys in `mask`, in fp32, and its log-sum-exp; R is B K in one axis.
 
-    Assumes that every row sees a key and that the values outside `mask` are finite (keys there may be anything).
+    Assumes that every row has a key in `mask` and that values outside `mask` are finite; keys there may be NaN.
     """
     scores = masked_scores(q, k, mask[:, None], scoring=scoring)
     highest = scores.max(-1, keepdims=True)
@@ -208,7 +218,7 @@ def attend_with_lse(
 def masked_scores(
     q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"], *, scoring: Scoring
 ) -> Float[Array, "R G S"]:
-    """Returns the scores of keys in fp32, -inf outside `mask`, which is of all heads or of each."""
+    """Returns the scores of keys in fp32, -inf outside `mask`, which all query heads share (g = 1) or each has (g = G)."""
     on_cpu, elsewhere = (functools.partial(form, scoring=scoring) for form in (_scores_keys_first, _scores_queries_first))
     return lax.platform_dependent(q, k, mask, cpu=on_cpu, default=elsewhere)
 
@@ -218,7 +228,7 @@ def _scores_queries_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scorin
 
 
 def _scores_keys_first(q: jax.Array, k: jax.Array, mask: jax.Array, *, scoring: Scoring) -> jax.Array:
-    """Masked before they are turned: XLA:CPU would take a tenth longer for the whole attention."""
+    """Masks before the transposition: otherwise the whole attention takes XLA:CPU a tenth longer."""
     return jnp.where(mask.swapaxes(1, 2), scoring(EINSUM("rsh,rgh->rsg", k, q)), -jnp.inf).swapaxes(1, 2)
 
 
@@ -228,13 +238,18 @@ def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Arra
 
 
 def _keys_first(q: jax.Array, k: jax.Array) -> jax.Array:
-    """XLA:CPU would transpose the keys as the second operand; XLA:GPU then fuses nothing into the products."""
+    """Takes keys as the first operand: as the second, XLA:CPU transposes them. XLA:GPU would fuse nothing into this form."""
     return EINSUM("...sh,...gh->...sg", k, q).swapaxes(-1, -2)
 
 
 def merge_by_lse(
     out: Float[Array, "*R Hv"], lse: Float[Array, "*R"], other_out: Float[Array, "*R Hv"], other_lse: Float[Array, "*R"]
 ) -> tuple[Float[Array, "*R Hv"], Float[Array, "*R"]]:
-    """Returns the attention over two disjoint sets from that over each, and its log-sum-exp; the first is not empty."""
+    """Returns the attention over the union of two disjoint sets of keys, and its log-sum-exp, from the attention over each set.
+
+    Assumes that the first set is not empty; the second may be (log-sum-exp -inf).
+
+    Example: log-sum-exps of ln 3 and ln 1 weigh the outputs 3/4 and 1/4, and merge to ln 4.
+    """
     share = jax.nn.sigmoid(other_lse - lse)[..., None]
     return out * (1 - share) + other_out * share, jnp.logaddexp(lse, other_lse)

@@ -1,4 +1,4 @@
-"""How much each key of a prompt was attended to."""
+"""Sums of causal attention weights by key, over all queries of a prompt; the H2O policy ranks keys by them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def column_sums(
     window: int | None,
     scoring: Scoring,
 ) -> Float[Array, "B N T"]:
-    """Returns for each key the causal attention weights it gets, in fp32, summed over the queries of a right-padded prompt.
+    """Returns the causal attention weights of each key, summed over the queries of a right-padded prompt, in fp32.
 
-    These are the scores of H2O (arXiv 2306.14048). Keys past `lengths` get 0. Nothing of size T x T is made. What stands in
-    padding, NaN included, does not reach a sum. The sums over a few queries are `observed`'s.
+    These are the scores of H2O (arXiv 2306.14048). Keys past `lengths` get 0. No array of size T x T is made. Padding, NaN
+    included, does not reach a sum. `observed` sums over a few queries.
 
     Args:
-        lse: of the same attention, as `causal` returns it.
+        lse: log-sum-exp of the same attention, as `causal` returns it.
         window: newest keys up to itself that a query sees; None: all.
     """
     batch, tokens, heads, size = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
     block = math.gcd(BLOCK, tokens)
-    # Once for all blocks, so that one product serves a KV head's whole group.
+    # Transposed once for all blocks, so that one product serves all query heads of a KV head.
     q = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 3, 1, 4)
     lse = lse.reshape(batch, tokens, kv_heads, group).transpose(0, 2, 3, 1)
     k = k.transpose(0, 2, 1, 3)
@@ -52,7 +52,7 @@ def column_sums(
             counts = position[None, :] < lengths[:, None]
             rows = queries.reshape(batch, kv_heads, group * block, size)
             scores = scoring(EINSUM("bkrh,bksh->bkrs", rows, keys)).reshape(*norm.shape, block)
-            # Padding is left out last: its log-sum-exp may be anything too.
+            # Padding is masked after exp: its log-sum-exp may be NaN.
             weights = jnp.where((seen[None] & counts[:, :, None])[:, None, None], jnp.exp(scores - norm[..., None]), 0)
             return total + weights.sum(-2)
 

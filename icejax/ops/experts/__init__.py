@@ -1,1 +1,1 @@
-"""Mixtures of experts: products of each token with its experts, and experts in host memory."""
+"""Mixtures of experts: forward passes through the chosen experts, and experts in host memory."""

@@ -1,1 +1,1 @@
-"""Vectors and matrices in narrow dtypes, and products with them."""
+"""Quantized vectors and matrices, and products with them."""

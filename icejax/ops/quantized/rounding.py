@@ -1,4 +1,7 @@
-"""Vectors in a narrow dtype with the scale of each: symmetric, the largest number becomes the largest code."""
+"""Symmetric quantization of vectors, with one scale each: the largest magnitude becomes the largest code.
+
+Page digests, the pool's page format and quantized checkpoints call it.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,25 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 def quantize(
     x: jax.Array, dtype: str | jnp.dtype, *, axis: int, scale_dtype: str | jnp.dtype = "float32", least: float = TINY
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of `x`, and the scales of the vectors along `axis`, an axis of 1 there.
+    """Returns the codes of `x`, and one scale per vector along `axis`, which has size 1 in the scales.
+
+    Example: [1, -2, 4] in int8 has the scale 4 / 127 and the codes [32, -64, 127].
 
     Args:
-        dtype: of the codes, an integer or a floating-point one.
-        least: the smallest scale. One below TINY is 0 where subnormal numbers are flushed: then 0 / 0 is a code, 0 of integers.
+        dtype: dtype of the codes, an integer or a floating-point one.
+        least: the smallest scale. Where subnormals are flushed, a scale below TINY is 0, and a zero vector's codes are 0 / 0,
+            which becomes 0 in integer dtypes only.
     """
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(x).max(axis, keepdims=True) / most, least).astype(scale_dtype)
     codes = x / scale.astype(jnp.float32)
-    if scale.dtype != x.dtype:  # rounded, so the largest number may be too large for it
+    if scale.dtype != x.dtype:  # the scale was rounded, so the largest code may exceed `most`
         codes = jnp.clip(codes, -most, most)
-    return (jnp.round(codes) if whole else codes).astype(dtype), scale
+    return (jnp.round(codes) if is_integer else codes).astype(dtype), scale
 
 
 def dequantize(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns what `quantize` was given, in fp32, to half a step between codes."""
+    """Returns the vectors that `quantize` encoded, in fp32, to half a step between codes."""
     return codes.astype(jnp.float32) * scale.astype(jnp.float32)

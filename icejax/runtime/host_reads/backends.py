@@ -1,6 +1,7 @@
-"""Ways of reading pages of a table uint[R, planes, rows, W] in host memory inside a program: a plane at a time.
+"""Backends that read n pages of a table uint[R, planes, rows, W] in host memory, inside a program on the device.
 
-Keys and values come apart, because to part them later would copy them.
+The host pool and the expert reader call them. Each plane (keys, values) is an array of its own, uint[n, rows, W]: to split
+them later would copy them.
 """
 
 from __future__ import annotations
@@ -14,36 +15,39 @@ from jax.experimental import compute_on as compute_on_module
 
 from icejax.runtime.devices import DEVICE, HOST
 
-PagePlanes = tuple[jax.Array, ...]  # uint[n, rows, W] for every plane
-# Renamed in JAX 0.11.1; the context manager that bore the name before is not what is wanted here.
+PagePlanes = tuple[jax.Array, ...]  # uint[n, rows, W] per plane
+# JAX 0.11.1 renamed compute_on2 to compute_on, until then the name of a context manager.
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
-STARTED = 16  # copies that XLA:TPU starts before it awaits the first
-MOST_LOADED = 4096  # elements that a GPU program holds in registers at once
+STARTED = 16  # copies that XLA:TPU starts before it waits for the first
+MOST_LOADED = 4096  # elements that a GPU kernel loads into registers at once
 
 
 def _by_plane(read: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], PagePlanes]:
-    """Returns a way of reading pages from one of reading rows of a table uint[R planes, rows, W]."""
+    """Returns a reader of pages by plane, from a reader of rows of the flat table uint[R * planes, rows, W].
 
-    def every(table: jax.Array, pages: jax.Array) -> PagePlanes:
+    Example: with 2 planes the keys of pages [3, 0] are the flat rows [6, 0], and their values the rows [7, 1].
+    """
+
+    def read_pages(table: jax.Array, pages: jax.Array) -> PagePlanes:
         planes, flat = table.shape[1], table.reshape(-1, *table.shape[2:])
         return tuple(read(flat, planes * pages + plane) for plane in range(planes))
 
-    return every
+    return read_pages
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
-    kept = tuple(range(1, table.ndim))
-    numbers = lax.GatherDimensionNumbers(offset_dims=kept, collapsed_slice_dims=(0,), start_index_map=(0,))
-    return lax.gather(table, index, numbers, (1, *table.shape[1:]), mode="promise_in_bounds")
+    row_axes = tuple(range(1, table.ndim))
+    dimensions = lax.GatherDimensionNumbers(offset_dims=row_axes, collapsed_slice_dims=(0,), start_index_map=(0,))
+    return lax.gather(table, index, dimensions, (1, *table.shape[1:]), mode="promise_in_bounds")
 
 
 def _gather(table: jax.Array, rows: jax.Array) -> jax.Array:
-    # Indices go to host memory too: a primitive takes its operands from one memory space.
+    # Indices go to host memory too: a primitive takes all operands from one memory space.
     return jax.device_put(_take(table, jax.device_put(rows[:, None], HOST)), DEVICE)
 
 
 def _gather_flat(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """On CPU a gather of [p, W] takes many times as long; on CUDA this one does not compile for pages of int8."""
+    """Gathers rows as vectors: on CPU many times faster than as [rows, W]. CUDA does not compile it for 8-bit pages."""
     return _gather(table.reshape(len(table), -1), rows).reshape(len(rows), *table.shape[1:])
 
 
@@ -53,17 +57,17 @@ def _host_compute(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _slices(table: jax.Array, pages: jax.Array) -> PagePlanes:
-    def one(_: None, page: jax.Array) -> tuple[None, PagePlanes]:
-        whole = jax.device_put(lax.dynamic_slice_in_dim(table, page, 1, axis=0), DEVICE)
-        return None, tuple(whole[0, plane] for plane in range(table.shape[1]))
+    def read_page(_: None, page: jax.Array) -> tuple[None, PagePlanes]:
+        loaded = jax.device_put(lax.dynamic_slice_in_dim(table, page, 1, axis=0), DEVICE)
+        return None, tuple(loaded[0, plane] for plane in range(table.shape[1]))
 
-    return lax.scan(one, None, pages, unroll=min(STARTED, len(pages)))[1]
+    return lax.scan(read_page, None, pages, unroll=min(STARTED, len(pages)))[1]
 
 
 def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None) -> PagePlanes:
-    """Kernels that load pages through the GPU's unified addresses, a page per program; those not `wanted` are zero.
+    """Loads pages with a Triton kernel through the GPU's unified addresses, a page per program; unwanted pages are zero.
 
-    Values are loaded after keys: on one bus both together would take as long, and the keys have work waiting for them.
+    Values are loaded after keys: both share one bus, and work on the keys can start sooner.
     """
     planes = table.shape[1]
     flat = table.reshape(planes * len(table), -1)
@@ -75,21 +79,21 @@ def _triton(table: jax.Array, pages: jax.Array, wanted: jax.Array | None = None)
 
 
 def _copied(flat: jax.Array, rows: jax.Array, wanted: jax.Array, *before: jax.Array) -> jax.Array:
-    """Returns rows of a table uint[R, n], once `before` is there."""
+    """Returns rows of a table uint[R, n], zero where not wanted; runs after the arrays `before` are computed."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     width = flat.shape[1]
 
     def copy(rows_ref, wanted_ref, flat_ref, *refs) -> None:
-        row, there, out_ref = rows_ref[pl.program_id(0)], wanted_ref[pl.program_id(0)] != 0, refs[-1]
+        row, is_wanted, out_ref = rows_ref[pl.program_id(0)], wanted_ref[pl.program_id(0)] != 0, refs[-1]
 
-        @pl.when(there)
+        @pl.when(is_wanted)
         def load() -> None:
             for columns in _parts(width):
                 out_ref[0, columns] = flat_ref[row, columns]
 
-        @pl.when(~there)
+        @pl.when(~is_wanted)
         def clear() -> None:
             for columns in _parts(width):
                 out_ref[0, columns] = jnp.zeros(columns.size, flat.dtype)
@@ -106,7 +110,10 @@ def _copied(flat: jax.Array, rows: jax.Array, wanted: jax.Array, *before: jax.Ar
 
 
 def _parts(width: int) -> list:
-    """Returns slices that make up `width` columns; each has a power of two of them, as Triton's loads do."""
+    """Returns slices that cover `width` columns; each has a power of two of columns, as Triton requires of a load.
+
+    Example: 576 columns are cut into 512 and 64.
+    """
     from jax.experimental import pallas as pl
 
     parts, at = [], 0
@@ -124,4 +131,4 @@ BACKENDS: dict[str, Callable[..., PagePlanes]] = {
     "slices": _slices,
     "triton": _triton,
 }
-CHOOSING = ("triton",)  # those that can be told which pages are wanted, and read no others
+CHOOSING = ("triton",)  # backends that take `wanted` and read no other pages

@@ -1,4 +1,4 @@
-"""The choice of a way to read host memory inside a program: the first that brings exact bits."""
+"""Chooses the backend that reads host memory inside a program: the first that reads exact bits here; planning calls it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from icejax.runtime.host_reads import probe
 from icejax.runtime.host_reads.selftest import selftest
 
 LOG = logging.getLogger(__name__)
-CHOICE = "ICEJAX_FETCH_BACKEND"  # the environment's own choice of backend
-# On TPU XLA refuses a gather from host memory, copies of one-dimensional slices are direct, and to flatten the rows would copy
-# the table. On CUDA a kernel crosses the bus once and stays in the step's graph; XLA's gather crosses it three times.
+CHOICE = "ICEJAX_FETCH_BACKEND"  # environment variable that names the backend
+# On TPU XLA refuses a gather from host memory and would copy the table to flatten its rows; it copies one-dimensional slices
+# directly. On CUDA a kernel crosses the bus once and stays in the step's graph; XLA's gather crosses the bus three times.
 ORDER = {
     "tpu": ("slices", "host_compute"),
     "gpu": ("triton", "gather", "host_compute", "slices"),
     "cpu": ("gather_flat", "host_compute", "slices"),
 }
-APART = ("triton",)  # a fault in a kernel would take the process along, so it is tried in another
+APART = ("triton",)  # backends that a child process tries, because a fault in a kernel ends the process
 
 
 def try_ahead() -> None:
-    """Tries what is to be tried apart, before JAX starts and unless the environment has chosen something else."""
+    """Tries the backends of `APART` before JAX starts, unless the environment names another backend."""
     probe.ahead([name for name in APART if os.environ.get(CHOICE, name) == name])
 
 
 def backend_error(name: str) -> str | None:
-    """Returns what is wrong with a backend on this platform, found by a small test; None if it brings exact bits."""
+    """Returns the error of a backend on this platform, from the self-test; None if it reads exact bits."""
     return probe.probe_error(name) if name in APART else selftest(name)
 
 
@@ -37,7 +37,7 @@ def candidates() -> tuple[str, ...]:
     """Returns the backends that may be used on this platform, best first.
 
     Raises:
-        InputError: the environment names one that there is not.
+        InputError: the environment names a backend that this platform does not have.
     """
     platform = devices.platform()
     order = ORDER.get(platform, ("gather", "host_compute", "slices"))
@@ -51,10 +51,10 @@ def candidates() -> tuple[str, ...]:
 
 @functools.cache
 def fetch_backend() -> str:
-    """Returns the first backend that brings exact bits on this platform, and logs it.
+    """Returns the first backend that reads exact bits on this platform, and logs it.
 
     Raises:
-        InputError: there is none.
+        InputError: no backend does.
     """
     platform = devices.platform()
     for name in candidates():

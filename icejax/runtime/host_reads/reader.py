@@ -1,4 +1,4 @@
-"""Reading runs of pages from a table in host memory: how experts come to the device."""
+"""Reads runs of pages from a table in host memory; the checkpoint loader makes one reader for offloaded experts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads runs of pages of a table of one plane in host memory: what is fetched of experts.
+    """Reads runs of pages from a table of one plane in host memory; a run holds the pieces of one expert.
 
     Attributes:
-        backend: the way of reading, a key of `BACKENDS`.
+        backend: a key of `BACKENDS`.
     """
 
     backend: str
@@ -25,13 +25,16 @@ class Reader:
     def __call__(
         self, table: UInt[Array, "R 1 rows W"], runs: Int[Array, "n m"], wanted: Bool[Array, " n"]
     ) -> UInt[Array, "n m rows W"]:
-        """Returns the pages of each run, on the device; zeros for runs that are not wanted, which cost nothing."""
+        """Returns the pages of each run, on the device; runs that are not wanted are zero and are not read.
+
+        Example: runs [[0, 1], [6, 7]] and wanted [False, True] return zeros and pages 6 and 7, shape [2, 2, rows, W].
+        """
         read, shape = BACKENDS[self.backend], (*runs.shape, *table.shape[2:])
         if self.backend in CHOOSING:
             return read(table, runs.reshape(-1), jnp.repeat(wanted, runs.shape[1]))[0].reshape(shape)
         order = jnp.flatnonzero(wanted, size=len(wanted), fill_value=0)
 
-        def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        def read_run(i: jax.Array, out: jax.Array) -> jax.Array:
             return lax.dynamic_update_index_in_dim(out, read(table, runs[order[i]])[0], order[i], axis=0)
 
-        return lax.fori_loop(0, wanted.sum(), one, jnp.zeros(shape, table.dtype))
+        return lax.fori_loop(0, wanted.sum(), read_run, jnp.zeros(shape, table.dtype))
