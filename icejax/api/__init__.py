@@ -1,1 +1,1 @@
-"""Generation from text, as Python calls it."""
+"""The Python API: generation from text, and prompts."""

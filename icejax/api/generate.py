@@ -1,4 +1,4 @@
-"""Text in, text out: load, generate and stream_generate."""
+"""Text in, text out: `load`, `generate` and `stream_generate`, which Python callers, commands and benchmarks call."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def load(
     experts_on_host: int | bool | None = None,
     progress: Progress | None = None,
 ) -> tuple[CausalLM, Any]:
-    """Returns the model and the tokenizer of a Hugging Face folder, an icejax folder or a hub id; the bundled ones without.
+    """Returns the model and the tokenizer of a checkpoint.
 
-    The options are those of `checkpoint.load_model`.
+    Args:
+        path: a Hugging Face folder, an icejax folder or a hub id; by default the bundled model.
+        dtype, quantize, experts_on_host, progress: as in `checkpoint.load.load_model`.
 
     Raises:
-        InputError: something about the folder is not as it should be; the message says what.
+        InputError: the checkpoint cannot be loaded; the message says why.
     """
     devices.raise_pinned_limit()
     try_ahead()
@@ -64,45 +66,45 @@ def stream_generate(
     """Yields each row's text piece by piece; a row's last piece has a `finish_reason`.
 
     Args:
-        prompts: one or several, run as one batch; they may differ in length. Each is text, token ids, or a `Request` with
-            options of its own.
+        prompts: one or several prompts, run as one batch; lengths may differ. Each is text, token ids, or a `Request` with its
+            own options.
         cache: the cache policy; None: `Clustered()`.
-        context_length: tokens of prompt and answer together; None: the model's own.
-        host_memory_limit: bytes of host memory that the cache may take; None: what is free.
-        progress: called with the number of layers done while the prompt runs.
-        watch: called with the state after every step; it must not keep the arrays, which the next step takes.
-        options: those of `AnswerOptions`: sampling, max_new_tokens, stop, seed, special_tokens, logprobs.
+        context_length: maximum number of tokens of a prompt and its answer together; None: the model's own.
+        host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
+        progress: called with the number of layers done while the prompts run.
+        watch: called with the state after every step; it must not keep the arrays, because the next step donates them.
+        options: options of `AnswerOptions`: sampling, max_new_tokens, stop, seed, special_tokens, logprobs.
 
     Raises:
-        InputError: a prompt is empty or too long, an option is out of range, or the host has too little memory; before
-            anything runs. Or the logits are not finite, as soon as they are; the message says where it began.
+        InputError: before anything runs, if a prompt is empty or too long, an option is out of range, or the host has too
+            little memory. Later, as soon as logits are not finite; the message names the weight or the layer.
     """
     cache, answer = checked_policy(cache), AnswerOptions(**options)
     devices.check_limit(host_memory_limit)
-    asked = requests(prompts)
-    own = [each.options(answer) for each in asked]
+    prompt_requests = requests(prompts)
+    answers = [request.options(answer) for request in prompt_requests]
     context_length = check_context(model, context_length)
     started = Mark.now()
-    ids = encode_prompts(model, tokenizer, asked, special_tokens=answer.special_tokens, context_length=context_length)
-    limits = [min(each.max_new_tokens, context_length - len(row)) for each, row in zip(own, ids, strict=True)]
+    ids = encode_prompts(model, tokenizer, prompt_requests, special_tokens=answer.special_tokens, context_length=context_length)
+    limits = [min(row_answer.max_new_tokens, context_length - len(row)) for row_answer, row in zip(answers, ids, strict=True)]
     sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
     model = model.for_capacity(sizes["prompt_tokens"] + sizes["new_tokens"])
     plan = make_plan(model, cache, **sizes)
-    draws = [(answer.seed, each.index) if each.seed is None else (each.seed, 0) for each in asked]
-    sampling = [each.sampling for each in own]
+    draws = [(answer.seed, request.index) if request.seed is None else (request.seed, 0) for request in prompt_requests]
+    sampling = [row_answer.sampling for row_answer in answers]
     rows = [
-        Row(tokenizer, each.stop, model.config.eos_token_ids, row, limit, number=request.index + 1)
-        for request, each, row, limit in zip(asked, own, ids, limits, strict=True)
+        Row(tokenizer, row_answer.stop, model.config.eos_token_ids, row, limit, number=request.index + 1)
+        for request, row_answer, row, limit in zip(prompt_requests, answers, ids, limits, strict=True)
     ]
-    begun = prefill(model, ids, plan, sampling=sampling, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
-    run = Run(DecodePrograms(model, plan), *begun, watch)
+    results = prefill(model, ids, plan, sampling=sampling, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
+    run = Run(DecodePrograms(model, plan), *results, watch)
     yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started, logprobs=answer.logprobs)
 
 
 def generate(
     model: CausalLM, tokenizer: Any, prompts: Prompt | Request | Sequence[Prompt | Request], **options: Any
 ) -> list[GenerationResponse]:
-    """Returns one whole response per prompt; the arguments are those of `stream_generate`."""
+    """Returns one whole response per prompt; arguments and errors are those of `stream_generate`."""
     pieces: dict[int, list[GenerationResponse]] = {}
     for piece in stream_generate(model, tokenizer, prompts, **options):
         pieces.setdefault(piece.row, []).append(piece)

@@ -1,4 +1,7 @@
-"""Prompts to tokens: chat templates, and what a prompt must be."""
+"""Prompts to token ids: applies chat templates, tokenizes prompts and checks them.
+
+`api.generate`, `Session` and the commands call it.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,33 @@ from icejax.models.decoder import CausalLM
 from icejax.text.chat_template import render
 
 LOG = logging.getLogger(__name__)
-PROBED = (16, 512, 16384)  # characters
-SLOWEST = 1e-3  # seconds for a character; those of published models take some 1e-6
+PROBED = (16, 512, 16384)  # characters of the first, short tries of a tokenizer
+SLOWEST = 1e-3  # seconds per character that a tokenizer may take; published models' take some 1e-6
 
 
 def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
-    """Returns `prompt` as a user's turn in the tokenizer's chat template; InputError if it has none, refuses or fails."""
+    """Returns `prompt` as a user's turn in the tokenizer's chat template.
+
+    Args:
+        system: the system message before it; None: none.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the template refuses the messages or fails.
+    """
     return render(tokenizer, [*first_messages(system), message("user", prompt)])
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:
-    """Returns the messages that a chat begins with."""
+    """Returns the messages that a chat begins with: the system message, if there is one."""
     return [] if system is None else [message("system", system)]
 
 
 def message(role: str, content: str) -> dict[str, str]:
-    """Returns a message of a chat; InputError if its content is no text, or empty where a user is to say something."""
+    """Returns a message of a chat.
+
+    Raises:
+        InputError: the content is no text, or a user's content is empty.
+    """
     if not isinstance(content, str):
         raise InputError(f"the {role}'s message must be text, got {quoted(content)}")
     if not content and role == "user":
@@ -47,35 +61,37 @@ def encode_prompts(
     special_tokens: bool = True,
     context_length: int | None = None,
 ) -> list[list[int]]:
-    """Returns the token ids of prompts.
+    """Returns the token ids of each request's prompt.
 
     Args:
-        special_tokens: whether the tokenizer adds its own to the text of requests that do not say.
+        special_tokens: whether the tokenizer adds special tokens to the text of requests that leave it open.
+        context_length: maximum number of tokens of a prompt and its answer; None: the model's own.
 
     Raises:
-        InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for a token in `context_length` (the
-            model's own by default); or the tokenizer is of another model.
+        InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for an answer token in
+            `context_length`; or the tokenizer belongs to another model.
     """
     context_length = _context(model, context_length)
     if not requests:
         raise InputError("no prompt: expected at least one")
-    return [_encoded(model, tokenizer, each, special_tokens, context_length) for each in requests]
+    return [_encoded(model, tokenizer, request, special_tokens, context_length) for request in requests]
 
 
 def _encoded(model: CausalLM, tokenizer: Any, request: Request, special_tokens: bool, context_length: int) -> list[int]:
-    name, prompt, more = f"prompt {request.index + 1}", request.prompt, False
+    """Returns the token ids of a request's prompt; the errors are those of `encode_prompts`."""
+    name, prompt, is_cut = f"prompt {request.index + 1}", request.prompt, False
     if isinstance(prompt, str):
         if not is_unicode(prompt):
             raise InputError(f"{name} is not UTF-8 text: convert it first")
         special_tokens = special_tokens if request.special_tokens is None else request.special_tokens
-        ids, more = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length)
+        ids, is_cut = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length)
     else:
         ids = _checked_ids(name, prompt)
     if not ids:
         raise InputError(f"{name} is empty: expected some text")
     if len(ids) >= context_length:
         raise InputError(
-            f"{name} has {'at least ' if more else ''}{len(ids)} tokens and the context holds "
+            f"{name} has {'at least ' if is_cut else ''}{len(ids)} tokens and the context holds "
             f"{context_length}, the answer included: shorten it, or raise --context-length if the model can take it"
         )
     if max(ids) >= model.config.vocab_size:
@@ -85,7 +101,7 @@ def _encoded(model: CausalLM, tokenizer: Any, request: Request, special_tokens: 
 
 
 def _checked_ids(name: str, prompt: Any) -> list[int]:
-    """Returns token ids as a list; numpy's whole numbers are taken too."""
+    """Returns token ids as a list of ints; numpy integers are accepted."""
     try:
         if isinstance(prompt, (bytes, bytearray, set, dict)) or any(isinstance(token, bool) for token in prompt):
             raise TypeError
@@ -96,14 +112,14 @@ def _checked_ids(name: str, prompt: Any) -> list[int]:
 
 
 def check_context(model: CausalLM, context_length: int | None) -> int:
-    """Returns how many tokens a text may have, by default the model's own length; warns of one beyond it.
+    """Returns the context length in tokens, by default the model's own; logs a warning if it is longer than that.
 
     Raises:
-        InputError: it is out of range.
+        InputError: `context_length` is out of range.
     """
-    length, own = _context(model, context_length), model.config.context_length
-    if length > own:
-        LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", length, own)
+    length, model_length = _context(model, context_length), model.config.context_length
+    if length > model_length:
+        LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", length, model_length)
     return length
 
 
@@ -114,14 +130,15 @@ def _context(model: CausalLM, context_length: int | None) -> int:
 
 
 def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
-    """Returns a prompt's tokens, of one far too long the first ones that show it, and whether there are more.
+    """Returns a prompt's tokens, and whether they are only those of its first characters.
 
-    A few characters go first: a tokenizer's regular expressions may take for ever, and nothing can stop them.
+    Growing numbers of first characters are tokenized, until `enough` tokens or the whole prompt are reached: a tokenizer's
+    regular expressions may take forever and cannot be stopped. With `enough=100` they are 16, 200, 800, 3,200, ... characters.
     """
     if not prompt:
         return [], False
-    probed = (n for n in PROBED if n < 2 * enough)
-    for characters in itertools.chain(probed, (2 * enough * 4**i for i in itertools.count())):
+    short_lengths = (n for n in PROBED if n < 2 * enough)
+    for characters in itertools.chain(short_lengths, (2 * enough * 4**i for i in itertools.count())):
         started = time.perf_counter()
         with input_error_from("the tokenizer fails"):
             ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]

@@ -1,1 +1,1 @@
-"""KV caches: the protocol, the host pool, page indexes, and one file per policy."""
+"""KV caches: the policy protocol, the host pool, page indexes, base classes, and one file per policy."""

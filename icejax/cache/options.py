@@ -1,4 +1,7 @@
-"""Cache policies by name, and their options as text."""
+"""Cache options as text: builds a policy from a name and options, and describes the options of each policy.
+
+The command line and `icejax.make_policy` call it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from icejax.checks.errors import InputError, quoted, suggestion
 
 
 def described(name: str) -> dict[str, str]:
-    """Returns the options of the policy `name`, and of each what its docstring says and its default."""
+    """Returns the options of the policy `name`: each option's text from the docstrings, with its default."""
     policy = POLICIES[name]
-    docs = "\n".join((inspect.cleandoc(kind.__doc__ or "")).partition("Attributes:\n")[2] for kind in policy.__mro__[::-1])
-    told = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", docs, re.MULTILINE)
-    texts = {option: " ".join(text.split()) for option, text in told}
+    docs = "\n".join((inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")[2] for base in policy.__mro__[::-1])
+    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", docs, re.MULTILINE)
+    texts = {option: " ".join(text.split()) for option, text in entries}
     return {
         field.name: f"{texts.get(field.name, '').rstrip('.')} (default: {str(field.default).lower()})"
         for field in dataclasses.fields(policy)
@@ -31,11 +34,11 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     """Returns a cache policy by its name, as ``make_policy("snapkv", {"budget": 256})``.
 
     Args:
-        name: of a policy or a preset, as `--cache` takes it (docs/methods.md).
-        options: its own, by their names: values, or texts as a command line has them, such as "none", "true" and "8".
+        name: a policy or a preset, as `--cache` takes it (docs/methods.md).
+        options: option values by name. A string is parsed like a command-line value: "none", "true", "8".
 
     Raises:
-        InputError: there is no such policy or option, or an option's value is out of range.
+        InputError: the policy or option does not exist, or an option's value is out of range.
     """
     entry = named(name) if isinstance(name, str) else None
     if entry is None:
@@ -52,20 +55,20 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     return policy(**values)
 
 
-def cache_options(texts: Sequence[str], **named: int | float | None) -> dict[str, str | int | float]:
-    """Returns the options of KEY=VALUE texts, and those named ones that are given."""
+def cache_options(texts: Sequence[str], **keywords: int | float | None) -> dict[str, str | int | float]:
+    """Returns the options in the KEY=VALUE texts, and the keyword options that are not None; a keyword wins over a text."""
     options: dict[str, str | int | float] = {}
     for text in texts:
-        key, sign, value = text.partition("=")
-        if not sign:
+        key, separator, value = text.partition("=")
+        if not separator:
             raise InputError(f"--cache-option must be KEY=VALUE, got {text!r}")
         options[key] = value
-    return options | {key: value for key, value in named.items() if value is not None}
+    return options | {key: value for key, value in keywords.items() if value is not None}
 
 
 def _parse(key: str, value: str, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
-        return value  # the policy knows which there are
+        return value  # the policy checks its own choices
     choices = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if type(None) in choices and value == "none":
         return None

@@ -1,4 +1,8 @@
-"""The protocol every cache policy follows: frozen options, state in, state out."""
+"""The protocol every cache policy follows: frozen options, state in, state out.
+
+The engine calls a policy layer by layer with `Heads`, arrays [B, T, N or K, H], and a `View`; it gets an `Outcome` back. A
+prompt goes through `prefill`, one generated token per row through `decode`, further text through `extend`.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,15 @@ from icejax.ops.slots import by_head
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lengths:
-    """How far a cache has come; kept once for all layers.
+    """Token counts of a cache, kept once for all layers.
 
-    The clock is one for all rows, so that the pages of all become full at the same step. A row may join at any step: one of
-    100 tokens that joins when the clock stands at 40 has its origin at 60.
+    All rows share one clock, so that their window pages become full at the same step. A row may join at any step. A prompt of
+    100 tokens that joins at clock 40 has origin 60; after 3 decode steps the clock is 43 and `seen` is 103.
 
     Attributes:
-        origin: tokens of each row so far, less the clock; below 0 for a short text that joined late.
-        clock: steps of the batch.
-        next_page: the page of the pool that the newest tokens will fill, the same for all rows, heads and layers.
+        origin: tokens of each row minus the clock; negative for a short prompt that joined late.
+        clock: decode steps of the batch.
+        next_page: the pool page that the next flush fills, the same for all rows, heads and layers.
     """
 
     origin: jax.Array  # i32[B]
@@ -39,17 +43,17 @@ class Lengths:
 
     @classmethod
     def of(cls, tokens: Int[Array, " B"], pages: Int[Array, ""] | int = 0) -> Lengths:
-        """Returns those behind texts, of which no token has been decoded."""
+        """Returns the lengths right after prefill: `tokens` per row, `pages` pages of the pool in use, no token decoded."""
         return cls(tokens, jnp.int32(0), jnp.asarray(pages, jnp.int32))
 
     @classmethod
     def none(cls, batch: int) -> Lengths:
-        """Returns those of an empty cache."""
+        """Returns the lengths of an empty cache."""
         return cls.of(jnp.zeros(batch, jnp.int32))
 
     @property
     def seen(self) -> Int[Array, " B"]:
-        """Tokens of each row so far: the position of the token that comes next."""
+        """Tokens of each row so far, which is the position of the next token."""
         return self.origin + self.clock
 
 
@@ -59,9 +63,9 @@ class KVCache:
     """The device part of a cache.
 
     Attributes:
-        layers: a state of each, of the shape its policy made it.
-        lengths: how far it has come.
-        table: the extents of the pool that every row has; None without a pool.
+        layers: the state of each layer, a pytree that its policy defines.
+        lengths: token counts, the same for all layers.
+        table: the extents of each row in the pool; None without a pool.
     """
 
     layers: tuple[Any, ...]
@@ -72,14 +76,14 @@ class KVCache:
 @functools.partial(jax.tree_util.register_dataclass, meta_fields=["scoring"], data_fields=["q", "k", "v", "lengths"])
 @dataclass(frozen=True)
 class Heads:
-    """What new tokens bring to a layer's attention: a prompt, more text behind it, or one decoded token.
+    """Queries, keys and values of a layer's new tokens: a prompt, further text, or one decoded token.
 
     Attributes:
         q: queries after RoPE.
         k: keys after RoPE.
-        v: values, those of a latent layer too.
-        lengths: tokens of each row; the rest is padding on the right, which may hold anything.
-        scoring: how products of queries and keys become scores.
+        v: values, also for a latent layer, whose keys hold them.
+        lengths: real tokens of each row; padding on the right may hold anything, NaN included.
+        scoring: how query-key products become scores.
     """
 
     q: jax.Array  # dtype[B, T, N, H]
@@ -89,29 +93,29 @@ class Heads:
     scoring: Scoring
 
     def by_group(self) -> Float[Array, "B K G H"]:
-        """Returns the queries of one decoded token by the KV head they belong to."""
+        """Returns the queries of one decoded token, grouped by KV head."""
         batch, _, heads, size = self.k.shape
         return self.q.reshape(batch, heads, -1, size)
 
     def planes(self, count: int) -> tuple[Float[Array, "B K T _"], ...]:
-        """Returns what a cache of so many planes keeps of the tokens."""
+        """Returns the keys and values in cache layout; keys alone where `count` is 1."""
         return tuple(by_head(x) for x in (self.k, self.v)[:count])
 
     def of_planes(
         self, planes: tuple[Float[Array, "B K *S _"], ...]
     ) -> tuple[Float[Array, "B K *S H"], Float[Array, "B K *S Hv"]]:
-        """Returns the keys and the values in planes of any tokens, which the pool fills up to one width."""
+        """Returns the keys and values held in `planes`, cut to their own widths: the pool pads its planes to one width."""
         return planes[0][..., : self.k.shape[-1]], planes[-1][..., : self.v.shape[-1]]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """What one layer found and layers after it may follow.
+    """What a layer passes to later layers that follow it.
 
     Attributes:
-        order: i32[B, K, T], in which order tokens were packed into pages.
-        choice: what was chosen in a step, in a form that the policy knows.
+        order: the token order of the packed pages, i32[B, K, T].
+        choice: the selection of a decode step, in the policy's own form.
     """
 
     order: jax.Array | None = None
@@ -120,16 +124,16 @@ class Shared:
 
 @dataclass(frozen=True)
 class View:
-    """What a policy may look at beside its state and the new tokens; made anew wherever a layer runs.
+    """What a policy may read besides its state and the new tokens; built anew for each layer.
 
     Attributes:
-        lengths: before the new tokens; none while a prompt runs.
-        pool: the layer's pages in host memory; None for a policy that keeps nothing there, and while a prompt runs.
-        shared: what the layers before found.
-        guess: returns queries [B, T, N, H] that are known before the layer's own, from the input of the layer before; None in
-            the first layer and where there is none to be had.
-        rerotate: takes heads after RoPE, [B, T, N, H], and by how many positions to turn each token [B, T]; returns them as if
-            they had been projected there. For policies that say `rerotates`.
+        lengths: token counts before the new tokens; all 0 during prefill.
+        pool: the layer's pages in host memory; None during prefill, and for a policy without a pool.
+        shared: what earlier layers pass on.
+        guess: returns the layer's queries [B, T, N, H] as predicted from the input of the layer before; None in the first
+            layer and in phases without a prediction.
+        rerotate: takes heads after RoPE [B, T, N, H] and a shift in positions for each token [B, T]; returns the heads at
+            the shifted positions. For policies with `rerotates`.
         project: takes heads [B, T, N, H] to the layer's output [B, T, D], as the attention block does.
     """
 
@@ -144,15 +148,15 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outcome:
-    """What comes back from a policy.
+    """What a policy returns.
 
     Attributes:
-        state: after the new tokens.
-        attended: what their queries attended to; None after a prompt, which attends exactly.
-        pages: dtype[P', B, K, planes, p, W] for the pool; None if there are none to write.
-        used: how many of them are not empty; None: all.
-        shared: for the layers that follow.
-        tokens: after a decoded one how many tokens were attended to exactly, by a query head and by any of a KV head, means
+        state: the state after the new tokens.
+        attended: attention of the new tokens' queries; None after prefill, whose attention is exact.
+        pages: new pages for the pool, dtype[P', B, K, planes, p, W]; None if there are none to write.
+        used: how many of `pages`, from the first on, hold tokens; None: all.
+        shared: passed to later layers.
+        tokens: tokens attended exactly in a decode step, per query head and per KV head (by any of its query heads); means
             over heads.
     """
 
@@ -169,15 +173,16 @@ class Outcome:
 )
 @dataclass(frozen=True)
 class Report:
-    """What a layer's state says of the newest step, and of itself.
+    """Counters of a layer's newest step and of its state; counts are sums over KV heads.
 
     Attributes:
-        found: pages, or single slots where the policy finds those, that were attended to exactly, brought from the host and
-            needed, over KV heads, i32[3, B]; None without a pool.
-        slots: tokens that stand on the device, over KV heads, i32[B].
-        allocated: slots that there are for them in each row, over KV heads.
-        digest_bytes: bytes of the state that describe tokens and are no keys or values.
-        own: the estimate of the step's relative error, and tokens attended exactly, means over KV heads; None: no estimate.
+        pages: pages, or slots where the policy selects single slots, that were attended exactly, fetched from the host, and
+            needed, i32[3, B]; None without a pool.
+        slots: tokens on the device, i32[B].
+        allocated: device slots of each row.
+        digest_bytes: bytes of the state that describe tokens and hold no keys or values.
+        estimates: the estimated relative error of the step, and the tokens attended exactly, means over KV heads; None: no
+            estimate.
     """
 
     pages: jax.Array | None
@@ -188,86 +193,89 @@ class Report:
 
 
 class CachePolicy(abc.ABC):
-    """Decides what of the keys and values is kept, where, and what a query attends to.
+    """Decides which keys and values are kept, where they are kept, and which of them a query attends to.
 
-    A policy is a frozen dataclass, its fields are its options, and jit takes it as a static argument. It sees one layer at a
-    time and never the model. Most are one of two kinds: `Eviction` keeps some tokens on the device, `Retrieval` keeps all
-    tokens in host memory and fetches those that a query needs.
+    A policy is a frozen dataclass whose fields are its options; jit takes it as a static argument. It sees one layer at a time
+    and never the model. Most policies are of two kinds: `Eviction` keeps some tokens on the device; `Retrieval` keeps all
+    tokens in host memory and fetches the ones a query needs.
     """
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
-    dense_layers: int | None = 0  # first layers that keep the full cache; None: 2 of 16 and more, as in IceCache, else 0
-    rerotates: bool = False  # whether `View.rerotate` is called, which not every RoPE allows
+    dense_layers: int | None = 0  # first layers with the full cache; None: 2 in a model of 16 or more, as in IceCache, else 0
+    rerotates: bool = False  # whether the policy calls `View.rerotate`, which not every RoPE allows
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
-        """Returns the policy for a platform (cpu, gpu or tpu) and a kind of layers, where its options leave that open."""
+        """Returns the policy with open options settled for a platform (cpu, gpu or tpu) and for latent or other layers."""
         del platform, latent
         return self
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
-        """Returns a policy for each of the layers `full`: those of `of` with full attention, behind the dense ones."""
+        """Returns a policy for each layer in `full`.
+
+        Args:
+            full: indices of the full-attention layers after the dense ones.
+            of: layers of the model.
+        """
         del of
         return [self] * len(full)
 
     def pool(self, spec: CacheSpec) -> PoolSpec | None:
-        """Returns what a layer of `spec` keeps in the pool; None for a policy that keeps nothing there."""
+        """Returns what a layer of `spec` keeps in the pool; None for a policy without a pool."""
         del spec
         return None
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec) -> Any:
-        """Returns the empty state of a layer: a pytree whose arrays have rows, or rows and KV heads, as their first axis."""
+        """Returns the empty state of a layer: a pytree whose arrays have B, or B times K, as their first axis."""
 
     @abc.abstractmethod
     def prefill(self, state: Any, heads: Heads, attended: Attended, view: View) -> Outcome:
-        """Returns what is kept of a prompt, which has attended exactly.
+        """Returns the state after a prompt, whose attention `attended` is exact.
 
-        What stands in padding, NaN included, must not be kept.
+        Nothing from padding may be kept, NaN included.
         """
 
     @abc.abstractmethod
     def decode(self, state: Any, heads: Heads, view: View) -> Outcome:
-        """Appends one token per row, at position `view.lengths.seen`, and attends as the policy does."""
+        """Appends one token per row, at position `view.lengths.seen`, and attends to what the policy selects."""
 
     def extend(self, state: Any, heads: Heads, view: View) -> Outcome:
-        """Appends more text behind a cache.
+        """Appends further text to a cache.
 
-        Here token by token, as if it were decoded, for policies that keep nothing in the pool.
+        This default decodes token by token; it serves policies without a pool.
         """
         batch, tokens, num_heads, _ = heads.q.shape
 
-        def one(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
+        def append_token(i: jax.Array, carry: tuple[Any, Attended]) -> tuple[Any, Attended]:
             state, attended = carry
             q, k, v = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (heads.q, heads.k, heads.v))
             lengths = Lengths.of(view.lengths.seen + i, view.lengths.next_page)
             token = Heads(q, k, v, jnp.ones(batch, jnp.int32), heads.scoring)
             outcome = self.decode(state, token, replace(view, lengths=lengths))
-            there = i < heads.lengths
+            is_real = i < heads.lengths
 
-            def put_in(old: jax.Array, x: jax.Array) -> jax.Array:
-                return jnp.where(jnp.repeat(there, len(x) // batch).reshape(-1, *(1,) * (x.ndim - 1)), x, old)
+            def keep_in_padding(old: jax.Array, new: jax.Array) -> jax.Array:
+                return jnp.where(jnp.repeat(is_real, len(new) // batch).reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-            state = jax.tree.map(put_in, state, outcome.state)
+            state = jax.tree.map(keep_in_padding, state, outcome.state)
             pairs = zip(attended, outcome.attended, strict=True)
             return state, Attended(*(jax.lax.dynamic_update_slice_in_dim(x, y, i, axis=1) for x, y in pairs))
 
-        nothing = Attended(
-            jnp.zeros((batch, tokens, num_heads, heads.v.shape[-1]), heads.q.dtype), jnp.zeros(heads.q.shape[:3])
-        )
-        state, attended = jax.lax.fori_loop(0, heads.lengths.max(), one, (state, nothing))
+        zeros = Attended(jnp.zeros((batch, tokens, num_heads, heads.v.shape[-1]), heads.q.dtype), jnp.zeros(heads.q.shape[:3]))
+        state, attended = jax.lax.fori_loop(0, heads.lengths.max(), append_token, (state, zeros))
         return Outcome(state, attended)
 
     def joining(self, state: Any, lengths: Lengths, clock: Int[Array, ""]) -> Any:
-        """Returns the state of rows right after their prompts for a batch whose clock stands at `clock`."""
+        """Returns the state of freshly prefilled rows for a batch whose clock is `clock`."""
         del lengths, clock
         return state
 
     @abc.abstractmethod
     def report(self, state: Any, lengths: Lengths) -> Report:
-        """Returns what the state says of itself after so many tokens."""
+        """Returns the counters of the newest step and of the state; `lengths` are the token counts after it."""
 
 
 def check_dense_layers(dense: int | None) -> None:
-    """Raises InputError for a number of dense layers that there cannot be."""
+    """Raises InputError if `dense` is neither None nor an integer from 0 to 1024."""
     if dense is not None:
         integer("dense_layers", dense, least=0, most=1024)

@@ -1,4 +1,4 @@
-"""Cache policies and presets by the name the command line knows them by."""
+"""Cache policies and presets by their command-line names, and the choice of a policy for each layer of a model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "tova": TOVA,
     "vattention": VAttention,
 }
-# A policy with some options of its own. IceCache's rules run over our pages, not over its M-DCI index.
+# A preset is a policy with some options set. `icecache` runs IceCache's rules over our pages, not over its M-DCI index.
 ICECACHE = dict(rerank=False, tail=False, balance=False, score="mean", group="interleave")
 PRESETS: dict[str, tuple[type[CachePolicy], dict[str, Any]]] = {
     "icecache": (Clustered, ICECACHE),
@@ -85,44 +85,45 @@ def names() -> list[str]:
 
 
 def named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
-    """Returns the policy of a name and the options that come with it; None if there is no such name."""
+    """Returns the policy class and the preset options of `name`; None for an unknown name."""
     return PRESETS.get(name) or ((POLICIES[name], {}) if name in POLICIES else None)
 
 
 def name_of(policy: CachePolicy) -> str | None:
-    """Returns the name of `policy`: of the preset with most options that it has, or of its class; None if it has none."""
+    """Returns the name of the last preset whose options `policy` has, else its class's name; None for an unregistered class."""
     matching = [name for name, kind in POLICIES.items() if type(policy) is kind]
-    for name, (kind, options) in PRESETS.items():  # one with more options comes later
+    for name, (kind, options) in PRESETS.items():  # a preset with more options stands later
         if type(policy) is kind and all(getattr(policy, key) == value for key, value in options.items()):
             matching.append(name)
     return matching[-1] if matching else None
 
 
 def display_name(policy: CachePolicy) -> str:
-    """Returns the name of `policy`, or what its class is called."""
+    """Returns the registered name of `policy`, else its class name in lower case."""
     return name_of(policy) or type(policy).__name__.lower()
 
 
 def checked_policy(cache: CachePolicy | None) -> CachePolicy:
-    """Returns the cache policy that a caller gave, or the default; InputError for what is none."""
+    """Returns the caller's cache policy, or the default for None; raises InputError for any other object."""
     if cache is not None and not isinstance(cache, CachePolicy):
         raise InputError(f"cache must be a policy such as icejax.Clustered(budget=256), got {quoted(cache)}")
     return Clustered() if cache is None else cache
 
 
 def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
-    """Returns the policy of every layer: a ring for sliding layers, else what `policy` has for the layer.
+    """Returns the policy of every layer: a ring for a sliding-window layer, else the policy's choice for the layer.
 
-    A window that holds all of `capacity` tokens slides over nothing: such layers count as full attention, unless their heads
-    are others.
+    A layer whose window holds all `capacity` tokens counts as full attention, unless its heads differ from the other layers'.
+    Of 16 layers with window 512 at every odd index, capacity 4,096 and `dense_layers=None`: layer 0 gets `Full()`, layers 2, 4,
+    ..., 14 get `policy.for_layers`, the odd ones `Ring(512)`.
     """
     layers = len(config.windows)
     dense = (2 if layers >= 16 else 0) if policy.dense_layers is None else policy.dense_layers
-    alike = config.sliding_head_dim is None and config.sliding_key_value_heads is None
-    full = [i for i, window in enumerate(config.windows) if window is None or (alike and window >= capacity)]
-    behind = [i for i in full if i >= dense]
-    own = dict.fromkeys(full, Full()) | dict(zip(behind, policy.for_layers(behind, of=layers), strict=True))
-    policies = tuple(own[i] if i in own else Ring(window) for i, window in enumerate(config.windows))
-    if type(policy) is not Full and all(type(each) in (Full, Ring) for each in policies):
+    same_heads = config.sliding_head_dim is None and config.sliding_key_value_heads is None
+    full = [i for i, window in enumerate(config.windows) if window is None or (same_heads and window >= capacity)]
+    after_dense = [i for i in full if i >= dense]
+    by_layer = dict.fromkeys(full, Full()) | dict(zip(after_dense, policy.for_layers(after_dense, of=layers), strict=True))
+    policies = tuple(by_layer[i] if i in by_layer else Ring(window) for i, window in enumerate(config.windows))
+    if type(policy) is not Full and all(type(layer_policy) in (Full, Ring) for layer_policy in policies):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", display_name(policy))
     return policies

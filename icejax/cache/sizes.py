@@ -1,4 +1,4 @@
-"""The sizes of a layer's cache: what is kept of a token on the device, and what in the host pool."""
+"""The sizes of one layer's cache, on the device and in the host pool; the engine's plan makes them, policies read them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class CacheSpec:
     Attributes:
         head_dim: channels of queries and keys.
         value_dim: channels of values.
-        latent: whether values are the first `value_dim` channels of the keys, as in multi-head latent attention, so that
-            nothing but keys needs to be kept.
-        prompt_capacity: tokens a padded prompt may have.
-        new_capacity: tokens that may be generated after it.
+        latent: whether values are the first `value_dim` channels of the keys, as in multi-head latent attention; then only
+            keys are kept.
+        prompt_capacity: the most tokens of a padded prompt.
+        new_capacity: the most tokens generated after it.
         dtype: dtype of keys and values, by name.
     """
 
@@ -36,7 +36,7 @@ class CacheSpec:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Channels of every plane, which is what is kept of a token: its key, and its value unless the key holds it."""
+        """Channels of each plane, a vector kept per token: its key, and its value unless the key holds it."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
 
 
@@ -45,13 +45,13 @@ class PoolSpec:
     """What a layer keeps in the host pool.
 
     Attributes:
-        pages: pages it can need.
+        pages: the most pages the layer can need.
         page_size: slots of a page.
-        unit: slots that are fetched at once: those of a page, or 1.
-        planes: vectors per slot: keys and values are 2, keys alone 1.
-        dtype: of the pages, by name.
-        leaving: newest tokens that stand on the device on their way to the pool.
-        compact_every: decoded tokens after which their pages are packed anew; 0: never.
+        unit: slots fetched together: `page_size`, or 1 where single tokens are fetched.
+        planes: vectors per slot: 2 for keys and values, 1 for keys alone.
+        dtype: dtype of the pages, by name.
+        leaving: slots of the device window whose tokens go to the pool later.
+        compact_every: decoded tokens between two compactions, which pack their pages anew; 0: never.
     """
 
     pages: int

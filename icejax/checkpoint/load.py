@@ -103,22 +103,20 @@ def load_model(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
-    codes: bool = True,
     experts_on_host: int | bool | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder, an icejax folder, a hub id or an open checkpoint, on the default device.
 
-    Tensors are cast to `dtype` and moved to the device one by one. Beside weights that stay in host memory, at most two tensors
-    are there at once, each at most as large as the largest stored tensor or parameter. One parameter holds all experts of a
-    layer, and a 4-bit code takes one byte. Unpacking codes may take five bytes per number of a matrix.
+    Tensors are cast to `dtype` and moved to the device one by one. Quantised matrices stay codes, and on a CPU bfloat16 ones
+    stay bits, unless a step uses them head by head. Beside weights that stay in host memory, at most two tensors are in memory
+    at once, each at most as large as the largest stored tensor or parameter. One parameter holds all experts of a layer, and a
+    4-bit code takes one byte. Unpacking codes may take five bytes per number of a matrix.
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on a CPU, whose bfloat16 products are slow, else the checkpoint's.
         quantize: int8, fp8 or int4: rounds the layers' matrices as they are read, int4 in groups of 128 columns, the others by
             rows. Embedding, norms, routers and head are not rounded. None: nothing is rounded.
-        codes: whether quantised matrices stay codes, and on a CPU bfloat16 matrices stay bits; False: all become arrays of
-            `dtype`.
         experts_on_host: number of experts per layer on the device, while host memory holds all experts; True: half. Prefill
             fetches the experts of one layer after another, a decode step the experts that its tokens are routed to. None: all
             experts are on the device.
@@ -134,9 +132,7 @@ def load_model(
     reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype)
     tensors = open_tensors(folder, config, {key: p.shape for key, p in parameters.items()}, quantize=quantize)
-    code_keys = {
-        key for key, mapping in tensors.mappings.items() if codes and not key.endswith(BY_HEAD) and tensors.alike(mapping)
-    }
+    code_keys = {key for key, mapping in tensors.mappings.items() if not key.endswith(BY_HEAD) and tensors.alike(mapping)}
     _log_codes(tensors, code_keys)
     on_cpu = devices.platform() == "cpu"
 
@@ -156,7 +152,7 @@ def load_model(
         del leaf
         if progress is not None:
             progress(key, len(leaves), len(parameters))
-    if on_cpu and codes and (tensors.quantised is not None or dtype == "bfloat16"):
+    if on_cpu and (tensors.quantised is not None or dtype == "bfloat16"):
         LOG.warning(SLOWER)
     return nnx.merge(graph, jax.tree.unflatten(tree, [leaves[key] for key in parameters]))
 
@@ -183,7 +179,7 @@ def _log_codes(tensors: Tensors, code_keys: set[str]) -> None:
     if tensors.quantised is not None:
         kept_keys = {stored_key for key in code_keys for stored_key in tensors.mappings[key].keys}
         others = len(quantised - kept_keys)
-        why = "of experts in several forms, or taken head by head" if kept_keys else "codes=False"
+        why = "experts stored in different layouts, or matrices of latent attention that are used head by head"
         note = f", {others} are dequantised as they are read ({why})" if others else ""
         LOG.info("of %d matrices %s %d stay codes%s", len(quantised), tensors.quantised, len(quantised & kept_keys), note)
 

@@ -1,1 +1,1 @@
-"""From token ids to token ids: the plan, prefill, the decode step, and rows of a batch."""
+"""The engine, from token ids to token ids: plan, prefill, extend, decode step and loop, rows of a batch, sampling."""

@@ -1,4 +1,8 @@
-"""Rows of a batch that decodes: one is put in or taken out at any step, and a run is forked; nothing copies the pool."""
+"""Rows of a decoding batch: between steps a row is inserted, taken out, ended or forked; the whole pool is never copied.
+
+`DecodeState` holds B rows, and a row by itself is a batch of one. The pool has no batch axis: each row owns extents of it,
+listed in its row of `KVCache.table`, i32[B, X]. Benchmarks and tests call this module.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +26,32 @@ from icejax.runtime import devices
 
 
 def empty_batch(plan: Plan) -> DecodeState:
-    """Returns the state of a batch in which no row lives yet."""
+    """Returns the state of a batch whose places are all free."""
     batch = plan.spec.batch_size
-    none = jnp.zeros(batch, jnp.int32)
-    lengths = Lengths.of(none, plan.prompt_pages)
+    zeros = jnp.zeros(batch, jnp.int32)
+    lengths = Lengths.of(zeros, plan.prompt_pages)
     table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
     layers = tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
-    state = DecodeState(KVCache(layers, lengths, table), none, none == 0, row_keys([(0, 0)] * batch), none)
-    # Buffers of their own, as a step takes them all, and bound to the device as what it gives is.
+    state = DecodeState(KVCache(layers, lengths, table), zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
+    # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
     return jax.device_put(jax.tree.map(jnp.copy, state), devices.device())
 
 
 def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:
-    """Returns the state of a batch with a row in the place `at`, which must be free. Takes `state`.
+    """Returns the state of a batch with `row` in the free place `at`. Donates `state`.
 
-    The row goes on as it would alone. What it puts into the pool from now on goes into pages that become full with those of
-    the others; its first one holds only what came since.
+    The row decodes the same tokens as it would alone. Its pages of new tokens become full at the same steps as the other rows'
+    pages, so its first page holds only the tokens since it joined.
+
+    Example: a row of 100 tokens that joins at clock 40 gets the origin 100 - 40 = 60; its length stays 60 + 40 = 100.
 
     Args:
-        row: a batch of one, of the capacities of `plan`, that was prefilled and has not decoded since. It may decode
-            `plan.joining_tokens`.
-        plan: the batch's.
+        row: a batch of one with the capacities of `plan`, prefilled and not decoded since. It may decode
+            `plan.joining_tokens` tokens.
+        plan: the batch's plan.
 
     Raises:
-        InputError: the row that is there has not been ended or taken out, the one that is to join has decoded, or the plan
-            has no room for rows that join.
+        InputError: the place is not free, the row has decoded, or the plan has no room for rows that join.
     """
     if plan.joining_tokens < 1:
         raise InputError(f"rows cannot join a batch with room for {plan.spec.new_capacity} new tokens: plan for more")
@@ -54,97 +59,105 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
         raise InputError(f"row {at} of the batch is taken: end it first, or take it out")
     if int(row.cache.lengths.clock):
         raise InputError("a row that has decoded cannot join a batch: take it out, settle it and put new text behind it first")
-    return _insert(*_alike(state, row), jnp.int32(at), plan=plan)
+    return _insert(*_with_same_fields(state, row), jnp.int32(at), plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def _insert(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
     clock = state.cache.lengths.clock
-    joining = zip(plan.policies, row.cache.layers, strict=True)
-    layers = tuple(policy.joining(layer, row.cache.lengths, clock) for policy, layer in joining)
+    pairs = zip(plan.policies, row.cache.layers, strict=True)
+    layers = tuple(policy.joining(layer, row.cache.lengths, clock) for policy, layer in pairs)
     lengths = replace(row.cache.lengths, origin=row.cache.lengths.seen - clock)
     row = replace(row, cache=replace(row.cache, layers=layers, lengths=lengths))
 
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new, at * len(new), axis=0)
+    def put(batch_array: jax.Array, row_array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(batch_array, row_array, at * len(row_array), axis=0)
 
-    return _with(state, jax.tree.map(put, _by_row(state), _by_row(row)))
+    return _with_row_arrays(state, jax.tree.map(put, _row_arrays(state), _row_arrays(row)))
 
 
 def extract(state: DecodeState, at: int) -> tuple[DecodeState, DecodeState]:
-    """Returns the state of the batch without the row in the place `at`, and that row as a batch of one, which can go on alone.
+    """Returns the batch without the row in the place `at`, and that row as a batch of one, which can decode alone.
 
-    Its extents go with it.
+    The row keeps its extents.
     """
-    return _emptied(state, at), _extract(state, jnp.int32(at))
+    return _without_row(state, at), _extract(state, jnp.int32(at))
 
 
 @jax.jit
 def _extract(state: DecodeState, at: Int[Array, ""]) -> DecodeState:
     batch = len(state.done)
 
-    def taken(x: jax.Array) -> jax.Array:
+    def row_of(x: jax.Array) -> jax.Array:
         size = len(x) // batch
         return jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=0)
 
-    return _with(state, jax.tree.map(taken, _by_row(state)))
+    return _with_row_arrays(state, jax.tree.map(row_of, _row_arrays(state)))
 
 
 def fold_into_prompt(
     row: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan, tokens: int
 ) -> tuple[DecodeState, jax.Array | None]:
-    """Returns a row that was taken out as if what it has decoded were of its prompt, and the pool; takes both.
+    """Returns an extracted row with its decoded tokens counted as prompt, and the pool.
 
-    New text can be put behind it then (`extend`), after which it can join again. Its pages of new tokens move behind
-    those of its prompt.
+    Donates the pool; the old row must not be used again.
+    The row's pages of decoded tokens move behind the pages of its prompt. Then `extend` can add text and `insert` can put the
+    row into a batch again.
+
+    Example: a plan has 96 prompt pages. The row's prompt fills pages 0-19, its decoded tokens fill pages 96-98. These move to
+    pages 20-22, and the next page is 23.
 
     Args:
-        plan: of a batch of one.
-        tokens: how many will be put behind it; room for their pages is taken.
+        plan: the plan of a batch of one.
+        tokens: number of tokens that `extend` will add; extents for their pages are taken now.
 
     Raises:
-        InputError: the row is then longer than the plan's prompts may be, or too few extents are free.
+        InputError: the row becomes longer than the plan's prompts may be, or too few extents are free.
     """
     if not plan.pooled:
         return row, pool
-    first, behind, table = plan.pooled[0], plan.prompt_pages, np.array(row.cache.table)
+    first, prompt_pages, table = plan.pooled[0], plan.prompt_pages, np.array(row.cache.table)
     counts = np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
-    used = int(np.flatnonzero(counts[:behind]).max(initial=-1)) + 1
-    # From the oldest on: they are filled over and over.
-    ids = behind + (int(row.cache.lengths.next_page) - behind + np.arange(plan.growth_pages)) % plan.growth_pages
-    there = counts[ids] > 0
-    ids, count = np.concatenate([ids[there], ids[~there]]), int(there.sum())
+    used = int(np.flatnonzero(counts[:prompt_pages]).max(initial=-1)) + 1
+    # Oldest page first: the pages for new tokens are a ring, and `next_page` is its oldest page.
+    ids = prompt_pages + (int(row.cache.lengths.next_page) - prompt_pages + np.arange(plan.growth_pages)) % plan.growth_pages
+    filled = counts[ids] > 0
+    ids, count = np.concatenate([ids[filled], ids[~filled]]), int(filled.sum())
     end = used + count + plan.padded(tokens) // plan.page_size
-    if end > behind:
-        raise InputError(f"a row of {end} pages does not fit prompts of at most {behind}: plan for longer prompts")
-    # Own ones to write to: where it has none yet, and where a fork reads them too.
+    if end > prompt_pages:
+        raise InputError(f"a row of {end} pages does not fit prompts of at most {prompt_pages}: plan for longer prompts")
+    # The row takes a new extent where it has none yet, and where a fork shares the one it has.
     touched = (np.arange(table.shape[1]) >= used // host_pool.EXTENT) & (np.arange(table.shape[1]) < extents_for(end))
-    pool, table = _owned(pool, table, touched & ((table == SCRATCH_EXTENT) | extents.shared(table)), extents)
-    row, there = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
-    pages, layers = _moving(row.cache, pool, jnp.asarray(ids, jnp.int32), there, jnp.int32(used), plan=plan)
+    pool, table = _with_own_extents(pool, table, touched & ((table == SCRATCH_EXTENT) | extents.shared(table)), extents)
+    row, moved_mask = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
+    pages, layers = _moved_pages(row.cache, pool, jnp.asarray(ids, jnp.int32), moved_mask, jnp.int32(used), plan=plan)
     pool = host_pool.write_pages(pool, pages, table, jnp.int32(used))
     lengths = replace(row.cache.lengths, next_page=jnp.int32(used + count))
     return replace(row, cache=KVCache(layers, lengths, table)), pool
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _moving(cache: KVCache, pool: jax.Array, ids: jax.Array, there: jax.Array, first: jax.Array, *, plan: Plan):
-    """Returns pages [M, L, 1, K, planes, p, W] of all layers, and the states of the layers once they are at page `first`."""
+def _moved_pages(cache: KVCache, pool: jax.Array, ids: jax.Array, mask: jax.Array, first: jax.Array, *, plan: Plan):
+    """Returns the pages `ids` of all layers, [M, L, 1, K, planes, p, W], and the layers' states after the move to `first`.
+
+    Args:
+        mask: bool[M], pages that hold tokens.
+    """
     states, pages = list(cache.layers), []
     for i in plan.pooled:
         pages.append(plan.pages(i, pool, cache.table).run(jnp.int32(plan.prompt_pages), len(ids))[ids - plan.prompt_pages])
-        states[i] = plan.policies[i].after_move(states[i], ids, there, first, behind=plan.prompt_pages)
+        states[i] = plan.policies[i].after_move(states[i], ids, mask, first, behind=plan.prompt_pages)
     return jnp.stack(pages, axis=1), tuple(states)
 
 
 def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
-    """Returns the state in which the row in the place `at` has ended, and gives its extents back."""
+    """Returns the state with the place `at` free, and gives the row's extents back."""
     if state.cache.table is not None:
         extents.give_back(np.asarray(state.cache.table[at]))
-    return _emptied(state, at)
+    return _without_row(state, at)
 
 
-def _emptied(state: DecodeState, at: int) -> DecodeState:
+def _without_row(state: DecodeState, at: int) -> DecodeState:
     table = state.cache.table
     table = None if table is None else table.at[at].set(SCRATCH_EXTENT)
     return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))
@@ -153,14 +166,14 @@ def _emptied(state: DecodeState, at: int) -> DecodeState:
 def fork(
     state: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan
 ) -> tuple[DecodeState, jax.Array | None]:
-    """Returns a second state that goes on from `state` in its own way, and the pool; takes the pool.
+    """Returns a copy of `state` that decodes independently of it, and the pool. Donates the pool.
 
-    The two share the extents of their prompts, which are counted, and the pool, which is to be handed to whichever takes its
-    step, as the other left it. Extents of new tokens are copied: both fill them over and over. A row that samples draws alike
-    in both until one has another `key`.
+    The two states share one pool: pass the pool that one's step returned to the other's next step. They share the extents of
+    their prompts, each of which then counts one more user. Extents of new tokens are copied, because both states write to
+    them. A row that samples draws the same tokens in both states until one gets another `key`.
 
     Args:
-        extents: of the pool; that of nobody's must be among them.
+        extents: the pool's extents, with `SCRATCH_EXTENT` reserved.
 
     Raises:
         InputError: too few extents are free.
@@ -169,46 +182,48 @@ def fork(
     if not plan.pooled:
         return twin, pool
     table = np.array(state.cache.table)
-    mine = (np.arange(table.shape[1]) >= plan.prompt_pages // host_pool.EXTENT) & (table != SCRATCH_EXTENT)
+    growth = (np.arange(table.shape[1]) >= plan.prompt_pages // host_pool.EXTENT) & (table != SCRATCH_EXTENT)
     extents.share(table)
-    pool, table = _owned(pool, table, mine, extents)
+    pool, table = _with_own_extents(pool, table, growth, extents)
     return replace(twin, cache=replace(twin.cache, table=table)), pool
 
 
-def _owned(pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Extents) -> tuple[jax.Array, Int[Array, "B X"]]:
-    """Returns the pool, and the table with extents of its own where they are `wanted`; they hold what those before did."""
-    own = np.where(wanted, extents.take(wanted), table)
-    for old, new in zip(table[wanted], own[wanted], strict=True):
+def _with_own_extents(
+    pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Extents
+) -> tuple[jax.Array, Int[Array, "B X"]]:
+    """Returns the pool, and the table with new extents at the `wanted` places, which get the contents of the old ones."""
+    new_table = np.where(wanted, extents.take(wanted), table)
+    for old, new in zip(table[wanted], new_table[wanted], strict=True):
         if old != SCRATCH_EXTENT:
             pool = host_pool.write_extent(pool, host_pool.read_extent(pool, jnp.int32(old)), jnp.int32(new))
     extents.give_back(table[wanted])
-    return pool, jnp.asarray(own, jnp.int32)
+    return pool, jnp.asarray(new_table, jnp.int32)
 
 
-def _by_row(state: DecodeState) -> tuple[Any, ...]:
-    """Returns what has rows, or rows and KV heads, as its first axis."""
+def _row_arrays(state: DecodeState) -> tuple[Any, ...]:
+    """Returns the arrays whose first axis is rows, or rows and KV heads."""
     cache = state.cache
-    own = state.last_tokens, state.done, state.key, state.draw_origin, state.sampling, state.seen
-    return cache.layers, cache.lengths.origin, cache.table, *own
+    fields = state.last_tokens, state.done, state.key, state.draw_origin, state.sampling, state.seen
+    return cache.layers, cache.lengths.origin, cache.table, *fields
 
 
-def _with(state: DecodeState, rows: tuple[Any, ...]) -> DecodeState:
-    """Returns a state with others of `_by_row`."""
-    layers, origin, table, *own = rows
-    return DecodeState(KVCache(layers, replace(state.cache.lengths, origin=origin), table), *own)
+def _with_row_arrays(state: DecodeState, arrays: tuple[Any, ...]) -> DecodeState:
+    """Returns the state with `arrays` in the place of its own, in the order of `_row_arrays`."""
+    layers, origin, table, *fields = arrays
+    return DecodeState(KVCache(layers, replace(state.cache.lengths, origin=origin), table), *fields)
 
 
-def _alike(*states: DecodeState) -> list[DecodeState]:
-    """Returns states that all say how their rows sample, and what their texts hold, if one does."""
-    sampling = [x.sampling for x in states if x.sampling is not None]
-    samples = any(x.samples for x in sampling)
-    vocabulary = [x.seen.shape[1] for x in states if x.seen is not None]
+def _with_same_fields(*states: DecodeState) -> list[DecodeState]:
+    """Returns the states with `sampling` and `seen` set in all if one has them; by default rows are greedy, texts empty."""
+    samplings = [x.sampling for x in states if x.sampling is not None]
+    samples = any(x.samples for x in samplings)
+    vocabularies = [x.seen.shape[1] for x in states if x.seen is not None]
     completed = []
     for state in states:
-        own, seen = state.sampling, state.seen
-        if sampling:
-            own = replace(own or RowSampling.of([Sampling()] * len(state.done)), samples=samples)
-        if vocabulary and seen is None:
-            seen = jnp.zeros((len(state.done), vocabulary[0]), bool)
-        completed.append(replace(state, sampling=own, seen=seen))
+        sampling, seen = state.sampling, state.seen
+        if samplings:
+            sampling = replace(sampling or RowSampling.of([Sampling()] * len(state.done)), samples=samples)
+        if vocabularies and seen is None:
+            seen = jnp.zeros((len(state.done), vocabularies[0]), bool)
+        completed.append(replace(state, sampling=sampling, seen=seen))
     return completed

@@ -1,14 +1,20 @@
-"""Sizes that prompts and caches are padded to: few, because every program is compiled for its sizes."""
+"""Sizes that prompts and caches are padded to: few sizes, because each one compiles its own programs.
+
+`plan`, `prefill` and `nonfinite` call this. Sizes are in tokens.
+"""
 
 from __future__ import annotations
 
 SHORTEST = 256  # tokens
 STEP = 8192  # tokens between the sizes of long prompts, where doubling would cost memory
-LONG_MULTIPLE = 1024  # tokens
+LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt
 
 
 def bucket(tokens: int) -> int:
-    """Returns the size that `tokens` are padded to: 256, 384, 512, 768, ... to 16,384, and multiples of 8,192 above."""
+    """Returns the size that `tokens` are padded to: 256, 384, 512, 768, ... to 16,384, and multiples of 8,192 above.
+
+    Examples: 1 -> 256, 257 -> 384, 385 -> 512, 1,000 -> 1,024, 16,384 -> 16,384, 16,385 -> 24,576.
+    """
     if tokens > 2 * STEP:
         return -(-tokens // STEP) * STEP
     size = SHORTEST
@@ -18,10 +24,12 @@ def bucket(tokens: int) -> int:
 
 
 def room_for(new_tokens: int, *, prompt: int) -> int:
-    """Returns the slots for new tokens behind a prompt that is padded to `prompt`.
+    """Returns the number of slots for new tokens behind a prompt that is padded to `prompt` tokens.
 
-    Behind a long prompt they are multiples of 1,024: XLA:GPU splits its products over so many tokens in parts, and copies the
-    values of all in every step if they do not divide.
+    Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
+    copies all values in every step if the parts do not divide the tokens.
+
+    Examples: 256 new tokens get 256 slots behind 1,024 prompt tokens, and 1,024 slots behind 16,384.
     """
     new = bucket(new_tokens)
     return new if prompt < 2 * STEP else -(-new // LONG_MULTIPLE) * LONG_MULTIPLE

@@ -1,4 +1,7 @@
-"""What a decode step counts of each row, by name. One array brings all of it to the host."""
+"""Counters of a decode step for each row, by name, packed into one array i32[8, B], so that one transfer reads them all.
+
+The step's program packs them; the decode loop reads them on the host and sums them per row.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-NOT_FINITE = -1  # in the place of a token: its logits are not all finite, so that there is nothing to choose
-MILLION = 1e6  # the error crosses as a whole number
+NOT_FINITE = -1  # stands for the token of a row whose logits are not all finite
+MILLION = 1e6  # the estimated error is packed as an integer, in millionths
 
 
 class StepCounters(NamedTuple):
-    """The counters of one step: an array per counter with a number per row, or the numbers of one row.
+    """The counters of one step: one array i32[B] per counter, or the integers of one row.
 
-    A page is a single slot where the policy fetches single slots.
+    For a policy that fetches single slots, a page here means a slot.
 
     Attributes:
-        token: the token that was chosen, or NOT_FINITE.
+        token: the chosen token, or NOT_FINITE.
         pages_attended: pages attended to exactly, summed over layers and KV heads.
-        pages_fetched: pages that came from host memory, likewise.
-        pages_needed: pages that the queries asked for, likewise.
-        experts_taken: experts that the row's token took, summed over layers; 0 unless experts are in host memory.
-        experts_fetched: experts that came from host memory for it, likewise.
-        error_millionths: the policy's estimate of the step's relative error, mean over layers and KV heads; 0 without one.
-        tokens_attended: tokens attended to exactly, mean over layers and KV heads; 0 of a policy without an estimate.
+        pages_fetched: pages read from host memory, summed likewise.
+        pages_needed: pages that the queries selected, on the device or not, summed likewise.
+        experts_taken: experts that the row's token was routed to, summed over layers; 0 unless experts are in host memory.
+        experts_fetched: experts read from host memory for that token, summed likewise.
+        error_millionths: the policy's estimate of the step's relative error, mean over layers and KV heads; 0 if the policy
+            has no estimate.
+        tokens_attended: tokens attended to exactly, mean over layers and KV heads; 0 if the policy has no estimate.
     """
 
     token: int | np.ndarray
@@ -40,15 +44,15 @@ class StepCounters(NamedTuple):
 
     @classmethod
     def read(cls, packed: jax.Array) -> StepCounters:
-        """Returns the counters that `pack` packed, on the host."""
+        """Returns the counters of a packed array i32[8, B], on the host."""
         return cls(*np.asarray(packed))
 
     def row(self, index: int) -> StepCounters:
-        """Returns the numbers of one row."""
+        """Returns the counters of one row as integers."""
         return StepCounters(*(int(counter[index]) for counter in self))
 
     def plus(self, other: StepCounters) -> StepCounters:
-        """Returns the sums of two steps' numbers; the sum of tokens means nothing."""
+        """Returns the sums of two steps' counters; the sum of tokens has no meaning."""
         return StepCounters(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -58,10 +62,16 @@ NOTHING = StepCounters(*(0,) * len(StepCounters._fields))
 def pack(
     token: Int[Array, " B"], pages: Int[Array, "3 B"], experts: Int[Array, "2 B"], estimates: Int[Array, "2 B"]
 ) -> Int[Array, "8 B"]:
-    """Returns the counters of a step as one array, in the order of `StepCounters`."""
+    """Returns the counters of a step as one array, in the order of `StepCounters`.
+
+    Args:
+        pages: attended, fetched and needed pages.
+        experts: taken and fetched experts.
+        estimates: the error in millionths, and the tokens attended.
+    """
     return jnp.concatenate([token[None], pages, experts, estimates])
 
 
 def pack_token(token: Int[Array, " B"]) -> Int[Array, "8 B"]:
-    """Returns the counters of a prompt, which brings a token and nothing else."""
+    """Returns the packed counters of a prompt's first token; all but the token are 0."""
     return jnp.pad(token[None], ((0, len(StepCounters._fields) - 1), (0, 0)))

@@ -1,4 +1,8 @@
-"""The loop that decodes: tokens of a batch to the text of its rows."""
+"""The decode loop: takes decode steps and turns each row's tokens into text, until every row has ended.
+
+`api.generate` and `Session` call `decode_rows`. Per step one array of counters i32[8, B] comes to the host; the next step
+already runs while the host reads it.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +36,20 @@ LOG = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """A generation on its way: its programs, and what changes from step to step."""
+    """A running generation: its programs, and the values that change from step to step.
+
+    Attributes:
+        step: the newest step, whose tokens are not yet in the cache.
+        watch: called with the state after every step.
+        fed: the step whose tokens the newest step has put into the cache; None before the first step.
+    """
 
     decoding: DecodePrograms
     state: DecodeState
     step: Step
     pool: jax.Array | None
     watch: Callable[[DecodeState], None] | None = None
-    fed: Step | None = None  # whose tokens the newest step has put into the cache
+    fed: Step | None = None
 
     def advance(self) -> None:
         """Takes a decode step."""
@@ -49,21 +59,21 @@ class Run:
             self.watch(self.state)
 
     def end(self, rows: Sequence[bool]) -> None:
-        """Ends rows whose text has ended: they bring no more pages and experts."""
+        """Marks the rows where `rows` is true as ended: no pages and experts are fetched for them any more."""
         self.state = replace(self.state, done=self.state.done | np.asarray(rows))
 
     @property
     def broken(self) -> bool:
-        """Whether a step or a text ended half-way, which had taken the arrays there were and left none."""
+        """Whether a step or a text was interrupted: the old arrays were donated, and no new ones came back."""
         return any(x.is_deleted() for x in (*jax.tree.leaves(self.state), self.pool) if x is not None)
 
     @property
     def seen(self) -> int:
-        """Tokens of the first row that are in the cache."""
+        """Number of tokens of the first row that are in the cache."""
         return int(self.state.cache.lengths.seen[0])
 
     def check(self, tokens: int) -> None:
-        """Raises InputError if a fault or an interrupt came while the cache of a row of so many tokens was changed."""
+        """Raises InputError if a fault or an interrupt left the cache in part; `tokens`: length of the row."""
         if self.broken or self.seen > tokens:
             raise InputError(
                 "the session's last answer ended in a fault or an interrupt that left its cache in part: "
@@ -71,7 +81,11 @@ class Run:
             )
 
     def unread_token(self, tokens: int) -> list[int]:
-        """Returns the token that is in the cache of a row of so many tokens, where reading it was cut off."""
+        """Returns the token that is in the cache but was not read because of an interrupt, as a list of at most one.
+
+        Args:
+            tokens: number of the row's tokens that were read.
+        """
         if self.broken or self.fed is None or self.seen != tokens + 1:
             return []
         token = int(self.fed.tokens[0])
@@ -79,40 +93,50 @@ class Run:
 
 
 def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None) -> Run:
-    """Returns the run of one row whose cache was saved, to put a text behind it."""
-    none = jnp.zeros(1, jnp.int32)
-    state = DecodeState(cache, none, none > 0, row_keys([(0, 0)]), jnp.copy(none))
-    return Run(DecodePrograms(model, plan), state, Step(pack_token(none), jnp.zeros((1, 1))), pool)
+    """Returns the run of one row from a saved cache, for `extend` to add text to."""
+    zeros = jnp.zeros(1, jnp.int32)
+    state = DecodeState(cache, zeros, zeros > 0, row_keys([(0, 0)]), jnp.copy(zeros))
+    return Run(DecodePrograms(model, plan), state, Step(pack_token(zeros), jnp.zeros((1, 1))), pool)
 
 
 def decode_rows(
     rows: Sequence[Row], constants: RunConstants, run: Run, started: Mark, *, logprobs: int | None = None
 ) -> Iterator[GenerationResponse]:
-    """Decodes until every row has ended, and yields what comes; `run` is up to date whenever the caller has control."""
+    """Decodes until every row has ended, and yields a response per row and token.
+
+    `run` holds the newest state whenever the caller has control.
+
+    Args:
+        started: the start of the call, from which the time to the first token is counted.
+        logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
+
+    Raises:
+        InputError: a row's logits are not finite.
+    """
     run.step.counters.block_until_ready()
     read_at, ready = [], Mark.now()
     ttft, compile_s = ready.time - started.time, ready.compiling - started.compiling
     LOG.info("first token after %.2f s, %.2f s of them compiling", ttft, compile_s)
     while any(row.finish_reason is None for row in rows):
         pending = run.step
-        # The next step runs while this one's tokens are read; the first token does not wait for a program to compile.
+        # The next step runs while the host reads this one's tokens. The first token does not wait for the step to compile.
         if read_at and not all(row.ends_with_next() for row in rows):
             run.advance()
         counters = StepCounters.read(pending.counters)
-        live, likely = [i for i, row in enumerate(rows) if row.finish_reason is None], {}
+        live, row_logprobs = [i for i, row in enumerate(rows) if row.finish_reason is None], {}
         for row in (rows[i] for i in live if counters.token[i] == NOT_FINITE):
             reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
             raise InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
         if logprobs is not None:
-            own = dict(rows=live, count=logprobs, tokenizer=rows[0].tokenizer)
-            likely = token_logprobs(pending.logits, pending.tokens, **own)
+            options = dict(rows=live, count=logprobs, tokenizer=rows[0].tokenizer)
+            row_logprobs = token_logprobs(pending.logits, pending.tokens, **options)
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in ((i, rows[i]) for i in live):
             text = row.take(counters.row(i))
             tpot = float(np.median(np.diff(read_at))) if row.finish_reason is not None and len(row.tokens) > 1 else None
             timing = dict(ttft_s=ttft, compile_s=compile_s, tpot_s=tpot)
-            yield _piece(i, row, text, likely[i] if logprobs is not None else None, timing, constants)
+            yield _piece(i, row, text, row_logprobs[i] if logprobs is not None else None, timing, constants)
         ended = [row.finish_reason is not None for row in rows]
         if any(ended[i] for i in live) and not all(ended):
             run.end(ended)
@@ -123,7 +147,7 @@ def decode_rows(
 def _piece(
     index: int, row: Row, text: str, logprobs: TokenLogprobs | None, timing: dict[str, Any], constants: RunConstants
 ) -> GenerationResponse:
-    """Returns what is told of a row after its newest token."""
+    """Returns the response for a row's newest token."""
     totals, count, tpot = row.totals, len(row.tokens), timing["tpot_s"]
     steps = count - 1  # the first token came with the prompt
     return GenerationResponse(
@@ -150,12 +174,14 @@ def _piece(
 
 
 class Row:
-    """What is known on the host of one row: its tokens, its text, and why it ended.
+    """The host's record of one row: its tokens, its text, and why it ended.
 
     Attributes:
-        number: which prompt it answers, from 1, as messages name it.
-        totals: sums of what its steps counted.
-        fed: tokens that ran to give its first one: those of the prompt, or of a session's newest text.
+        number: number of its prompt in error messages, from 1.
+        tokens: tokens of the answer so far.
+        totals: sums of its steps' counters.
+        fed: number of tokens that ran before the first answer token: the prompt, or a session's newest text.
+        finish_reason: `stop`, `length`, or None while the row goes on.
     """
 
     def __init__(
@@ -178,11 +204,11 @@ class Row:
         self._eos, self._limit = eos, limit
 
     def ends_with_next(self) -> bool:
-        """Whether the row has ended, or does with its next token at the latest."""
+        """Whether the row has ended, or reaches its token limit with the next token."""
         return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
 
     def take(self, counters: StepCounters) -> str:
-        """Adds the token of a step and what was counted; returns the text that the token completes."""
+        """Adds a step's token and counters to the row; returns the text that the token completes."""
         token = counters.token
         self.tokens.append(token)
         self.totals = self.totals.plus(counters)
@@ -196,11 +222,11 @@ class Row:
 
 @dataclass(frozen=True)
 class RunConstants:
-    """What does not change from token to token.
+    """The values of a run that are the same for every token.
 
     Attributes:
-        token_bytes: bytes of a token's keys and values in all layers, in a full cache.
-        expert_bytes: bytes of one expert in host memory; 0 without any.
+        token_bytes: bytes of a token's keys and values in all layers of a full cache.
+        expert_bytes: bytes of one expert in host memory; 0 if no experts are there.
     """
 
     report: RunReport
@@ -209,7 +235,7 @@ class RunConstants:
 
 
 def run_constants(model: CausalLM, cache: CachePolicy, plan: Plan, run: Run) -> RunConstants:
-    """Returns the constants of a run; bytes are those of its arrays, shared among its rows."""
+    """Returns the constants of a run; the report's bytes are those of the run's arrays, divided by the number of rows."""
     config, batch = model.config, plan.spec.batch_size
     digest_bytes = sum(report.digest_bytes for report in reports(plan, run.state.cache))
     device_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state.cache.layers))

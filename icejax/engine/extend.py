@@ -1,4 +1,9 @@
-"""More text behind a cache of one row, a layer at a time: it attends exactly to all before it."""
+"""Extend: runs more text behind the cache of one row, layer by layer; the text attends exactly to all earlier tokens.
+
+`Session` calls it for every text after the first. Through the layers goes [1, T, D], T being the padded text.
+
+Example: a row of 100 tokens and 5 new ones: these stand at positions 100-104, and the row then has 105 tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +31,32 @@ def extend(
     model: CausalLM, tokens: Sequence[int], plan: Plan, state: DecodeState, pool: jax.Array | None, *,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:  # fmt: skip
-    """Puts more tokens behind those of a cache of one row and chooses the next, as `prefill` does; takes state and pool.
+    """Appends `tokens` to a cache of one row and chooses the next token. Donates `state` and `pool`.
 
-    The new tokens attend exactly to all before them, whose pages are read from the pool block by block. The caller sees to
-    it that the pool has room: `Plan.room_for_answer`. `progress` is called with the number of layers done.
+    Returns what `prefill` returns: the state to decode from, the first step, and the pool. The earlier tokens' pages are read
+    from the pool block by block.
+
+    Assumes that the pool has room for the tokens (`Plan.room_for_answer`).
+
+    Args:
+        progress: called with the number of layers done.
     """
     padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths, table, new = state.cache.lengths, state.cache.table, jnp.asarray([len(tokens)], jnp.int32)
-    # What a layer gives is bound to the device, as the pool is: so must the first input be, or a layer is compiled twice.
-    first = jax.device_put(embed(model, jnp.asarray(padded)), devices.device())
+    # A layer's output is committed to the device, so the first input must be too, or the layer's program compiles twice.
+    embedded = jax.device_put(embed(model, jnp.asarray(padded)), devices.device())
     states, used = [], jnp.int32(0)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
-        i, pages = at.number, plan.pages(at.number, pool, table)  # of the pool with the pages of the layers before
+    def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
+        i, pages = place.number, plan.pages(place.number, pool, table)  # `pool` already has the earlier layers' new pages
         layer = with_experts_on_device(layer)
-        return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, at.shared, policy=plan.policies[i])
+        return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, place.shared, policy=plan.policies[i])
 
-    for i, (x, (layer_state, pages, filled)) in enumerate(run_layers(model, first, run)):
+    for i, (x, (layer_state, pages, filled)) in enumerate(run_layers(model, embedded, run)):
         states.append(layer_state)
         if pages is not None:
-            x.block_until_ready()  # it reads the pool that is written now
+            x.block_until_ready()  # the layer's program reads the pool that the next line donates
             pool, used = host_pool.write_pages(pool, pages[:, None], table, lengths.next_page, plan.pooled.index(i)), filled
         if progress is not None:
             x.block_until_ready()
@@ -54,8 +64,8 @@ def extend(
     lengths = Lengths.of(lengths.seen + new, lengths.next_page + used)
     seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
     cache, key = KVCache(tuple(states), lengths, table), fold_in(state.key, lengths.seen)
-    began = jnp.copy(lengths.seen)
-    state = dataclasses.replace(state, cache=cache, done=began < 0, key=key, draw_origin=began, seen=seen)
+    draw_origin = jnp.copy(lengths.seen)
+    state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, key=key, draw_origin=draw_origin, seen=seen)
     return *choose_first(model, x, new, state, plan), pool
 
 

@@ -1,4 +1,7 @@
-"""The first token behind a text that has run: its logits, and the state to decode from."""
+"""The first token of an answer: its logits from the last layer's output, and the state to decode from.
+
+`prefill` and `extend` call it. In go [B, T, D], out come tokens i32[B] and logits f32[B, V].
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ from icejax.runtime import devices
 def choose_first(
     model: CausalLM, x: Float[Array, "B T D"], lengths: Int[Array, " B"], state: DecodeState, plan: Plan
 ) -> tuple[DecodeState, Step]:
-    """Returns the state with the first token of every row, and that token as a step with no pages.
+    """Returns the state with the first token of every row, and a step whose counters hold that token alone.
+
+    Donates `state`.
 
     Args:
-        x: the last layer's output of right-padded texts.
-        lengths: tokens of each row.
-        state: that of the texts, of which no token has been chosen.
+        x: the last layer's output for right-padded texts.
+        lengths: number of tokens of each row.
+        state: the state after the texts, before any token was chosen.
     """
     logits = _last_logits(model, x, lengths)
-    # A step's results are bound to the device, as its pool is: so must the first state be, or the step is compiled twice.
+    # A step's results are committed to the device, so the first state must be too, or the step's program compiles twice.
     state = jax.device_put(_choose(logits, state, plan=plan), devices.device())
     return state, Step(pack_token(state.last_tokens), logits)
 

@@ -1,4 +1,8 @@
-"""The walk over a model's layers; what attends in each of them is its caller's."""
+"""The walk over a model's layers, from [B, T, D] to [B, T, D]; the caller says how each layer attends.
+
+Prefill, extend, the decode step, attention maps and benchmarks walk with `run_layers`. `run_exact` is exact attention over a
+text from its beginning.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,17 @@ Kept = TypeVar("Kept")
 
 @jax.jit
 def embed(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns the first layer's input."""
+    """Returns the tokens' embeddings, the first layer's input."""
     return model.model.embed_tokens(tokens)
 
 
 class LayerPlace(NamedTuple):
-    """Where a walk is.
+    """The place of a layer in a walk.
 
     Attributes:
-        number: the layer's.
-        before: the input of the layer before; None for the first. Not to be read where a layer's program takes its input.
-        shared: what the layers before passed on.
+        number: index of the layer, from 0.
+        before: input of the previous layer; None in the first layer. Unreadable where that layer's program donated it.
+        shared: what earlier layers pass on.
     """
 
     number: int
@@ -43,16 +47,17 @@ def run_layers(
     x: Float[Array, "B T D"],
     run: Callable[[DecoderLayer, jax.Array, LayerPlace], tuple[jax.Array, Kept, Any]],
 ) -> Iterator[tuple[Float[Array, "B T D"], Kept]]:
-    """Yields the output of every layer and what was kept of it, from the first layer to the last.
+    """Yields, from the first layer to the last, the output of every layer and the second result of `run`.
 
     Args:
         x: the first layer's input.
-        run: takes a layer, its input and its place; returns its output, what is to be kept, and what is passed on.
+        run: takes a layer, its input and its place; returns its output, a result to yield, and what later layers get as
+            `shared`.
     """
     before = shared = None
     for number, layer in enumerate(model.model.layers):
-        before, (x, kept, shared) = x, run(layer, x, LayerPlace(number, before, shared))
-        yield x, kept
+        before, (x, result, shared) = x, run(layer, x, LayerPlace(number, before, shared))
+        yield x, result
 
 
 def keep_nothing(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> None:
@@ -65,15 +70,15 @@ def run_exact(
     lengths: Int[Array, " B"],
     keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept] = keep_nothing,
 ) -> tuple[Float[Array, "B T D"], Kept]:
-    """Runs a layer over right-padded texts from their beginning, where a token attends to all that the layer lets it see.
+    """Runs a layer over right-padded texts from their beginning, with the exact causal attention of the layer.
 
     Args:
-        lengths: tokens of each row.
-        keep: what is made of the queries [B, T, N, H], keys and values [B, T, K, H] that a cache keeps, and of what they (or
-            their expanded form, which has the same log-sum-exp) attended to.
+        lengths: number of tokens of each row.
+        keep: called with the queries [B, T, N, H], keys and values [B, T, K, H] in the form that a cache keeps, and the
+            attention's result. A latent layer attends in its expanded form, whose log-sum-exp is the same.
 
     Returns:
-        The layer's output, and what `keep` returned.
+        The layer's output, and the result of `keep`.
     """
     return run_exact_with_experts(layer, x, lengths, keep)[:2]
 
@@ -84,19 +89,19 @@ def run_exact_with_experts(
     lengths: Int[Array, " B"],
     keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept],
 ) -> tuple[Float[Array, "B T D"], Kept, Int[Array, "B T k"] | None]:
-    """Returns what `exact` does, and which experts each token took; None of a layer without experts."""
+    """Returns the results of `run_exact` and the ids of each token's experts; None for a layer without experts."""
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
     *heads, expanded = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
         attend = functools.partial(causal, lengths=lengths, window=layer.config.window, scoring=layer.scoring)
         attended = attend(*heads) if expanded is None else _by_groups(attend, expanded)
-    kept = keep(*heads, attended)
+    result = keep(*heads, attended)
     x, experts = layer.leave(x, attended, expanded=expanded is not None)
-    return x, kept, experts
+    return x, result, experts
 
 
 def _by_groups(attend: Callable[..., Attended], expanded: Expanded) -> Attended:
-    """Returns what all expanded heads attend to, of which a group at a time exists."""
+    """Returns the attention of all expanded heads; one group of heads exists at a time."""
     if expanded.groups == 1:
         return attend(*expanded.of(jnp.int32(0)))
     parts = lax.map(lambda group: attend(*expanded.of(group)), jnp.arange(expanded.groups))

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that were chosen, and of the most likely ones."""
+"""Log-probabilities of the chosen tokens and of the most likely tokens; the decode loop asks for them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from icejax.text.detokenize import decoded
 def token_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, rows: Sequence[int], count: int, tokenizer: Any
 ) -> dict[int, TokenLogprobs]:
-    """Returns the log-probability of one token by the model's own logits, and the `count` largest, for each of `rows`."""
-    likely = _likely(logits, tokens, count=min(count, logits.shape[-1]))
-    tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *likely))
+    """Returns, for each of `rows`, the log-probability of its token and the `count` largest log-probabilities.
+
+    They are natural logarithms of the softmax of the model's own logits, before temperature and penalties.
+    """
+    top_logprobs = _top_logprobs(logits, tokens, count=min(count, logits.shape[-1]))
+    tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *top_logprobs))
 
     def named(token: int, logprob: float) -> Logprob:
         return Logprob(int(token), decoded(tokenizer, [int(token)]), float(logprob))
 
     return {
-        i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*each) for each in zip(ids[i], best[i], strict=True)))
+        i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*pair) for pair in zip(ids[i], best[i], strict=True)))
         for i in rows
     }
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _likely(logits: jax.Array, tokens: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _top_logprobs(logits: jax.Array, tokens: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns f32[B] of `tokens`, and the `count` largest f32[B, count] with their token ids i32[B, count]."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     return chosen, *jax.lax.top_k(logprobs, count)

@@ -1,4 +1,7 @@
-"""Why a model's logits are not finite: the first weight or the first layer that is to blame."""
+"""Diagnosis of NaN or infinite logits: finds the first weight, or the first layer's output, that is not finite.
+
+The decode loop calls it before it raises.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from icejax.ops.experts.offloaded_experts import is_offloaded, with_experts_on_d
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
-    """Returns in a line why the logits behind `tokens`, a prompt and what was chosen after it, are not finite.
+    """Returns one line that says why the logits behind `tokens`, a prompt with its answer so far, are not finite.
 
-    Takes a pass over the weights, and, where all of them are finite, another prefill.
+    Costs a pass over the weights and, if all weights are finite, a second prefill.
     """
     paths = jax.tree.leaves_with_path(nnx.state(model), is_leaf=is_offloaded)
     weights = {
         jax.tree_util.keystr(path, simple=True, separator=".").replace(".value", "").replace(".codes", ""): leaf
         for path, leaf in paths
     }
-    for name in sorted(weights, key=lambda name: name.startswith("lm_head")):  # the head comes last, as it runs
+    for name in sorted(weights, key=lambda name: name.startswith("lm_head")):  # the head is checked last, as it runs last
         for part in jax.tree.leaves(with_experts_on_device(weights[name])):
             part = lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
             if not jnp.isfinite(part).all():

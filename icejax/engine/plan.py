@@ -1,4 +1,11 @@
-"""What is fixed before a generation begins: how each layer caches, and the sizes that are compiled for."""
+"""The plan of a generation: each layer's cache policy and the sizes that programs are compiled for.
+
+`api.generate`, `Session`, attention maps and benchmarks call `make_plan`; prefill, extend and the decode step take the plan as
+a static argument.
+
+Example: pages of 8 tokens, prompts padded to 256, 256 slots for new tokens, `compact_every=32`. Then the pool has 64 pages
+per row: 32 prompt pages and 32 growth pages. A row that joins a running batch may decode (32 - 1) * 8 - 32 = 216 tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +40,15 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is static about a generation: how each layer caches, how large, and what ends a text.
+    """The static part of a generation.
 
     Attributes:
-        fetch_backend: the way the pool is read, a key of `fetch.BACKENDS`; empty without a pool.
-        platform: what the programs are compiled for: cpu, gpu or tpu.
-        heads: KV heads and their size of each layer that has others than `spec`; None for one that has not.
+        policies: the cache policy of each layer.
+        spec: the sizes of a layer's cache.
+        eos_token_ids: tokens that end a text.
+        fetch_backend: how the pool is read, a key of `host_reads.backends.BACKENDS`; empty without a pool.
+        platform: the platform that the programs are compiled for: cpu, gpu or tpu.
+        heads: for each layer, number of KV heads and head size where they differ from `spec`; else None.
     """
 
     policies: tuple[CachePolicy, ...]
@@ -57,12 +67,12 @@ class Plan:
 
     @functools.cached_property
     def pooled(self) -> tuple[int, ...]:
-        """The layers that keep pages in the pool, in the pool's order."""
+        """Indices of the layers that keep pages in the pool, in the pool's order."""
         return tuple(i for i, policy in enumerate(self.policies) if policy.pool(self.spec) is not None)
 
     @functools.cached_property
     def pool(self) -> PoolSpec | None:
-        """What these layers keep there, the same in all of them; None without a pool."""
+        """The pool's sizes for one layer, equal in all pooled layers; None without a pool."""
         return self.policies[self.pooled[0]].pool(self.spec) if self.pooled else None
 
     @property
@@ -72,19 +82,19 @@ class Plan:
 
     @property
     def prompt_pages(self) -> int:
-        """Pages that a prompt may have, behind which those of new tokens come; 0 without a pool."""
+        """Number of pages that a prompt may have; the growth pages follow them. 0 without a pool."""
         return self.spec.prompt_capacity // self.page_size if self.pool else 0
 
     @property
     def growth_pages(self) -> int:
-        """Pages for new tokens, which are filled over and over again in a batch where rows come and go."""
+        """Number of pages for new tokens: a ring, which a batch with joining rows fills again and again. 0 without a pool."""
         return self.pool.pages - self.prompt_pages if self.pool else 0
 
     @property
     def joining_tokens(self) -> int:
-        """How many tokens a row may decode that joins a batch at any step, until its oldest new ones are written over.
+        """Number of tokens that a row may decode after it joins a batch, before its oldest new tokens are overwritten.
 
-        A round of compaction less than there is room for: what a row has put into one comes to its front.
+        One round of compaction less than the growth pages hold: compaction moves a row's tokens to the front of its round.
         """
         if self.pool is None:
             return self.spec.new_capacity
@@ -92,43 +102,52 @@ class Plan:
 
     @property
     def compact_every(self) -> int:
-        """Decoded tokens after which their pages are packed anew; 0: never, as where there is no room for so many."""
+        """Number of decoded tokens after which their pages are packed anew; 0: never, also if fewer tokens have room."""
         return self.pool.compact_every if self.pool and self.pool.compact_every <= self.spec.new_capacity else 0
 
     def pages(
         self, layer: int, pool: jax.Array | None, table: jax.Array | None, ended: jax.Array | None = None
     ) -> PoolLayer | None:
-        """Returns what `layer` reads of the pool, where rows that have `ended` need nothing; None for one without pages."""
+        """Returns the pool as `layer` reads it; None for a layer without pages.
+
+        Args:
+            table: i32[B, X], the extents of each row.
+            ended: bool[B], rows for which nothing is fetched; None: no row.
+        """
         if layer not in self.pooled:
             return None
         return PoolLayer(pool, table, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
 
     def padded(self, tokens: int) -> int:
-        """Returns the size that new tokens behind a cache are padded to, so that those leaving the window fit too."""
+        """Returns the size that `tokens` new tokens of `extend` are padded to, tokens that leave the window included."""
         return bucket(tokens + (self.pool.leaving if self.pool else 0))
 
     def room_for_answer(self, tokens: int, *, pages: int) -> int:
-        """Returns how many tokens may be decoded behind new ones, behind `pages` pages; below 0: these do not fit."""
+        """Returns how many tokens may be decoded after `extend` appends `tokens` to `pages` pages; below 0: they do not fit."""
         if self.pool is None:
             return self.spec.capacity
         return (self.pool.pages - pages) * self.page_size - self.padded(tokens) - 1  # the last page is never full
 
     @property
     def pool_dtype(self) -> str:
-        """Dtype of the pages in the pool, by name; that of keys and values without a pool."""
+        """Name of the dtype of the pool's pages; without a pool, of keys and values."""
         return self.pool.dtype if self.pool else self.spec.dtype
 
     def extents(self, tokens: int) -> np.ndarray:
-        """Returns which extents a row needs whose prompt has so many tokens, bool[X], and as many new ones as there may be."""
-        most = self.pool.pages
-        # Few sizes, as of the prompts: the programs are compiled for the size of the pool.
-        return row_extents(bucket(tokens) // self.page_size, range(self.prompt_pages, most), most=extents_for(most))
+        """Returns which extents a row with a prompt of `tokens` tokens needs, bool[X], all growth pages included.
+
+        Example: extents have 64 pages, and a row has 96 prompt pages and 32 growth pages. A prompt padded to 32 pages needs
+        two extents: the first for pages 0-31, the second for growth pages 96-127.
+        """
+        pages = self.pool.pages
+        # The prompt is padded to few sizes, because programs are compiled for the size of the pool.
+        return row_extents(bucket(tokens) // self.page_size, range(self.prompt_pages, pages), most=extents_for(pages))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
-        """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of so many extents, as wide as the widest plane.
+        """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of `extents` extents; W is the width of the widest plane.
 
         Raises:
-            InputError: single slots are fetched, and there are more than 32 bits count.
+            InputError: the policy fetches single slots, and the pool has more of them than a 32-bit index can count.
         """
         page = (self.pool.planes, page_rows(self.page_size, self.pool_dtype), max(self.spec.planes))
         shape = (extents, len(self.pooled), EXTENT, self.spec.num_kv_heads, *page)
@@ -141,7 +160,7 @@ class Plan:
 
 
 def reports(plan: Plan, cache: KVCache) -> list[Report]:
-    """Returns what every layer says of its state, with shapes in the place of arrays."""
+    """Returns every layer's report, with shapes in place of arrays."""
     pairs = zip(plan.policies, cache.layers, strict=True)
     return [jax.eval_shape(policy.report, state, cache.lengths) for policy, state in pairs]
 
@@ -156,33 +175,33 @@ def make_plan(
     several: bool = False,
     platform: str | None = None,
 ) -> Plan:
-    """Returns the plan for prompts of at most `prompt_tokens` and texts of at most `new_tokens`.
+    """Returns the plan for prompts of at most `prompt_tokens` tokens and at most `new_tokens` tokens after them.
 
     Args:
-        several: whether the new tokens come as several texts, too. These are padded, and each begins a page anew: in pages half
-            as much again is kept free.
-        platform: cpu, gpu or tpu, for programs that are compiled and do not run here: the pool is then read in the way that is
-            best there, untried. None: the platform that JAX runs on.
+        several: whether `extend` will add texts among the new tokens. Each text is padded and begins a new page, so a pool gets
+            room for half as many tokens again, and for 512 more.
+        platform: cpu, gpu or tpu, for programs that are compiled here and run elsewhere; the pool is then read by that
+            platform's first backend, without a self-test. None: the platform that JAX runs on.
 
     Raises:
-        InputError: the policy needs what this platform does not have.
+        InputError: the policies do not fit each other, the model or the platform.
     """
     target = platform or devices.platform()
     spec = _spec(model, batch_size, prompt_tokens, new_tokens)
     policies = layer_policies(policy, model.config, capacity=spec.capacity)
-    policies = tuple(each.for_platform(target, latent=spec.latent) for each in policies)
+    policies = tuple(layer_policy.for_platform(target, latent=spec.latent) for layer_policy in policies)
     spec = _with_pages(spec, policies, new_tokens, several=several)
     _check(policies, spec, policy, model.config, target)
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
-    pooled = any(each.pool(spec) for each in policies)
+    pooled = any(layer_policy.pool(spec) for layer_policy in policies)
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pooled else ""
     return Plan(policies, spec, model.config.eos_token_ids, backend, target, _other_heads(model.config))
 
 
 def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int) -> CacheSpec:
-    """Returns the sizes of a cache without regard to pages."""
+    """Returns the sizes of a cache before they are rounded to pages."""
     config, prompt = model.config, bucket(prompt_tokens)
     return CacheSpec(
         batch_size=batch_size,
@@ -198,11 +217,14 @@ def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int)
 
 
 def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, several: bool) -> CacheSpec:
-    """Returns the sizes with room for the pages of new tokens: whole rounds of compaction, as these pages are used again."""
-    if several and any(each.pool(spec) for each in policies):
+    """Returns the sizes with room for the pages of new tokens, rounded up to whole rounds of compaction.
+
+    Whole rounds, because the growth pages are a ring: a round must not wrap.
+    """
+    if several and any(policy.pool(spec) for policy in policies):
         room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, prompt=spec.prompt_capacity)
         spec = dataclasses.replace(spec, new_capacity=room)
-    pools = [pool for pool in (each.pool(spec) for each in policies) if pool is not None]
+    pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
     every = max((pool.compact_every for pool in pools), default=0)
     if spec.new_capacity > every > 0:
         spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
@@ -210,30 +232,30 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
 
 
 def _check(policies: Sequence[CachePolicy], spec: CacheSpec, policy: CachePolicy, config: ModelConfig, platform: str) -> None:
-    """Raises InputError for policies that do not fit each other, the model or the platform."""
-    if any(each.rerotates for each in policies):
+    """Raises InputError if the layers' `policies` do not fit each other, the model or the platform."""
+    if any(layer_policy.rerotates for layer_policy in policies):
         for layer in config.layers:
             check_rerotation(layer.rope)
-    pools = {pool for pool in (each.pool(spec) for each in policies) if pool is not None}
+    pools = {pool for pool in (layer_policy.pool(spec) for layer_policy in policies) if pool is not None}
     if len(pools) > 1:
         raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")
     if platform == "tpu" and any(pool.dtype == "int8" for pool in pools):
         raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
-    if platform == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # host memory is in tiles of several rows there
+    if platform == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # TPU host memory has tiles of several rows
         raise InputError(f"{display_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
 
 
 def _other_heads(config: ModelConfig) -> tuple[tuple[int, int] | None, ...]:
-    """Returns KV heads and their size of each layer that has others than the model's; None for one that has not."""
-    sizes = ((layer.kv_heads, layer.head_dim) for layer in config.layers)
-    return tuple(None if each == (config.num_key_value_heads, config.head_dim) else each for each in sizes)
+    """Returns, for each layer, number of KV heads and head size where they differ from the model's; else None."""
+    layer_heads = ((layer.kv_heads, layer.head_dim) for layer in config.layers)
+    return tuple(None if heads == (config.num_key_value_heads, config.head_dim) else heads for heads in layer_heads)
 
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:
-    """Returns which layers have which cache, in a line."""
+    """Returns one line that names each layer's cache, such as `0-1 full, 2-27 clustered`."""
     parts = []
     for policy, layers in itertools.groupby(range(len(policies)), key=policies.__getitem__):
         numbers = list(layers)
-        several = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-        parts.append(f"{several} {display_name(policy)}")
+        interval = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        parts.append(f"{interval} {display_name(policy)}")
     return ", ".join(parts)

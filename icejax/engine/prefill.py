@@ -1,7 +1,8 @@
-"""Prompts to a cache and their first tokens: pure array code that knows nothing of text.
+"""Prefill: runs prompts [B, T] of token ids into a new cache and chooses each row's first token.
 
-Prefill is layer-major: one program runs one layer over the whole prompt, so the device holds the weights, the
-prompt's activations and one layer's keys and values; where experts are in host memory, one layer's experts.
+`api.generate` and `Session` call it. Prefill is layer-major: one program runs one layer over the whole prompt [B, T, D], so
+the device holds the weights, the prompt's activations and one layer's keys and values. Of experts in host memory it holds one
+layer's.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
 
-Kept = tuple[Any, jax.Array | None]  # the state of a layer, and its pages [P, B, K, planes, p, W] for the pool
-Table = Int[Array, "B X"]
+Kept = tuple[Any, jax.Array | None]  # a layer's state, and its pages [P, B, K, planes, p, W] for the pool
+Table = Int[Array, "B X"]  # the extents of each row
 
 
 def prefill(
@@ -46,24 +47,24 @@ def prefill(
     host_memory_limit: int | None = None,
     into: tuple[jax.Array, np.ndarray] | None = None,
 ) -> tuple[DecodeState, Step, jax.Array | None]:
-    """Runs the prompts and chooses the first new token.
+    """Runs the prompts and chooses the first new token of each.
 
-    Of experts in host memory those that the prompts take most often are on the device from now on, in each layer.
+    Where experts are in host memory, the experts that the prompts use most move to the device, in each layer.
 
     Args:
         prompts: token ids, one list per row.
-        sampling: how every row samples; without it all are greedy.
-        draws: seed and index of every row's random key, so that a prompt draws alike in whatever batch it stands; None: 0
-            and the row's place.
+        sampling: sampling options of each row; empty: all rows are greedy.
+        draws: seed and index of each row's random key, so that a prompt's draws do not depend on its batch; None: seed 0 and
+            the row's number.
         progress: called with the number of layers done.
-        host_memory_limit: bytes of host memory that the pool may take; None: what is free.
-        into: a pool that there is already, which is taken, and the extents in it that are the prompts', i32[B, X].
+        host_memory_limit: bytes of host memory that the pool may take; None: all free memory.
+        into: an existing pool, which is donated, and the prompts' extents in it, i32[B, X]; None: a new pool.
 
     Returns:
-        The state to decode from, what the prompt brought (no pages), and the pool.
+        The state to decode from, the first step (its counters hold the tokens alone), and the pool.
 
     Raises:
-        InputError: the host has not enough memory for the pool; raised before anything runs.
+        InputError: the host has too little memory for the pool; raised before anything runs.
     """
     pool, table = _pool_for(prompts, plan, host_memory_limit) if into is None else (into[0], jnp.asarray(into[1]))
     layers = prefill_layers(model, prompts, plan)
@@ -74,7 +75,7 @@ def prefill(
 
 
 def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -> tuple[jax.Array | None, Table | None]:
-    """Returns an empty pool with room for prompts and their answers, and the extents of every row; None without a pool."""
+    """Returns an empty pool with room for prompts and answers, and each row's extents; None and None without a pool."""
     if not plan.pooled:
         return None, None
     count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
@@ -84,19 +85,19 @@ def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -
 def prefill_layers(
     model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan
 ) -> Iterable[tuple[Float[Array, "B T D"], Kept]]:
-    """Yields the output of every layer over prompts, and what its policy keeps of them."""
+    """Yields each layer's output over the prompts, and the state and the pages that its policy makes of them."""
     lengths = _lengths(prompts)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
-        sizes, whole = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number)), with_experts_on_device(layer)
-        *out, taken = _prefill_layer(whole, x, lengths, at.shared, **sizes)
+    def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
+        sizes, loaded = dict(policy=plan.policies[place.number], spec=plan.spec_of(place.number)), with_experts_on_device(layer)
+        *results, uses = _prefill_layer(loaded, x, lengths, place.shared, **sizes)
         if layer.hosted is not None:
-            layer.experts.settle(whole.experts, taken)
-        return out
+            layer.experts.settle(loaded.experts, uses)
+        return results
 
-    # As in `extend`, and because experts from the host are bound to the device too.
-    first = jax.device_put(embed(model, jnp.asarray(_padded(prompts, plan.spec))), devices.device())
-    return run_layers(model, first, run)
+    # A layer's output, and experts from the host, are committed to the device: so must the first input be, as in `extend`.
+    embedded = jax.device_put(embed(model, jnp.asarray(_padded(prompts, plan.spec))), devices.device())
+    return run_layers(model, embedded, run)
 
 
 def keep_layers(
@@ -107,14 +108,14 @@ def keep_layers(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[Any, ...], jax.Array | None]:
-    """Writes the pages of layers to the pool, which is taken; returns the last output, all states, and the pool."""
+    """Writes the layers' pages to the pool; returns the last layer's output, all states, and the pool. Donates the pool."""
     states = []
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
             together = math.gcd(len(pages), host_pool.EXTENT)
             pool = host_pool.write_pages(pool, pages[:, None], table, 0, plan.pooled.index(i), together=together)
-        x.block_until_ready()  # or the pages of many layers would wait for the host on the device
+        x.block_until_ready()  # otherwise pages of many layers pile up on the device while the host writes
         if progress is not None:
             progress(i + 1)
     return x, tuple(states), pool
@@ -131,11 +132,16 @@ def begin(
     sampling: Sequence[Sampling],
     draws: Sequence[tuple[int, int]],
 ) -> tuple[DecodeState, Step]:
-    """Returns the state to decode from behind prompts whose layers left `states` and the output `x`, and the first step."""
+    """Returns the state to decode from, and the first step.
+
+    Args:
+        x: the last layer's output over the prompts.
+        states: the layers' states after the prompts.
+    """
     lengths = _lengths(prompts)
     cache = KVCache(states, Lengths.of(lengths, plan.prompt_pages), table)
-    none, options = jnp.zeros(len(prompts), jnp.int32), row_options(sampling, prompts, model.config.vocab_size)
-    state = DecodeState(cache, none, none > 0, row_keys(draws), jnp.copy(lengths), *options)
+    zeros, options = jnp.zeros(len(prompts), jnp.int32), row_options(sampling, prompts, model.config.vocab_size)
+    state = DecodeState(cache, zeros, zeros > 0, row_keys(draws), jnp.copy(lengths), *options)
     return choose_first(model, x, lengths, state, plan)
 
 
@@ -144,7 +150,7 @@ def _lengths(prompts: Sequence[Sequence[int]]) -> Int[Array, " B"]:
 
 
 def _padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
-    """Returns prompts as the programs take them, i32[B, T], filled up with zeros on the right."""
+    """Returns the prompts as i32[B, T], padded with zeros on the right."""
     tokens = np.zeros((len(prompts), min(spec.prompt_capacity, bucket(max(map(len, prompts))))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -154,7 +160,7 @@ def _padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
 def kept(
     layer: DecoderLayer, heads: Heads, attended: Attended, shared: Shared | None, *, policy: CachePolicy, spec: CacheSpec
 ) -> Outcome:
-    """Returns what a layer keeps of prompts that have attended exactly."""
+    """Returns the outcome of the policy's `prefill` for prompts that have attended exactly."""
     with jax.named_scope("pack"):
         return policy.prefill(
             policy.init(spec), heads, attended, view_of(layer, Lengths.none(len(heads.lengths)), None, shared)
@@ -167,11 +173,11 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
         return kept(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
     x, outcome, experts = run_exact_with_experts(layer, x, new, keep)
-    taken = None if experts is None else _counted(experts, new, layer.config.experts.count)
-    return x, (outcome.state, outcome.pages), outcome.shared or shared, taken
+    uses = None if experts is None else _expert_uses(experts, new, layer.config.experts.count)
+    return x, (outcome.state, outcome.pages), outcome.shared or shared, uses
 
 
-def _counted(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:
-    """Returns how often tokens that are no padding take each expert."""
-    there = jnp.arange(experts.shape[1])[None, :] < lengths[:, None]
-    return jnp.zeros(count, jnp.int32).at[experts].add(there[..., None].astype(jnp.int32))
+def _expert_uses(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:
+    """Returns how many real tokens are routed to each expert; padding does not count."""
+    is_token = jnp.arange(experts.shape[1])[None, :] < lengths[:, None]
+    return jnp.zeros(count, jnp.int32).at[experts].add(is_token[..., None].astype(jnp.int32))

@@ -1,4 +1,4 @@
-"""What is asked: a prompt, and how its answer is to be."""
+"""Requests: a prompt, and the options of its answer. The API, sessions and the command line make them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from icejax.engine.sampling import Sampling, checked_sampling
 from icejax.text.detokenize import stop_strings
 
 Prompt = str | Sequence[int]
-MOST_LOGPROBS = 1000
+MOST_LOGPROBS = 1000  # most likely tokens that may be reported with each token
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How answers are to be; the defaults of `generate`, `Session` and the command line.
+    """Options of an answer, with the defaults of `generate`, `Session` and the command line.
 
     Attributes:
-        sampling: how tokens are chosen; None: each is the most likely one.
-        max_new_tokens: where an answer ends at the latest.
-        stop: a string, or several, that end an answer and are not part of it.
-        seed: of the draws; by their index equal prompts draw apart.
-        special_tokens: whether the tokenizer adds its own to a text (False for text that has them, as from `chat`).
-        logprobs: how many of the most likely tokens are told with each token's own log-probability; None: no log-probabilities.
+        sampling: sampling options; None: greedy.
+        max_new_tokens: maximum number of answer tokens.
+        stop: one or several strings that end an answer; the answer leaves them out.
+        seed: seed of the draws, from 0 to 2^32 - 1. Each prompt's index is folded in, so equal prompts draw differently.
+        special_tokens: whether the tokenizer adds special tokens to a text; False for text that has them, as from `chat`.
+        logprobs: number of most likely tokens to report with each token's own log-probability, at most 1,000; None: no
+            log-probabilities.
 
     Raises:
         InputError: an option is out of range.
@@ -50,16 +51,16 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt with answer options of its own; what is None is as the call has it.
+    """A prompt with its own answer options; an option that is None comes from the call.
 
     Attributes:
         prompt: text, or token ids.
         sampling, max_new_tokens, stop, special_tokens: as in `AnswerOptions`.
-        seed: of its own draws, which then are the same wherever the prompt stands.
-        index: which prompt of a run this is, by which equal prompts draw apart; None: its place in the call.
+        seed: seed of this prompt's draws, which then do not depend on its index.
+        index: number of the prompt in its run, from 0, folded into the call's seed; None: its place in the call.
 
     Raises:
-        InputError: the index or `special_tokens` is out of range, or `sampling` is something else.
+        InputError: the index or `special_tokens` is out of range, or `sampling` is no `Sampling`.
     """
 
     prompt: Prompt
@@ -78,9 +79,13 @@ class Request:
             _check_special_tokens(self.special_tokens)
 
     def options(self, others: AnswerOptions) -> AnswerOptions:
-        """Returns the options of its answer, where `others` are those of the call; InputError if its own are out of range."""
-        own = {field.name: getattr(self, field.name, None) for field in fields(AnswerOptions)}
-        return replace(others, **{name: value for name, value in own.items() if value is not None})
+        """Returns the answer options of this request, the call's options `others` where it has none.
+
+        Raises:
+            InputError: an option of the request is out of range.
+        """
+        values = {field.name: getattr(self, field.name, None) for field in fields(AnswerOptions)}
+        return replace(others, **{name: value for name, value in values.items() if value is not None})
 
 
 def _check_special_tokens(value: object) -> None:
@@ -89,14 +94,18 @@ def _check_special_tokens(value: object) -> None:
 
 
 def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Request]:
-    """Returns one prompt or several as requests that have an index; InputError for what cannot be prompts."""
+    """Returns one prompt or several as requests with an index.
+
+    Raises:
+        InputError: `prompts` holds no prompts.
+    """
     if isinstance(prompts, (str, Request)):
         prompts = [prompts]
     try:
-        several = list(prompts)
+        items = list(prompts)
     except TypeError:
         raise InputError(f"prompts must be text, token ids, or several of them, got {quoted(prompts)}") from None
-    if isinstance(prompts, (bytes, bytearray, set, dict)) or (several and isinstance(several[0], Integral)):
-        several = [prompts]  # the token ids of one prompt, or what is to be refused as such
-    requests = [each if isinstance(each, Request) else Request(prompt=each) for each in several]
-    return [each if each.index is not None else replace(each, index=i) for i, each in enumerate(requests)]
+    if isinstance(prompts, (bytes, bytearray, set, dict)) or (items and isinstance(items[0], Integral)):
+        items = [prompts]  # the token ids of one prompt, or a type that `api.prompts` refuses
+    requests = [item if isinstance(item, Request) else Request(prompt=item) for item in items]
+    return [request if request.index is not None else replace(request, index=i) for i, request in enumerate(requests)]

@@ -1,4 +1,4 @@
-"""What an answer says of itself."""
+"""Responses: the text of an answer with its measurements. The decode loop makes them, callers read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's log-probability (natural) in the model's own distribution: before temperature, penalty and the like."""
+    """A token's natural log-probability under the model's own logits, before temperature, penalty and filters."""
 
     token_id: int
     text: str
@@ -17,7 +17,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a token that was chosen, and of the most likely ones in its place, best first."""
+    """The log-probability of a chosen token, and of the most likely tokens at its position, best first."""
 
     chosen: Logprob
     top: tuple[Logprob, ...]
@@ -25,17 +25,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What is the same for every token of a run. Bytes are a row's share of what is reserved.
+    """The measurements that are the same for every token of a run. Bytes are reserved bytes divided by the number of rows.
 
     Attributes:
-        cache: the policy's name.
+        cache: name of the policy.
         budget: tokens attended exactly per KV head and layer; None: all.
-        device_kv_bytes: keys and values on the device.
-        digest_bytes: digests on the device.
-        host_kv_bytes: the pool in host memory.
-        fetch_backend: how host memory is read; None without a pool.
+        device_kv_bytes: bytes of keys and values on the device.
+        digest_bytes: bytes of digests on the device.
+        host_kv_bytes: bytes of the pool in host memory.
+        fetch_backend: backend that reads host memory; None without a pool.
         device: platform and kind of the device.
-        dtype: of the model's activations.
+        dtype: dtype of the model's activations, by name.
     """
 
     cache: str
@@ -50,29 +50,31 @@ class RunReport:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResponse:
-    """A piece of one row's text while it streams, or, from `generate`, all of it.
+    """One row's answer: the newest piece while it streams, or the whole of it from `generate`.
 
     Attributes:
-        row: which prompt it answers.
-        text, token_ids: the new text and its tokens; a final eos is among the tokens and not in the text.
-        logprobs: of every token in `token_ids`; None unless asked for.
-        prompt_tokens, new_tokens: tokens so far.
-        finish_reason: `stop` (an eos or a stop string), `length`, or None while the row goes on.
+        row: index of the prompt, from 0.
+        text, token_ids: the new text and its tokens. A final eos token is among the tokens but not in the text.
+        logprobs: one entry per token in `token_ids`; None unless requested.
+        prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
+        finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
         ttft_s: seconds from the call to the first token, tokenizing included.
-        compile_s: how many of these went into tracing and compiling programs, which later calls of the same sizes do not do.
-        tpot_s: median seconds per token after it, with what the reader does between them; None until the row has ended.
-        prefill_tps, decode_tps: tokens per second of this row in the two phases, compiling included in the first.
-        full_kv_bytes: what a full cache would take for the row's tokens so far.
-        pages_selected, pages_fetched: pages attended to exactly, and pages that came from host memory, summed over steps,
-            layers and KV heads; single tokens where the policy fetches those.
-        hit_rate: share of the pages needed that were on the device already (`Clustered.resident`); None without pages.
-        estimated_error: the cache's own estimate of the relative error of its attention, mean over steps, layers and heads;
-            None of a policy that has none, and before the second token.
-        budget_used: tokens attended exactly, mean over steps, layers and KV heads; None likewise.
-        expert_hit_rate: share of the experts taken by tokens after the first that were on the device already, or came for an
-            earlier row; None unless experts are in host memory.
-        expert_bytes_per_token: bytes of experts that came from there, for each of these tokens; None likewise.
-        run: what is the same for every token of the run.
+        compile_s: the seconds of `ttft_s` spent on tracing and compiling; later calls with the same sizes skip them.
+        tpot_s: median seconds per token after the first, the caller's work between tokens included; None until the row has
+            ended.
+        prefill_tps, decode_tps: the row's tokens per second in prefill, compiling included, and in decoding.
+        full_kv_bytes: bytes that a full cache would take for the row's tokens so far.
+        pages_selected, pages_fetched: pages attended to exactly, and pages fetched from host memory, summed over steps, layers
+            and KV heads; single tokens if the policy fetches single tokens.
+        hit_rate: share of the needed pages that were on the device already (`Clustered.resident`); None without pages.
+        estimated_error: the policy's estimate of its attention's relative error, mean over steps, layers and heads; None if
+            the policy has no estimate, and before the second token.
+        budget_used: tokens attended exactly, mean over steps, layers and KV heads; None when `estimated_error` is None.
+        expert_hit_rate: share of the experts used by tokens after the first that were on the device already, or were fetched
+            for an earlier row; None unless experts are in host memory.
+        expert_bytes_per_token: bytes of experts fetched from host memory per token after the first; None when
+            `expert_hit_rate` is None.
+        run: measurements of the whole run.
     """
 
     row: int

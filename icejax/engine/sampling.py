@@ -1,4 +1,8 @@
-"""How the next token is chosen from logits."""
+"""Sampling: chooses the next token i32[B] of each row from logits f32[B, V]. The decode step and the first token call it.
+
+Example: logits with the probabilities 0.5, 0.25, 0.15 and 0.1 at temperature 1. `top_k=2` keeps the first two tokens,
+`top_p=0.7` too (0.5 < 0.7 <= 0.75); `min_p=0.25` keeps three, down to 0.25 * 0.5 = 0.125.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ class Sampling:
     """Sampling options of a row, applied in Hugging Face's order: penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-        temperature: 0 takes the most likely token.
-        top_k: keep the k most likely tokens, and those as likely as the last of them; 0 keeps all.
-        top_p: keep the fewest most likely tokens whose probabilities reach p (arXiv 1904.09751), and those as likely as the
-            last of them.
-        min_p: keep tokens of at least this share of the best one's probability (arXiv 2407.01082).
-        repetition_penalty: logits of tokens already in the text are divided (positive) or multiplied by it
+        temperature: divides the logits; 0 chooses the most likely token.
+        top_k: keep the k most likely tokens, and all that tie with the k-th; 0 keeps all.
+        top_p: keep the fewest most likely tokens whose probabilities sum to p or more (arXiv 1904.09751), and all that tie with
+            the last of them.
+        min_p: keep tokens with at least this share of the most likely token's probability (arXiv 2407.01082).
+        repetition_penalty: divides positive logits and multiplies negative logits of tokens that are in the text
             (arXiv 1909.05858).
 
     Raises:
@@ -48,17 +52,21 @@ class Sampling:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn: a greedy row takes the most likely one."""
+        """Whether the row draws its tokens; a greedy row takes the most likely one."""
         return self.temperature > 0
 
     @property
     def needs_seen(self) -> bool:
-        """Whether `choose` must be told which tokens the text holds."""
+        """Whether `choose` needs `seen`, the tokens that the text holds."""
         return self.repetition_penalty != 1.0
 
 
 def checked_sampling(sampling: Sampling | None) -> Sampling:
-    """Returns the options, greedy ones for None; InputError for anything else."""
+    """Returns the options; for None, greedy ones.
+
+    Raises:
+        InputError: `sampling` is neither None nor a `Sampling`.
+    """
     if sampling is not None and not isinstance(sampling, Sampling):
         raise InputError(f"sampling must be an icejax.Sampling(...), got {quoted(sampling)}")
     return sampling or Sampling()
@@ -67,10 +75,10 @@ def checked_sampling(sampling: Sampling | None) -> Sampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """A value per row of each option of `Sampling`: arrays, so that no program is compiled for a value.
+    """The options of `Sampling` as arrays with one value per row, so that a new value compiles no program.
 
     Attributes:
-        samples: whether any row draws its tokens. Where none does, the programs only look for the largest logit.
+        samples: whether any row draws its tokens. If none does, the programs only take the largest logit.
     """
 
     temperature: jax.Array  # f32[B]
@@ -82,8 +90,8 @@ class RowSampling:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> RowSampling:
-        """Returns the options of rows, f32[B] each, but for `top_k` i32[B]."""
-        values = {each.name: [getattr(row, each.name) for row in rows] for each in fields(Sampling)}
+        """Returns the rows' options: f32[B] each, `top_k` i32[B]."""
+        values = {option.name: [getattr(row, option.name) for row in rows] for option in fields(Sampling)}
         arrays = {name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()}
         return cls(**arrays, samples=any(row.samples for row in rows))
 
@@ -91,7 +99,10 @@ class RowSampling:
 def row_options(
     rows: Sequence[Sampling], texts: Sequence[Sequence[int]], vocabulary: int
 ) -> tuple[RowSampling | None, Bool[Array, "B V"] | None]:
-    """Returns the options of rows and which tokens their texts hold; None for what no row needs."""
+    """Returns the rows' options, and which tokens of the vocabulary their texts hold.
+
+    The options are None if all rows are greedy without a penalty; the mask is None if no row has a penalty.
+    """
     seen = None
     if any(row.needs_seen for row in rows):
         seen = np.zeros((len(rows), vocabulary), bool)
@@ -108,11 +119,12 @@ def choose(
     keys: Key[Array, " B"],
     seen: Bool[Array, "B V"] | None,
 ) -> Int[Array, " B"]:
-    """Returns one token i32[B] per row; each draws from its own key, so equal keys give equal texts.
+    """Returns one token per row. Each row draws with its own key, so equal keys give equal texts.
 
     Args:
-        rows: None where all are greedy and none has a penalty.
-        seen: which tokens the texts hold; None where no row has a penalty.
+        rows: sampling options; None if all rows are greedy without a penalty.
+        keys: random key of each row.
+        seen: which tokens the texts hold; None if no row has a penalty.
     """
     if seen is not None:
         logits = penalised(logits, seen, rows.repetition_penalty)
@@ -124,39 +136,44 @@ def choose(
 
 
 def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]) -> Float[Array, "B V"]:
-    """Returns the logits f32[B, V], those of tokens that the texts hold with the repetition penalty."""
+    """Returns the logits with the repetition penalty on the tokens that the texts hold.
+
+    Example: a penalty of 1.5 takes the logits 3 and -3 of seen tokens to 2 and -4.5.
+    """
     penalty = penalty[:, None]
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def candidates(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, "B V"]:
-    """Returns the logits f32[B, V] less the largest, over the temperature; -inf for what top-k, top-p and min-p cut away.
+    """Returns (logits - max) / temperature, with -inf for the tokens that top-k, top-p and min-p remove.
 
-    Nothing is sorted: over a vocabulary that takes an accelerator longer than to count a few dozen times.
+    Thresholds are found by counting instead of sorting: on an accelerator, sorting a vocabulary takes longer than counting it
+    a few dozen times.
     """
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     scaled, order = (logits - logits.max(-1, keepdims=True)) / temperature, ordered(logits)
-    kept = order >= kth_largest(order, rows.top_k)[:, None]
-    weights = jnp.where(kept, jnp.exp(scaled), 0)
-    kept &= order >= nucleus(order, weights, rows.top_p)[:, None]
-    kept &= weights >= rows.min_p[:, None]
-    kept |= order == order.max(-1, keepdims=True)  # whatever is rounded: the weight of the best may not be 1 to the bit
-    return jnp.where(kept, scaled, -jnp.inf)
+    mask = order >= kth_largest(order, rows.top_k)[:, None]
+    weights = jnp.where(mask, jnp.exp(scaled), 0)
+    mask &= order >= nucleus(order, weights, rows.top_p)[:, None]
+    mask &= weights >= rows.min_p[:, None]
+    mask |= order == order.max(-1, keepdims=True)  # rounding may leave the best token's weight just below 1
+    return jnp.where(mask, scaled, -jnp.inf)
 
 
 def kth_largest(order: UInt32[Array, "B V"], k: Int[Array, " B"]) -> UInt32[Array, " B"]:
-    """Returns the k-th largest number u32[B] of each row, the smallest where k is 0 or more than there are.
+    """Returns the k-th largest number of each row; the smallest if k is 0 or above V.
 
-    What is not below it are k numbers, and more where several equal it.
+    At least k numbers are as large as it, more with ties. Example: of 5, 9, 7, 7 the 2nd largest is 7, which keeps three.
     """
     vocabulary = order.shape[-1]
     return least_of(order, jnp.where(k > 0, jnp.minimum(k, vocabulary), vocabulary))
 
 
 def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[Array, " B"]) -> UInt32[Array, " B"]:
-    """Returns the number u32[B] from which on the weights of a row, which grow with the numbers, reach the share p of all.
+    """Returns each row's largest threshold at which the numbers not below it hold the share p of the weights.
 
-    What is not below it are the fewest that do, and those equal to the least of them; all where p is 1.
+    Weights grow with the numbers. With p = 1 the threshold is 0. Example: the numbers 5, 9, 7, 7 have the weights 0.1, 0.5,
+    0.2, 0.2; p = 0.5 gives 9, and p = 0.6 gives 7.
     """
     share = p * weights.sum(-1)
 
@@ -167,11 +184,11 @@ def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[
 
 
 def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:
-    """Returns the random keys of seeds and indices below 2^32."""
+    """Returns the random key of each pair of a seed and an index, both below 2^32."""
     seeds, indices = (np.asarray(x, np.uint32) for x in zip(*draws, strict=True))
     return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
 
 
 def fold_in(keys: Key[Array, " B"], numbers: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Returns the keys of the same rows for another number of each."""
+    """Returns each row's key with the row's number folded in."""
     return jax.vmap(jax.random.fold_in)(keys, numbers)

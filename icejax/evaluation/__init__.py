@@ -1,1 +1,1 @@
-"""What a cache did: attention maps of an answer."""
+"""Evaluation of a cache: attention maps of an answer."""

@@ -1,4 +1,8 @@
-"""Which positions of a prompt an answer looked at: a picture and a table of what each layer attended to exactly."""
+"""Attention maps: which prompt positions each layer attended to exactly during an answer, as a picture and a table.
+
+The command `generate --explain` makes them. A second prefill packs the prompt's positions into pages as it packs values; each
+decode step then adds the attention weights f32[K, M, p] of the fetched pages to f64[S] per layer.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +34,22 @@ BINS = 480  # columns of the picture
 
 
 class Explanation:
-    """Adds up, step by step, the attention that each position of one prompt had, where it was attended to exactly.
+    """Sums over decode steps the exact attention to each position of one prompt.
 
     Attributes:
-        weights: layer -> f64[S], summed over decode steps and query heads; sinks and window are left out.
-        steps: decode steps so far.
+        weights: layer -> f64[S], attention weights summed over decode steps and query heads, without sinks and window.
+        steps: number of decode steps so far.
     """
 
     def __init__(self, model: CausalLM, prompt: Sequence[int], cache: CachePolicy, *, new_tokens: int) -> None:
-        """Runs the prompt to learn which positions stand in which page.
+        """Runs the prompt to find the positions in each page.
 
         Args:
             prompt: token ids.
-            new_tokens: at most; as in the generation that is explained.
+            new_tokens: maximum number of answer tokens, as in the generation to explain.
 
         Raises:
-            InputError: the cache keeps all tokens on the device, so that there is nothing to explain.
+            InputError: the cache keeps all tokens on the device, so there are no fetched pages to explain.
         """
         model = model.for_capacity(len(prompt) + new_tokens)
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
@@ -56,20 +60,24 @@ class Explanation:
         self.steps = 0
 
     def watch(self, state: DecodeState) -> None:
-        """Adds one step; to be given to `stream_generate`."""
+        """Adds one step; pass it to `stream_generate` as `watch`."""
         self.steps += 1
         for layer, total in self.weights.items():
-            newest: PagedState = state.cache.layers[layer]
-            pages, weights = np.asarray(newest.ids)[0], np.asarray(newest.weights)[0]
-            of = self._positions[layer].reshape(len(pages), -1, weights.shape[-1])  # K P p, or K slots 1
+            paged: PagedState = state.cache.layers[layer]
+            pages, weights = np.asarray(paged.ids)[0], np.asarray(paged.weights)[0]
+            positions = self._positions[layer].reshape(len(pages), -1, weights.shape[-1])  # [K, P, p], or [K, slots, 1]
             for head in range(len(pages)):
-                # The others hold generated tokens, or are not known since a compaction.
-                inside = (pages[head] >= 0) & (pages[head] < of.shape[1]) & (weights[head] > 0).any(-1)
-                kept = weights[head][inside]
-                np.add.at(total, of[head, pages[head][inside]][kept > 0], kept[kept > 0])
+                # Other pages hold generated tokens, or are unknown (-1) since a compaction.
+                in_prompt = (pages[head] >= 0) & (pages[head] < positions.shape[1]) & (weights[head] > 0).any(-1)
+                page_weights = weights[head][in_prompt]
+                np.add.at(total, positions[head, pages[head][in_prompt]][page_weights > 0], page_weights[page_weights > 0])
 
     def save(self, picture: Path) -> None:
-        """Writes the picture, and the same figures beside it as JSON, neither of them in part; InputError if that fails."""
+        """Writes the picture, and the same numbers beside it as JSON; each file is written whole or not at all.
+
+        Raises:
+            InputError: a file cannot be written.
+        """
         import matplotlib
 
         matplotlib.use("Agg")
@@ -82,23 +90,23 @@ class Explanation:
         figure, axes = plt.subplots(figsize=(11, 1.6 + 0.28 * len(layers)), layout="constrained")
         extent = (0, tokens, len(layers) - 0.5, -0.5)
         norm = LogNorm(vmin=1e-3 * heat.max() or 1.0, vmax=heat.max() or 2.0, clip=True)
-        shown = axes.imshow(heat, aspect="auto", interpolation="nearest", cmap="magma", extent=extent, norm=norm)
+        image = axes.imshow(heat, aspect="auto", interpolation="nearest", cmap="magma", extent=extent, norm=norm)
         axes.set(xlabel="position in the prompt", ylabel="layer", yticks=range(len(layers)), yticklabels=layers)
         axes.set_title(f"attention to tokens from the host, summed over query heads, mean of {self.steps} steps")
-        figure.colorbar(shown, ax=axes)
+        figure.colorbar(image, ax=axes)
         rows = {
             str(layer): {str(i): float(f"{weights[i]:.4g}") for i in np.flatnonzero(weights)}
             for layer, weights in self.weights.items()
         }
-        told = json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows))
+        text = json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows))
         parts = {path.with_name(f".{path.name}.part"): path for path in (picture, picture.with_suffix(".json"))}
         try:
             with contextlib.ExitStack() as stack:
                 for part in parts:
                     stack.callback(part.unlink, missing_ok=True)
-                drawn, table = parts
-                figure.savefig(drawn, dpi=110, format=picture.suffix[1:])
-                table.write_text(told)
+                picture_part, table_part = parts
+                figure.savefig(picture_part, dpi=110, format=picture.suffix[1:])
+                table_part.write_text(text)
                 for part, path in parts.items():
                     os.replace(part, path)
         except OSError as error:
@@ -108,7 +116,7 @@ class Explanation:
 
 
 def check_picture(picture: Path) -> None:
-    """Raises InputError if a picture cannot be written to `picture`, before anything runs."""
+    """Raises InputError if the picture or its table cannot be written; called before anything runs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -129,16 +137,16 @@ def check_picture(picture: Path) -> None:
 
 
 def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, np.ndarray]:
-    """Returns, for every layer with pages, the positions i32[K, P, p] of their tokens."""
+    """Returns, for every layer with pages, the prompt positions i32[K, P, p] of the tokens in its pages."""
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
     new = jnp.asarray([len(prompt)], jnp.int32)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
-        policy = plan.policies[at.number] if at.number in plan.pooled else None
-        # With a plane for the positions, which 16 bits do not hold; tokens are packed by their keys in 32 bits always.
-        spec = replace(plan.spec_of(at.number), latent=False, dtype="float32")
-        return _layer(with_experts_on_device(layer), x, new, at.shared, policy=policy, spec=spec)
+    def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
+        policy = plan.policies[place.number] if place.number in plan.pooled else None
+        # Positions need a value plane (no `latent`) in fp32, as 16 bits cannot hold them; keys are packed in fp32 anyway.
+        spec = replace(plan.spec_of(place.number), latent=False, dtype="float32")
+        return _layer(with_experts_on_device(layer), x, new, place.shared, policy=policy, spec=spec)
 
     positions = {}
     for i, (_, pages) in enumerate(run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
@@ -149,13 +157,13 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
 def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy | None, spec: CacheSpec):
-    """Runs a layer, and packs its keys with their positions in the place of their values, if a policy packs them."""
+    """Runs a layer; with a policy, also packs its keys into pages with positions in place of values."""
     if policy is None:
         return run_exact(layer, x, new)[0], None, shared
 
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
-        where = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
-        heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), where, new, layer.scoring)
+        positions = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
+        heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), positions, new, layer.scoring)
         return kept(layer, heads, attended, shared, policy=policy, spec=spec)
 
     x, outcome = run_exact(layer, x, new, keep)

@@ -1,1 +1,1 @@
-"""A conversation whose cache is kept, and its folder on disk."""
+"""Sessions: a conversation that keeps its cache, and its folder on disk."""

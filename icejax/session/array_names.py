@@ -1,7 +1,7 @@
-"""Names of a cache's arrays in a saved session, which outlive the names in the code.
+"""Names of a cache's arrays in a saved session; `storage` saves and reads arrays by them.
 
-A name is the path of fields to an array, as `layers.3.window.sinks.0`. A field that gets another name in the code keeps its old
-one here: `field(metadata={"saved": "old_name"})`.
+A name is the path of fields to an array, such as `layers.3.window.sinks.0`. When a field is renamed in the code, its saved name
+stays: `field(metadata={"saved": "old_name"})`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 
 
 def named_arrays(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the arrays of a pytree of dataclasses and tuples, or what stands in their place, each with its name."""
+    """Returns the leaves of a pytree of dataclasses and tuples (arrays, or their shapes), each with its name."""
     return [(_name(tree, path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 

@@ -1,4 +1,7 @@
-"""What a session was saved with, and whether it can go on with what there is here."""
+"""Fingerprint of a session: the model, cache options, tokenizer and chat template that it was saved with.
+
+`Session.save` writes it; `storage.open_session` compares it with the fingerprint of the model and tokenizer at hand.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
-PIECE = 1024  # numbers of every weight
+PIECE = 1024  # values of every weight that the checksum covers
 TOKENIZER, TEMPLATE = "tokenizer", "chat template"
-PROBES = (  # texts that tokenizers tell apart by their rules for spaces, digits, code and other scripts
+PROBES = (  # texts on which tokenizers differ: spaces, digits, code and other scripts
     "Hello world",
     " leading and  double spaces\n\n\ttabs",
     "def f(x_1: int) -> float:\n    return x_1 ** 2.50  # 1234567",
@@ -34,28 +37,28 @@ SCALARS = {int, float, str, bool, type(None)}
 
 
 def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[str, Any]:
-    """Returns what must be the same for a saved cache to go on.
+    """Returns the fields that must be equal for a saved cache to be continued.
 
-    That is the model's config and weights, the cache's options, the ids that the tokenizer gives some texts, and, for a chat,
-    the chat template.
+    They are the model's config and a checksum of its weights without experts, the cache's options, and checksums of the token
+    ids of some texts and of the chat template.
     """
     config = dict(_flat("config", dataclasses.asdict(model.config)))
     policy = policy.for_platform(devices.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
     weights = 0
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):  # a piece of each tells one checkpoint from another
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):  # a piece of each weight tells checkpoints apart
         if ".experts." in jax.tree_util.keystr(path, simple=True, separator="."):
-            continue  # they may stand in host memory here, and not there
-        while leaf.ndim > 1 and leaf[0].size >= PIECE:  # all of it would be copied
+            continue  # experts may be in host memory in one run and on the device in another
+        while leaf.ndim > 1 and leaf[0].size >= PIECE:  # indexing first, or the whole weight would be copied
             leaf = leaf[0]
         weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
     fields |= {TOKENIZER: _tokenizer_sum(tokenizer), TEMPLATE: _template_sum(tokenizer)}
-    return json.loads(json.dumps(fields, default=str))  # as it is read back
+    return json.loads(json.dumps(fields, default=str))  # through JSON, to compare equal with a fingerprint read from disk
 
 
 def _tokenizer_sum(tokenizer: Any) -> int:
-    """Returns a checksum of the ids of some texts: another version of a library may write the same tokenizer down otherwise."""
+    """Returns a checksum of the token ids of `PROBES`; library versions may serialise the same tokenizer differently."""
     with input_error_from("the tokenizer fails"):
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PROBES]
     return zlib.crc32(json.dumps(ids).encode())
@@ -63,27 +66,30 @@ def _tokenizer_sum(tokenizer: Any) -> int:
 
 def _template_sum(tokenizer: Any) -> int | None:
     """Returns a checksum of the chat template; None without one."""
-    template = getattr(tokenizer, "chat_template", None)  # which not all tokenizers have
+    template = getattr(tokenizer, "chat_template", None)  # not all tokenizers have the attribute
     return None if template is None else zlib.crc32(json.dumps(template, sort_keys=True).encode())
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what dicts in dicts hold, so that a message can name it."""
+    """Yields the values of nested dicts by dotted name, so that a message can name one: `config.latent.kv_lora_rank`."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(f"{name}.{key}", each)
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item)
     else:
         yield name, value
 
 
 def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any], policy: CachePolicy, *, chat: bool) -> None:
-    """Raises InputError that names a difference between two fingerprints, that of the session at `path` and the one here.
+    """Compares the fingerprint `saved` of the session at `path` with the current one, `here`.
 
-    An option or a field of the config that was not there yet when the session was saved must have its default.
+    A config field or cache option that did not exist when the session was saved must have its default now.
 
     Args:
-        policy: the cache policy here.
-        chat: whether the session holds a chat, to which the chat template matters.
+        policy: the current cache policy.
+        chat: whether the session holds a chat; only then are chat templates compared.
+
+    Raises:
+        InputError: the fingerprints differ; the message names a difference.
     """
     defaults = _defaults("config.", ModelConfig) | _defaults("cache.", type(policy))
     for key in here | saved:
@@ -92,18 +98,22 @@ def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any], policy: 
             continue
         if key in (TOKENIZER, TEMPLATE):
             raise InputError(f"{path} was saved with another {key}: use the same, or another folder")
-        found = f"{path} was saved with {key} = {_shown(value)}, here it is {_shown(here.get(key))}"
-        raise InputError(f"{found}: use the same, or another folder")
+        difference = f"{path} was saved with {key} = {_shown(value)}, here it is {_shown(here.get(key))}"
+        raise InputError(f"{difference}: use the same, or another folder")
 
 
 def _defaults(prefix: str, kind: type) -> dict[str, Any]:
-    """Returns the defaults of a dataclass's fields, as a fingerprint has them."""
+    """Returns the defaults of a dataclass's fields in a fingerprint's form, each name after `prefix`."""
     fields = [field for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING]
     return json.loads(json.dumps({prefix + field.name: field.default for field in fields}, default=str))
 
 
 def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
-    """Returns the cache policy of an identity read from `path`; InputError if there is none of that name or of its options."""
+    """Returns the cache policy of the fingerprint `saved`, read from `path`.
+
+    Raises:
+        InputError: no policy has that name, or the policy does not have those options.
+    """
     options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
     name = options.pop("name", None)
     entry = named(name) if isinstance(name, str) else None
@@ -123,14 +133,14 @@ def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
             damaged(path, f"cache.{key} is {_shown(value)}")
     try:
         policy = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
-        hash(policy)  # a program is compiled for it
+        hash(policy)  # jit takes the policy as a static argument
         return policy
     except (TypeError, ValueError) as error:
         damaged(path, f"its cache: {error}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Says whether a value read from JSON is one of `kind`, where that is a simple one."""
+    """Says whether a value read from JSON fits the annotation `kind`; any value fits a kind that is not in `SCALARS`."""
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
     kinds = set(typing.get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
@@ -142,10 +152,10 @@ def _shown(value: Any) -> str:
 
 
 class Damaged(InputError):
-    """Raised for the session at `path`, which is not as it was saved.
+    """Raised for a session at `path` whose files are not as they were saved.
 
     Attributes:
-        fault: what is wrong with it.
+        fault: the damage, in one line.
     """
 
     def __init__(self, path: Path, fault: str) -> None:
@@ -154,5 +164,5 @@ class Damaged(InputError):
 
 
 def damaged(path: Path, fault: str) -> NoReturn:
-    """Raises Damaged."""
+    """Raises `Damaged` for the session at `path`."""
     raise Damaged(path, fault)

@@ -1,4 +1,4 @@
-"""A conversation whose cache is kept: a document is prefilled once and questioned for weeks."""
+"""A session keeps a conversation's cache: a document is prefilled once and questioned for weeks. Users and commands call it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ LOG = logging.getLogger(__name__)
 class Session:
     """Texts and answers that follow one another in one cache of one row.
 
-    The first text is prefilled. Later ones attend exactly to all tokens before them, which stay in the cache as they are:
-    nothing is computed twice. A session that has been saved and loaded answers bit for bit as it would have. It takes texts as
-    they are, by `ask` and `stream`, or holds a chat in the tokenizer's template, by `chat` and `stream_chat`.
+    The first text is prefilled. Later texts attend exactly to all earlier tokens, which stay in the cache: nothing is computed
+    twice. A session that was saved and loaded answers bit for bit like one that was not. `ask` and `stream` take plain text;
+    `chat` and `stream_chat` hold a chat in the tokenizer's template. A session does one or the other.
 
     Attributes:
-        token_ids: all tokens so far, the texts' and the answers'.
-        messages: those of the chat, each with a role and a content.
-        context_length: tokens of all texts and answers together.
-        started: unix time at which it began, which a chat template takes for the present.
+        token_ids: all tokens so far, of texts and answers.
+        messages: the chat's messages, each with a role and a content.
+        context_length: maximum number of tokens of all texts and answers together.
+        started: unix time when the session began; chat templates take it as the current time.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Session:
 
         Args:
             cache: the cache policy; None: `Clustered()`.
-            context_length: tokens of all texts and answers together, for which host memory is taken; None: the model's own.
-            host_memory_limit: bytes of it that may be taken; None: what is free.
-            system: the message that a chat begins with; None: none, or the template's own.
+            context_length: maximum number of tokens, for which host memory is allocated; None: the model's own.
+            host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
+            system: the system message of a chat; None: the template's own, if it has one.
         """
         self._tokenizer, self._cache = tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
@@ -72,14 +72,14 @@ class Session:
         self.token_ids: list[int] = []
         self.messages = first_messages(system)
         self.started = time.time()
-        self._rewritten = False  # whether it was told that the template rewrites
-        self._first = 0  # tokens of the first text
+        self._rewritten = False  # whether the log has the warning that the template rewrites earlier turns
+        self._first = 0  # number of tokens of the first text
         self._plan: Plan | None = None
         self._newest: Row | None = None
         self._run: Run | None = None
 
     def anew(self) -> Session:
-        """Returns an empty session like this one: of the same cache, context length and system message."""
+        """Returns an empty session with the same cache policy, context length and system message."""
         system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
         limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
         return Session(self._model, self._tokenizer, cache=self._cache, system=system, **limits)
@@ -96,17 +96,17 @@ class Session:
         kept_in: Claim | None = None,
         **options: Any,
     ) -> Iterator[GenerationResponse]:
-        """Puts `text` behind all there is and yields the answer piece by piece.
+        """Appends `text` to the session and yields the answer piece by piece.
 
         Args:
-            progress: called with the number of layers done while the text runs. What it raises while `token_ids` is empty
-                leaves the text out of the session; later it ends the session, of which what was saved can be loaded.
-            kept_in: where the session is to be saved; its disk must have room for it before anything runs.
-            options: those of `AnswerOptions`; the tokenizer adds special tokens before the first text only.
+            progress: called with the number of layers done while the text runs. If it raises while `token_ids` is empty, the
+                session stays without the text; later, the session is broken and only a saved copy can be continued.
+            kept_in: the folder that the session will be saved to; its disk is checked for room before anything runs.
+            options: options of `AnswerOptions`; the tokenizer adds special tokens to the first text only.
 
         Raises:
-            InputError: the text is empty, there is no room for it, here or in `kept_in`, the session holds a chat, or the
-                logits are not finite.
+            InputError: the text is empty, the context or the disk of `kept_in` has no room for it, the session holds a chat,
+                or the logits are not finite.
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
@@ -126,15 +126,15 @@ class Session:
         kept_in: Claim | None = None,
         **options: Any,
     ) -> Iterator[GenerationResponse]:
-        """Puts `text` as the user's next message into the chat and yields the answer.
+        """Appends `text` to the chat as the user's next message and yields the answer.
 
         Options are those of `stream`; the template writes its own special tokens.
 
-        What the template writes behind the last answer, which may have been left before its end, is added to the tokens there
-        are. A template that rewrites those has the whole chat prefilled anew, with a warning in the log the first time.
+        The session's tokens stay, and the text that the template writes after the last answer is appended, even if that answer
+        was cut off. If the template rewrites earlier turns, the whole chat is prefilled anew; the log warns the first time.
 
         Raises:
-            InputError: the message is empty, there is no room for it, the template fails, or the session holds other text.
+            InputError: the message is empty, there is no room for it, the template fails, or the session holds plain text.
         """
         if self._run is not None and not self.messages:
             raise InputError("the session holds text as it is: go on with ask, or begin another session for a chat")
@@ -143,7 +143,7 @@ class Session:
         yield from self._answer(held, new, turn, answer, started=started, progress=progress, kept_in=kept_in)
 
     def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
-        """Returns the messages of a turn, the tokens that stay, and those that come behind them."""
+        """Returns the messages of a turn, the tokens that stay, and the tokens to append."""
         turn = [message("user", text), {"role": "assistant", "content": ""}]
         whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
         if self._run is not None and added is not None:
@@ -162,7 +162,7 @@ class Session:
         self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
         progress: Callable[[int], None] | None, kept_in: Claim | None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
-        """Puts tokens behind those held, or in their place if there are none; the answer becomes the last message of `turn`."""
+        """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, `turn`'s last message."""
         room = self.context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
@@ -179,16 +179,16 @@ class Session:
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
         self._newest = None
         if not held:
-            self._run, self.token_ids, self._first = None, [], len(new)  # a cache there was makes room for the new one
+            self._run, self.token_ids, self._first = None, [], len(new)  # frees the old cache before the new one is made
             self._plan = self._plan_for(len(new))
             options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
             options |= dict(progress=progress, host_memory_limit=self._limit)
-            begun = prefill(self._model, [new], self._plan, **options)
+            results = prefill(self._model, [new], self._plan, **options)
         else:
-            options, seen = row_options([answer.sampling], [held], self._model.config.vocab_size)
-            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=options, seen=seen)
-            begun = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
-        self._run = run = Run(DecodePrograms(self._model, self._plan), *begun)
+            sampling, seen = row_options([answer.sampling], [held], self._model.config.vocab_size)
+            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=sampling, seen=seen)
+            results = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
+        self._run = run = Run(DecodePrograms(self._model, self._plan), *results)
         self.token_ids = held + new
         self.messages += turn
         self._newest = row
@@ -208,41 +208,41 @@ class Session:
 
     @property
     def _seen(self) -> int:
-        """Tokens in the cache; InputError if it broke off while it was changed."""
+        """Number of tokens in the cache; InputError if an interrupt left the cache in part."""
         if self._run is None:
             return 0
         self._run.check(len(self.token_ids))
         return self._run.seen
 
     def _plan_for(self, tokens: int) -> Plan:
-        """Returns the plan of a session whose first text has so many tokens."""
+        """Returns the plan of a session whose first text has `tokens` tokens."""
         sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=max(0, self.context_length - tokens))
         return make_plan(self._model, self._cache, **sizes, several=True)
 
     def _room_behind(self, tokens: Sequence[int]) -> int:
-        """Returns how many tokens there is room for behind new ones; InputError if for none."""
+        """Returns how many answer tokens have room behind the new `tokens`; InputError if none has."""
         room = self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.next_page))
         if room < 1:
             raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
         return room
 
     def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
-        """Returns the bytes that `save` will write at most, once tokens behind those held have been answered with `limit`."""
-        coming = len(held) - (self._seen if held else 0) + len(new)
+        """Returns the most bytes that `save` can write after `new` was appended to `held` and answered with `limit` tokens."""
+        num_tokens = len(held) - (self._seen if held else 0) + len(new)
         plan, pages = (self._plan, int(self._run.state.cache.lengths.next_page)) if held else (self._plan_for(len(new)), 0)
         if plan.pooled:
-            pages = min(plan.pool.pages, pages + (plan.padded(coming) + limit) // plan.page_size)
+            pages = min(plan.pool.pages, pages + (plan.padded(num_tokens) + limit) // plan.page_size)
         return storage.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
 
     def save(self, path: str | Path | Claim) -> None:
-        """Writes the session to the folder `path`, in place of one that is there; it appears whole or not at all.
+        """Writes the session to the folder `path`, whole or not at all; it replaces a session that is there.
 
         Args:
-            path: the folder, or the claim on it that the caller holds (`claim` of `icejax.files`, marked `saved.ABOUT`).
+            path: the folder, or the caller's claim on it (`files.atomic_folder.claim` with the mark `storage.ABOUT`).
 
         Raises:
-            InputError: nothing has been asked yet, the cache is not registered, another process writes `path`, or it is there
-                and no session, or cannot be written: then what was there before is kept.
+            InputError: the session is empty, its cache policy is not registered, another process writes `path`, `path` is not
+                a session, or it cannot be written. Files that were at `path` before are then kept.
         """
         if self._run is None:
             raise InputError("the session is empty: ask something before saving it")
@@ -260,10 +260,10 @@ class Session:
             started=self.started,
             messages=self.messages,
         )
-        same = fingerprint(self._model, self._cache, self._tokenizer)
+        identity = fingerprint(self._model, self._cache, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
-        with claimed as held, held.writing() as part:
-            storage.write(part, same, about, self.token_ids, cache, self._run.pool)
+        with claimed as folder, folder.writing() as part:
+            storage.write(part, identity, about, self.token_ids, cache, self._run.pool)
 
     @classmethod
     def load(
@@ -278,20 +278,20 @@ class Session:
         """Returns the session saved at `path`.
 
         Args:
-            cache: what the session's cache policy must be; None: whatever it is.
-            host_memory_limit: as of a new session.
+            cache: the cache policy that the session must have; None: any.
+            host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
 
         Raises:
-            InputError: there is none, it is damaged, or it was saved with another model, tokenizer or cache; the message names
-                the difference.
+            InputError: there is no session, it is damaged, or it was saved with another model, tokenizer or cache; the message
+                names the difference.
         """
         stored = storage.open_session(as_path(path), model, tokenizer, cache if cache is None else checked_policy(cache))
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
         session._plan = plan = session._plan_for(session._first)
-        session.token_ids, kept, pool = stored.read(
+        session.token_ids, kv_cache, pool = stored.read(
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
         )
-        session._run = resumed_run(model, plan, kept, pool)
+        session._run = resumed_run(model, plan, kv_cache, pool)
         return session

@@ -1,8 +1,10 @@
-"""A session in a folder: `session.json` says what it is, `arrays` holds its arrays' bytes one behind the other.
+"""A session in a folder: `session.json` describes it, `arrays` holds its arrays' bytes one after another.
 
-The description has the name, dtype, shape and checksum of each array, by which they can be verified without a model, and its
-own checksum. Nothing is allocated before the arrays have been found to be those that this model, cache and length need. Arrays
-under `kept.` are passed over: there is room for more states of a layer there, which a reader can do without.
+`Session` and the commands call this. The description holds the name, dtype, shape and checksum of each array, so that arrays
+can be verified without a model, and its own checksum. Nothing is allocated before the arrays' names, dtypes and shapes match
+what this model, cache and length need. Arrays under `kept.` are skipped: later versions may store optional states there.
+
+Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ TOKENS = "token_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class SessionInfo:
-    """What a session is besides its arrays.
+    """The description of a session, without its arrays and fingerprint.
 
     Attributes:
-        context_length: tokens that there is room for.
-        first: tokens of the first text.
-        tokens: tokens so far.
-        pages: pages of the pool in use.
-        started: when the session began, in seconds since 1970.
-        messages: the chat so far, a role and a content each.
+        context_length: maximum number of tokens of the session.
+        first: number of tokens of the first text.
+        tokens: number of tokens so far.
+        pages: number of pool pages that are saved: all pages before the next page to fill.
+        started: unix time when the session began, in seconds.
+        messages: the chat so far, each message with a role and a content.
     """
 
     context_length: int
@@ -67,14 +69,14 @@ class SessionInfo:
 def write(
     part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
 ) -> None:
-    """Writes a session into the empty folder `part`."""
+    """Writes a session into the empty folder `part`; `identity` is its fingerprint."""
     arrays = write_arrays(part / ARRAYS, _arrays(token_ids, cache, pool, about.pages))
     fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=arrays)
     (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
 
 
 def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pages: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the arrays of a session in the order in which they are stored."""
+    """Yields the names and arrays of a session in the order in which they are stored."""
     yield TOKENS, np.asarray(token_ids, np.int32)
     for name, leaf in named_arrays(replace(cache, table=None)):
         yield f"cache.{name}", np.asarray(leaf)
@@ -85,11 +87,11 @@ def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pa
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A session in a folder, of which the description has been read and the arrays have not.
+    """A saved session whose description has been read and whose arrays have not.
 
     Attributes:
-        identity: what it was saved with, as `fingerprint` has it.
-        arrays: by name, in the order in which they are stored.
+        identity: its fingerprint, from `fingerprint`.
+        arrays: descriptions of the arrays by name, in the order in which they are stored.
     """
 
     path: Path
@@ -99,7 +101,7 @@ class StoredSession:
 
     @property
     def policy(self) -> CachePolicy:
-        """The cache's; InputError if there is none such here."""
+        """The session's cache policy; InputError if this version cannot make it."""
         return policy_of(self.path, self.identity)
 
     def read(
@@ -108,11 +110,11 @@ class StoredSession:
         """Returns the tokens, the device part of the cache, and the pool.
 
         Args:
-            plan: that of the session.
-            host_memory_limit: bytes that the pool may take; None: what is free.
+            plan: the plan of the session.
+            host_memory_limit: bytes of host memory that the pool may take; None: all free memory.
 
         Raises:
-            InputError: the file is damaged or missing, or there is not enough host memory.
+            InputError: the file is damaged or missing, or the host has too little memory.
         """
         about, empty = self.about, _empty(plan)
         if about.pages > (plan.pool.pages if plan.pooled else 0):
@@ -133,7 +135,7 @@ class StoredSession:
                     bits = np.zeros(shape[1:], pool.dtype)
                     bits[:, :count] = file.read(name)
                     pool = host_pool.write_extent(pool, bits, jnp.int32(extent))
-        # On CPU an array over numpy's memory could not be written in place.
+        # No aliasing: on CPU an array over numpy's memory could not be written in place.
         leaves = [jax.device_put(x, devices.device(), may_alias=False) for x in leaves]
         cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
@@ -142,19 +144,23 @@ class StoredSession:
         return token_ids.tolist(), cache, pool
 
     def verify(self) -> None:
-        """Raises InputError if a byte of the arrays is not as it was saved; needs no model, and little memory."""
+        """Raises InputError if any byte of the arrays changed since it was saved; needs no model, and little memory."""
         with self.open() as file:
             file.verify()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ArrayFile]:
-        """Yields the file of the arrays; InputError if it is missing or of another size than it was saved with."""
+        """Yields the file of the arrays; InputError if it is missing or its size changed since it was saved."""
         with _reading(self.path), open(_checked(self.path, current_folder(self.path) / ARRAYS), "rb") as file:
             yield ArrayFile(self.path, file, self.arrays)
 
 
 def _kinds(plan: Plan, cached: Sequence[tuple[str, Any]], *, tokens: int, pages: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of the arrays that a session of `plan` has, by name."""
+    """Returns dtype and shape, by name, of the arrays of a session with this plan and these lengths.
+
+    Args:
+        cached: the names and shapes of the cache's arrays.
+    """
     kinds = {TOKENS: ("int32", (tokens,))} | {f"cache.{name}": (str(x.dtype), x.shape) for name, x in cached}
     if plan.pooled:
         shape, bits = plan.pool_shape(1), str(bits_dtype(plan.pool_dtype))
@@ -163,24 +169,31 @@ def _kinds(plan: Plan, cached: Sequence[tuple[str, Any]], *, tokens: int, pages:
 
 
 def open_session(path: Path, model: CausalLM, tokenizer: Any, cache: CachePolicy | None) -> StoredSession:
-    """Returns the session at `path`, which can be gone on from here.
+    """Returns the session at `path` if this model and tokenizer can continue it.
+
+    Args:
+        cache: the cache policy that the session must have; None: any.
 
     Raises:
-        InputError: there is none, it is damaged or of another version, or it was saved with another model, tokenizer or
-            cache than `cache` (None: whatever it is); the message names the difference.
+        InputError: there is no session, it is damaged or of another version, or it was saved with another model, tokenizer or
+            cache; the message names the difference.
     """
-    kept = read_session(path)
-    model = model.for_capacity(kept.about.context_length)  # as it was saved, whose RoPE may depend on the length
-    policy = kept.policy if cache is None else cache
-    check_same(path, kept.identity, fingerprint(model, policy, tokenizer), policy, chat=bool(kept.about.messages))
-    return kept
+    stored = read_session(path)
+    model = model.for_capacity(stored.about.context_length)  # RoPE may depend on the context length
+    policy = stored.policy if cache is None else cache
+    check_same(path, stored.identity, fingerprint(model, policy, tokenizer), policy, chat=bool(stored.about.messages))
+    return stored
 
 
 def read_session(path: Path) -> StoredSession:
-    """Returns the session at `path`, whatever it was saved with; InputError if there is none, or its description is damaged."""
+    """Returns the session at `path` without a check of its fingerprint.
+
+    Raises:
+        InputError: there is no session, it is of another version, or its description is damaged.
+    """
     try:
         with _reading(path):
-            text = _checked(path, current_folder(path) / ABOUT, most=MOST_BYTES).read_text(encoding="utf-8")
+            text = _checked(path, current_folder(path) / ABOUT, max_bytes=MOST_BYTES).read_text(encoding="utf-8")
         fields = json.loads(text)
         if not isinstance(fields, dict):
             damaged(path, f"{ABOUT} holds no object")
@@ -199,13 +212,13 @@ def read_session(path: Path) -> StoredSession:
 
 
 def size(plan: Plan, *, tokens: int, pages: int) -> int:
-    """Returns the bytes of the arrays of a session of `plan`."""
+    """Returns the bytes of the arrays of a session with this plan, this many tokens and pages."""
     kinds = _kinds(plan, named_arrays(_empty(plan)), tokens=tokens, pages=pages)
     return sum(StoredArray(dtype, shape, 0).size for dtype, shape in kinds.values())
 
 
 def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
-    """Returns what is said of the session in `fields`, if all of it can be true."""
+    """Returns the description in `fields`; InputError if a value is out of range."""
     for name, kind in typing.get_type_hints(SessionInfo).items():
         value = fields.get(name)
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
@@ -226,7 +239,7 @@ def _is_message(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Tells an error of the system in one line about the session at `path`."""
+    """Turns a system error into an InputError of one line about the session at `path`."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -237,10 +250,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path} is a session that cannot be read ({error.strerror}): use a copy of it") from None
 
 
-def _checked(path: Path, file: Path, *, most: float = math.inf) -> Path:
-    """Returns a file of the session at `path`; InputError for what is none, as a pipe that one would wait for, or too large."""
+def _checked(path: Path, file: Path, *, max_bytes: float = math.inf) -> Path:
+    """Returns `file` of the session at `path`; InputError if it is larger than `max_bytes`, or no regular file (a pipe)."""
     status = file.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+    if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
         damaged(path, f"{file.name} is {'too large' if stat.S_ISREG(status.st_mode) else 'no file'}")
     return file
 
@@ -252,15 +265,15 @@ def _checksum(fields: dict[str, Any]) -> int:
 def _empty(plan: Plan) -> KVCache:
     """Returns shapes and dtypes of the device part of the cache."""
 
-    def empty() -> KVCache:
+    def init() -> KVCache:
         return KVCache(
             tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies)), Lengths.none(plan.spec.batch_size)
         )
 
-    return jax.eval_shape(empty)
+    return jax.eval_shape(init)
 
 
 def _extents(pages: int) -> Iterator[tuple[str, int]]:
-    """Yields name and pages of the extents that a row's first `pages` are saved in."""
+    """Yields the name and number of pages of each extent in which a row's first `pages` pages are saved."""
     for i in range(extents_for(pages)):
         yield f"pool.{i}", min(host_pool.EXTENT, pages - i * host_pool.EXTENT)

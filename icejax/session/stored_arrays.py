@@ -1,4 +1,7 @@
-"""The arrays of a saved session: one file of bytes, described by name, dtype, shape and checksum."""
+"""The file of a saved session's arrays: their bytes one after another, described by name, dtype, shape and checksum.
+
+`storage` writes and reads it. Example: an array of 12 bytes and one of 8: the second starts at byte 12, the file has 20 bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ import numpy as np
 
 from icejax.session.fingerprint import damaged
 
-OPTIONAL = "kept."  # what the names of arrays begin with that a reader may pass over
-BLOCK = 2**25  # bytes that are verified at once
-MOST_BYTES = 2**63
+OPTIONAL = "kept."  # prefix of the names of arrays that a reader may skip
+BLOCK = 2**25  # bytes that are read at once to verify an array
+MOST_BYTES = 2**63  # bytes of one array, exclusive
 
 
 class StoredArray(NamedTuple):
-    """What the description says of an array.
+    """The description of an array.
 
     Attributes:
-        dtype: by name.
-        crc32: checksum of its bytes.
+        dtype: name of the dtype.
+        crc32: checksum of the array's bytes.
     """
 
     dtype: str
@@ -33,12 +36,12 @@ class StoredArray(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size of the array in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 def write_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, dict[str, Any]]:
-    """Writes arrays one behind the other, and returns what the description says of each."""
+    """Writes the arrays' bytes one after another; returns each array's description by name."""
     described = {}
     with open(path, "wb") as file:
         for name, array in arrays:
@@ -49,31 +52,38 @@ def write_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> dict[s
 
 
 def described_arrays(path: Path, described: Any) -> dict[str, StoredArray]:
-    """Returns the arrays that a description of the session at `path` lists; InputError if that cannot be true."""
+    """Returns the array descriptions `described`, as read from the session at `path`.
+
+    Raises:
+        InputError: a description is malformed.
+    """
     if not isinstance(described, dict):
         damaged(path, "it does not say which arrays it has")
-    found = {}
+    arrays = {}
     for name, about in described.items():
         try:
             dtype, shape, checksum = (about[key] for key in StoredArray._fields)
             array = StoredArray(str(jnp.dtype(dtype)), tuple(shape), checksum)
-            sound = all(type(x) is int and x >= 0 for x in (*array.shape, checksum)) and array.size < MOST_BYTES
+            valid = all(type(x) is int and x >= 0 for x in (*array.shape, checksum)) and array.size < MOST_BYTES
         except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
+            valid = False
+        if not valid:
             damaged(path, f"it does not say what {name} is")
-        found[name] = array
-    return found
+        arrays[name] = array
+    return arrays
 
 
 class ArrayFile:
     """The open file of a session's arrays."""
 
     def __init__(self, path: Path, file: BinaryIO, arrays: Mapping[str, StoredArray]) -> None:
-        """Raises InputError if the file has another size than its arrays.
+        """Finds where each array starts in the file.
 
         Args:
-            path: of the session, for messages.
+            path: path of the session, for messages.
+
+        Raises:
+            InputError: the file's size is not the sum of the arrays' sizes.
         """
         self._path, self._file, self._arrays, self._starts = path, file, arrays, {}
         end = 0
@@ -84,19 +94,19 @@ class ArrayFile:
             damaged(path, f"arrays has {size} bytes, expected {end}")
 
     def expect(self, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Raises InputError unless there are these arrays, by name, dtype and shape, and no others but optional ones."""
-        others = [name for name in self._arrays if name not in kinds and not name.startswith(OPTIONAL)]
+        """Raises InputError unless the arrays are `kinds` (dtype and shape by name), apart from optional ones."""
+        unknown = [name for name in self._arrays if name not in kinds and not name.startswith(OPTIONAL)]
         missing = [name for name in kinds if name not in self._arrays]
-        for names, what in ((missing, "is missing"), (others, "is not one of this cache")):
+        for names, fault in ((missing, "is missing"), (unknown, "is not one of this cache")):
             if names:
-                damaged(self._path, f"array {names[0]} {what}")
+                damaged(self._path, f"array {names[0]} {fault}")
         for name, (dtype, shape) in kinds.items():
             array = self._arrays[name]
             if (array.dtype, array.shape) != (dtype, tuple(shape)):
                 damaged(self._path, f"{name} is {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}")
 
     def read(self, name: str) -> np.ndarray:
-        """Returns an array; InputError if its bytes are not those that were saved."""
+        """Returns the array `name`; InputError if its bytes changed since they were saved."""
         array = self._arrays[name]
         data = np.empty(array.size, np.uint8)
         self._file.seek(self._starts[name])
@@ -104,13 +114,13 @@ class ArrayFile:
         return data.view(jnp.dtype(array.dtype)).reshape(array.shape)
 
     def verify(self) -> None:
-        """Raises InputError if a byte is not as it was saved; reads block by block."""
+        """Raises InputError if any array's bytes changed since they were saved; reads block by block."""
         for name, array in self._arrays.items():
             self._file.seek(self._starts[name])
-            checksum = done = 0
-            while done < array.size and (piece := self._file.read(min(BLOCK, array.size - done))):
-                checksum, done = zlib.crc32(piece, checksum), done + len(piece)
-            self._check(name, done, checksum)
+            checksum = length = 0
+            while length < array.size and (block := self._file.read(min(BLOCK, array.size - length))):
+                checksum, length = zlib.crc32(block, checksum), length + len(block)
+            self._check(name, length, checksum)
 
     def _check(self, name: str, length: int, checksum: int) -> None:
         array = self._arrays[name]

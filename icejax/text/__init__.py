@@ -1,1 +1,1 @@
-"""Tokenizer, chat template, and tokens back to text."""
+"""Text: tokenizer, chat template, turns of a chat, and tokens back to text."""

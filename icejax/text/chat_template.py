@@ -1,4 +1,4 @@
-"""Chat templates: messages to text."""
+"""Chat templates: renders messages as text. `api.prompts`, `chat_turns` and the commands call it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from icejax.checks.errors import InputError
 from icejax.sandbox.client import APART
 
-CHARACTERS = 2**24  # a template may write so many more than its messages have
+CHARACTERS = 2**24  # characters that a template may add to its messages
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]], *, now: float | None = None) -> str:
     """Returns the messages in the tokenizer's chat template, up to where the model's answer begins.
 
     Args:
-        messages: each with a role and a content.
-        now: unix time that the template takes for the present; None: the present.
+        messages: messages with a role and a content each.
+        now: unix time that the template takes as the current time; None: the current time.
 
     Raises:
         InputError: there is no template, or it refuses the messages, fails, or does not end.
@@ -37,8 +37,8 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], *, now: float | N
         raise InputError(f"the tokenizer's chat template must be text, found a {type(template).__name__}")
     variables = tokenizer.special_tokens_map | dict(tools=None, documents=None, messages=messages, add_generation_prompt=True)
     now = time.time() if now is None else now
-    most = CHARACTERS + sum(len(message["content"]) for message in messages)
-    answer = APART.ask(dict(template=template, variables=variables, now=now, most=most), most=most)
+    limit = CHARACTERS + sum(len(message["content"]) for message in messages)
+    answer = APART.ask(dict(template=template, variables=variables, now=now, most=limit), most=limit)
     if "text" not in answer:
         raise InputError(f"the tokenizer's chat template {answer['fault']}")
     return answer["text"]

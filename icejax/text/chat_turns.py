@@ -1,4 +1,8 @@
-"""A chat that goes on: what its next turn adds to the text, and to the tokens, that are there."""
+"""Turns of a chat: the text and the tokens that the next turn appends to a chat that is already in a cache.
+
+`Session` calls it. Example: the cache holds `<u>a<m>` and the answer `b`. With the next question `c` the template writes
+`<u>a<m>b<e><u>c<m>`, so `<e><u>c<m>` is appended.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from icejax.text.chat_template import render
 def next_turn(
     tokenizer: Any, messages: Sequence[dict[str, str]], question: dict[str, str], *, now: float
 ) -> tuple[str, str | None]:
-    """Returns all messages and the question in the chat template, and what of this is behind the last answer.
+    """Returns the whole chat with the question in the chat template, and the part of it behind the last answer.
 
-    The second is None where there was no answer, or the template rewrites what was before.
+    The part is None if there is no last answer, or if the template rewrites earlier turns.
 
     Raises:
         InputError: the template refuses or fails.
@@ -25,31 +29,36 @@ def next_turn(
 
 
 def addition(before: str, answer: str, whole: str) -> str | None:
-    """Returns what `whole` has behind `before` and the answer; None where the template has rewritten one of them.
+    """Returns the text of `whole` behind `before` and the answer; None if the template has rewritten one of them.
+
+    Spaces and line breaks around the answer may differ: `before` "<m>", answer " b " and `whole` "<m>b<e>" give "<e>".
 
     Args:
-        before: the messages up to the last question, in the chat template, up to where the answer begins.
-        answer: what the model said.
-        whole: all these messages and the next question.
+        before: the messages up to the last question in the chat template, up to where the answer begins.
+        answer: the model's answer.
+        whole: the messages, the answer and the next question in the chat template.
     """
     if not whole.startswith(before):
         return None
     behind = whole[len(before) :]
     if behind.startswith(answer):
         return behind[len(answer) :]
-    # Many templates trim an answer, some put a space before it.
+    # Many templates strip spaces from an answer, some put a space before it.
     behind, answer = behind.lstrip(), answer.strip()
     return behind[len(answer) :] if behind.startswith(answer) else None
 
 
 def with_one_end(held: Sequence[int], new: Sequence[int], *, seen: int, ends: Collection[int]) -> tuple[list[int], list[int]]:
-    """Returns the tokens held and those to add, with one end mark between the two where each brings its own.
+    """Returns the held tokens and the tokens to append, with one eos token between them instead of two.
+
+    Examples with the eos tokens 8 and 9: held [1, 9] and new [9, 2] give [1, 9] and [2]. Held [1, 8] and new [9, 2] give [1]
+    and [9, 2] if `seen` is 1; if `seen` is 2, the 8 is in the cache already and stays.
 
     Args:
-        held: all tokens so far, the answer's last.
-        new: what the template puts behind the answer, which begins with its own end mark.
-        seen: how many of `held` are in the cache, from where none can be taken.
-        ends: the tokens that end an answer.
+        held: all tokens so far, which end with the answer.
+        new: the tokens that the template puts behind the answer, its own eos token first.
+        seen: number of `held` tokens in the cache, which cannot be removed.
+        ends: the eos tokens.
     """
     held, new = list(held), list(new)
     if held[-1] not in ends:

@@ -1,4 +1,8 @@
-"""Token by token to text, as it may be shown."""
+"""Tokens to text, one token at a time; text that may still change is held back. The decode loop calls it per row.
+
+Example: the stop string is "END". The tokens "a", " ", "E", "N" give "a", " ", "", "", because "EN" may become "END". A next
+token "O" gives "ENO"; a next token "D" gives "" and stops the text.
+"""
 
 from __future__ import annotations
 
@@ -9,82 +13,90 @@ from typing import Any
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.numbers import is_unicode
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
-OF_ONE = 3  # tokens at most that are the beginning of a character: it has four bytes
-MOST_UNFINISHED = 16  # tokens that all leave a character unfinished: then they are no text
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer writes it for an incomplete UTF-8 character
+OF_ONE = 3  # most tokens that an incomplete character can have: a character has at most four bytes
+MOST_UNFINISHED = 16  # tokens without a complete character, after which their bytes count as no text
 
 
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns one stop string or several as a tuple; InputError for one that is empty or no text."""
+    """Returns one or several stop strings as a tuple.
+
+    Raises:
+        InputError: a stop string is empty or no Unicode text.
+    """
     if not isinstance(stop, Sequence):
         raise InputError(f"stop must be a string or several in a list, got {quoted(stop)}")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    for each in stop:
-        if not isinstance(each, str):
-            raise InputError(f"a stop string must be text, got {quoted(each)}")
-        if not each:
+    for string in stop:
+        if not isinstance(string, str):
+            raise InputError(f"a stop string must be text, got {quoted(string)}")
+        if not string:
             raise InputError("a stop string is empty: expected some text")
-        if not is_unicode(each):
-            raise InputError(f"a stop string must be Unicode text, got {quoted(each)}: a lone surrogate can never match")
+        if not is_unicode(string):
+            raise InputError(f"a stop string must be Unicode text, got {quoted(string)}: a lone surrogate can never match")
     return stop
 
 
 def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
-    """Returns the text of tokens, a question mark for what no output takes; InputError where the tokenizer fails."""
+    """Returns the text of tokens, with a question mark for each lone surrogate, which no output could encode.
+
+    Raises:
+        InputError: the tokenizer fails.
+    """
     with input_error_from("the tokenizer fails"):
         return tokenizer.decode(tokens, **options).encode(errors="replace").decode()
 
 
 class Detokenizer:
-    """Text of a growing list of tokens; what may yet change, or begin a stop string, is held back.
+    """The text of a growing list of tokens. An incomplete character, or the beginning of a stop string, is held back.
 
-    Special tokens are no text, but one that is a stop string itself ends it.
+    Special tokens are left out of the text; a special token that is a stop string ends the text.
 
     Attributes:
         stopped: whether a stop string has come; the text ends before it.
 
     Raises:
-        InputError: a stop string has a special token beside other text.
+        InputError: a stop string combines a special token with other text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        added = getattr(tokenizer, "added_tokens_decoder", None)  # which not all tokenizers have
+        added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
         added = added if isinstance(added, Mapping) else {}
         self._special = {number: token.content for number, token in added.items() if token.special}
-        for each in stop:
+        for string in stop:
             for name in self._special.values():
-                if name and name in each and name != each:
+                if name and name in string and name != string:
                     raise InputError(
-                        f"stop string {quoted(each)} holds the special token {quoted(name)}, which is no text: give it alone"
+                        f"stop string {quoted(string)} holds the special token {quoted(name)}, which is no text: give it alone"
                     )
         self._tokenizer, self._stop = tokenizer, sorted(stop)
         self._longest = max(map(len, stop), default=0)
         self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens decoded for context, and tokens whose text is out
+        self._start = self._read = 0  # first token that is decoded again as context, and first token whose text is not out
         self._held = ""
 
     def add(self, token: int) -> str:
-        """Returns the text that `token` completes."""
+        """Returns the text that `token` completes; empty while text is held back."""
         if token in self._special:
             if self._special[token] in self._stop:
                 text, self.stopped = self.rest(), True
                 return text
-            held, self._held = self._held, ""  # no stop string goes on behind it
+            held, self._held = self._held, ""  # a stop string never continues across a special token
             return held
         self._tokens.append(token)
         end, text = len(self._tokens), self._decode(None)
         if text.endswith(UNFINISHED):
             if end - self._read < MOST_UNFINISHED:
                 return ""
-            end -= OF_ONE  # which may become a character yet
+            end -= OF_ONE  # the last tokens may still become a character
             text = self._decode(end)
         before = self._decode(self._read)
         self._start, self._read = self._read, end
         return self._release(text[len(before) :])
 
     def rest(self) -> str:
-        """Returns what is still held back, at the end."""
+        """Returns the text that is still held back, when no more tokens come."""
         if self.stopped:
             return ""
         unfinished = self._decode(None)[len(self._decode(self._read)) :]
@@ -94,16 +106,17 @@ class Detokenizer:
         return text if self.stopped else text + held
 
     def _decode(self, end: int | None) -> str:
-        # Decoding a few tokens before the new ones keeps the spaces some tokenizers drop at the start.
+        # A few earlier tokens are decoded too: some tokenizers drop the space of a text's first token.
         tokens = self._tokens[self._start : end]
         return decoded(self._tokenizer, tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _release(self, text: str) -> str:
+        """Returns the held text and `text` up to a stop string, or up to where one may begin, and holds the rest back."""
         text = self._held + text
-        places = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        if places:
+        stop_positions = [position for position in (text.find(s) for s in self._stop) if position >= 0]
+        if stop_positions:
             self.stopped, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(stop_positions)]
         start = max(0, len(text) - self._longest)
         while start < len(text) and not self._begins_stop(text[start:]):
             start += 1
@@ -111,6 +124,6 @@ class Detokenizer:
         return text[:start]
 
     def _begins_stop(self, text: str) -> bool:
-        # In order, what begins with the text comes right behind it.
-        at = bisect.bisect_left(self._stop, text)
-        return at < len(self._stop) and self._stop[at].startswith(text)
+        # In the sorted list, the first string that begins with `text` stands where `text` would be inserted.
+        place = bisect.bisect_left(self._stop, text)
+        return place < len(self._stop) and self._stop[place].startswith(text)

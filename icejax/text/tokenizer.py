@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder. The folder is data: nothing in it is run."""
+"""The tokenizer of a checkpoint folder, for `api.generate.load`. The folder is data: none of its code is run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from icejax.checkpoint.folder import companions
 from icejax.checkpoint.readers.huggingface import read_json
 from icejax.checks.errors import InputError, input_error_from
 
-MOST_GROWTH = 100  # times the text, of all that a tokenizer replaces; those of published models at most some tens
+MOST_GROWTH = 100  # times a tokenizer may lengthen a text; published models' tokenizers stay at some tens
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Returns the tokenizer of a checkpoint folder; none of its code or pickles is run, and nothing is asked or fetched.
+    """Returns the transformers tokenizer of a checkpoint folder.
+
+    None of the folder's code or pickles is run; nothing is downloaded, and the user is asked nothing.
 
     Raises:
-        InputError: the tokenizer's files are missing or broken, or only the folder's own code can read them.
+        InputError: the tokenizer's files are missing or broken, only the folder's own code can read them, or the tokenizer may
+            lengthen a text more than `MOST_GROWTH` times.
     """
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig  # takes seconds to import
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
     settings = read_json(file) if file in companions(folder) else {}
-    if others := [each for each in folder.glob("additional_chat_templates/*") if not each.is_file()]:
+    if others := [path for path in folder.glob("additional_chat_templates/*") if not path.is_file()]:
         raise InputError(f"{others[0]} is no file: expected a chat template")
     known = [_is_known(folder, fields.get("tokenizer_class")) for fields in (settings, config)]
     mapped = settings.get("auto_map")
@@ -36,10 +39,10 @@ def load_tokenizer(folder: Path) -> Any:
             "expected a tokenizer_class that transformers has"
         )
     with input_error_from(f"{folder} has no tokenizer that loads"):
-        # A config made here: parsing the folder's could fail for reasons of the model, or look for its code.
-        of = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else PreTrainedConfig
-        kind = of(tokenizer_class=config.get("tokenizer_class"))
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=kind, trust_remote_code=False, local_files_only=True)
+        # The config is made here, because parsing the folder's could fail over the model's fields, or look for its code.
+        config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else PreTrainedConfig
+        made_config = config_class(tokenizer_class=config.get("tokenizer_class"))
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=made_config, trust_remote_code=False, local_files_only=True)
         growth = _growth(tokenizer)
     names = tokenizer.vocab_files_names.values()
     if names and not any((folder / name).exists() for name in names) and not [*folder.glob("tokenizer.*")]:
@@ -53,39 +56,42 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _growth(tokenizer: Any) -> float:
-    """Returns by how much a tokenizer may lengthen a text: its normalizers and templates together, or its decoders."""
+    """Returns how many times a tokenizer may lengthen a text: normalizer times template, or decoder if that is more.
+
+    Example: a normalizer that replaces "a" by "bb" and a template that adds one special token: 2 * 2 = 4.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return 1.0
     fast = tokenizer.backend_tokenizer
     parts = fast.normalizer, fast.post_processor, fast.decoder
-    before, behind, back = (1.0 if part is None else _grown(json.loads(part.__getstate__())) for part in parts)
-    return max(before * behind, back)
+    normalizer, template, decoder = (1.0 if part is None else _step_growth(json.loads(part.__getstate__())) for part in parts)
+    return max(normalizer * template, decoder)
 
 
-def _grown(step: dict) -> float:
-    """Returns by how much a step lengthens a text at most, as the tokenizers library writes it down; a sequence's multiply."""
+def _step_growth(step: dict) -> float:
+    """Returns how many times a step, in the tokenizers library's JSON, may lengthen a text; steps of a sequence multiply."""
     match step:
         case {"normalizers": steps} | {"processors": steps} | {"decoders": steps}:
-            return math.prod(map(_grown, steps))
+            return math.prod(map(_step_growth, steps))
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if pattern:
             return max(1.0, len(content) / len(pattern))
         case {"type": "Replace", "content": content} | {"type": "Prepend", "prepend": content}:
-            return 1.0 + len(content)  # where an expression matches nothing, too
+            return 1.0 + len(content)  # an expression may match the empty string at every character
         case {"type": "Precompiled", "precompiled_charsmap": str(coded)}:
             table = base64.b64decode(coded)
             return max(1.0, *map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
-        case {"type": "TemplateProcessing", "single": pieces, "special_tokens": special}:  # as if the text had one token
+        case {"type": "TemplateProcessing", "single": pieces, "special_tokens": special}:  # largest for a text of one token
             names = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
             return max(1.0, len(pieces) - len(names) + sum(len(special[name]["ids"]) for name in names))
     return 1.0
 
 
 def _is_known(folder: Path, name: Any) -> bool:
-    """Says whether transformers has the tokenizer class `name`; InputError if that is another thing of its.
+    """Says whether transformers has the tokenizer class `name`; InputError if transformers uses the name for something else.
 
-    It would load any class by its name, as AutoModel, which asks whether to run the folder's code.
+    transformers would load any of its classes by name, such as AutoModel, which asks whether to run the folder's code.
     """
     from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -94,10 +100,10 @@ def _is_known(folder: Path, name: Any) -> bool:
         return False
     if not isinstance(name, str):
         raise InputError(f"{folder}: tokenizer_class must be a name, found {name!r}")
-    classes = [tokenizer_class_from_name(each) for each in (name, name.removesuffix("Fast") + "Fast")]
-    for each in classes:
-        if each is not None and not (inspect.isclass(each) and issubclass(each, PreTrainedTokenizerBase)):
+    classes = [tokenizer_class_from_name(variant) for variant in (name, name.removesuffix("Fast") + "Fast")]
+    for kind in classes:
+        if kind is not None and not (inspect.isclass(kind) and issubclass(kind, PreTrainedTokenizerBase)):
             raise InputError(
                 f"{folder}: tokenizer_class {name!r} is no tokenizer: expected one such as PreTrainedTokenizerFast"
             )
-    return any(each is not None for each in classes)
+    return any(kind is not None for kind in classes)

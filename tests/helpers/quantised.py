@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,3 +250,16 @@ def save(model: PreTrainedModel, folder: Path, format: Format) -> dict[str, np.n
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": format.config}
     (folder / "config.json").write_text(json.dumps(raw))
     return weights
+
+
+def write_plain(quantised: Path, weights: dict[str, np.ndarray], folder: Path) -> Path:
+    """Writes the folder `quantised` with the `weights` that `save` returned in place of its codes; returns `folder`."""
+    shutil.copytree(quantised, folder)
+    coded = {key.removesuffix("weight") for key in weights}
+    stored = load_file(folder / "model.safetensors")
+    plain = {key: x for key, x in stored.items() if key.endswith("bias") or key[: key.rfind(".") + 1] not in coded}
+    save_file(plain | {key: torch.tensor(x) for key, x in weights.items()}, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder

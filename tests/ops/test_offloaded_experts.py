@@ -141,7 +141,7 @@ def test_experts_are_brought_as_tokens_take_them(name, tmp_path):
 @pytest.mark.parametrize("case", OTHERS)
 def test_logits_are_those_of_all_experts_on_the_device(case, tmp_path):
     name, _, method = case.partition(" ")
-    options = dict(quantize=method, codes=True) if method else {}
+    options = dict(quantize=method) if method else {}
     sizes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, head_dim=32) if method == "int4" else {}
     families.save(families.build(families.row(name), **sizes), tmp_path)
     found, expected = (decoded(load_model(tmp_path, experts_on_host=n, **options), PROMPTS) for n in (RESIDENT, None))

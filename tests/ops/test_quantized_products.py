@@ -21,6 +21,7 @@ from tests import tolerances
 from tests.helpers import families, quantised
 from tests.helpers.run import all_logits, greedy, jitted
 
+DEQUANTISED = "experts stored in different layouts, or matrices of latent attention that are used head by head"
 KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "bits": ml_dtypes.bfloat16}
 
 
@@ -58,15 +59,15 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of a format."""
+    """A folder of a format, and one of the weights that its codes stand for."""
     model = families.build(families.row("qwen2-plain"), num_hidden_layers=2)
 
-    def made(name):
+    def folders(name):
         path = tmp_path_factory.mktemp(name)
-        quantised.save(model, path, quantised.FORMATS[name])
-        return path
+        weights = quantised.save(model, path / "codes", quantised.FORMATS[name])
+        return path / "codes", quantised.write_plain(path / "codes", weights, path / "plain")
 
-    return made
+    return folders
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,8 @@ def folder(tmp_path_factory):
 )
 def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
     """On a CPU in wider dtypes, which hold the same numbers."""
-    path = folder(name)
-    plain = load_model(path, dtype="float32", codes=False).model.layers[1].mlp.down_proj.weight.get_value()
+    path, plain_path = folder(name)
+    plain = load_model(plain_path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
     for platform, dtype in (("gpu", kind), ("cpu", {"int4": "int8", "float8_e4m3fn": "uint16"}.get(kind, kind))):
         monkeypatch.setattr(devices, "platform", lambda platform=platform: platform)
         caplog.clear()
@@ -100,37 +101,38 @@ def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
 def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
     """Prefill has many rows, decode has few."""
-    path, prompts = folder(name), [families.tokens(40), families.tokens(30, seed=1)]
-    models = (load_model(path, dtype="float32", codes=codes) for codes in (False, True))
-    expected, found = (greedy(model, Full(), prompts, 4) for model in models)
+    prompts = [families.tokens(40), families.tokens(30, seed=1)]
+    found, expected = (greedy(load_model(path, dtype="float32"), Full(), prompts, 4) for path in folder(name))
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
 def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
     model, prompts = families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), [families.tokens(20)]
-    weights = quantised.save(model, tmp_path, quantised.FORMATS["awq"])
+    path = tmp_path / "codes"
+    weights = quantised.save(model, path, quantised.FORMATS["awq"])
+    plain = load_model(quantised.write_plain(path, weights, tmp_path / "plain"), dtype="float32")
     with caplog.at_level(logging.INFO, logger="icejax"):
-        coded = load_model(tmp_path, dtype="float32", codes=True)
+        coded = load_model(path, dtype="float32")
     many = sum(".experts." in key for key in weights)
     assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq {many + 4} stay codes", load.SLOWER]
     stack = coded.model.layers[0].mlp.experts.down_proj.weight.get_value()
     for number, found in enumerate(np.asarray(stack.weights("float32"))):
         expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
         np.testing.assert_allclose(np.concatenate(list(found), axis=-1), expected, rtol=1e-6, atol=1e-6)
-    expected, found = (greedy(m, Full(), prompts, 3) for m in (load_model(tmp_path, dtype="float32", codes=False), coded))
+    expected, found = (greedy(m, Full(), prompts, 3) for m in (plain, coded))
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
     one = "model.layers.0.mlp.experts.3.down_proj"
-    families.edit_config(tmp_path, quantization_config=quantised.FORMATS["awq"].config | {"modules_to_not_convert": [one]})
-    stored = load_file(tmp_path / "model.safetensors")
+    families.edit_config(path, quantization_config=quantised.FORMATS["awq"].config | {"modules_to_not_convert": [one]})
+    stored = load_file(path / "model.safetensors")
     stored = {key: x for key, x in stored.items() if not key.startswith(one)} | {f"{one}.weight": weights[f"{one}.weight"]}
-    save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, path / "model.safetensors")
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="icejax"):
-        again = load_model(tmp_path, dtype="float32", codes=True).model.layers[0].mlp.experts.down_proj.weight[...]
+        again = load_model(path, dtype="float32").model.layers[0].mlp.experts.down_proj.weight[...]
     count = many // 3 - 1
-    why = f"{count} are dequantised as they are read (of experts in several forms, or taken head by head)"
+    why = f"{count} are dequantised as they are read ({DEQUANTISED})"
     assert caplog.messages == [f"of {many + 3} matrices quantised by awq {many + 3 - count} stay codes, {why}", load.SLOWER]
     np.testing.assert_allclose(again[3], weights[f"{one}.weight"], rtol=1e-6, atol=1e-6)
 
@@ -138,8 +140,10 @@ def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
 @pytest.mark.slow
 def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
     """It is taken head by head; the other projections stay codes."""
-    quantised.save(families.build(families.row("deepseek_v3-yarn")), tmp_path, quantised.FORMATS["fp8-blocks"])
-    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    path = tmp_path / "codes"
+    weights = quantised.save(families.build(families.row("deepseek_v3-yarn")), path, quantised.FORMATS["fp8-blocks"])
+    folders = path, quantised.write_plain(path, weights, tmp_path / "plain")
+    coded, plain = (load_model(folder, dtype="float32") for folder in folders)
     attention = coded.model.layers[0].self_attn
     assert isinstance(attention.q_b_proj.weight.get_value(), Grouped) and isinstance(
         attention.kv_b_proj.weight[...], jnp.ndarray
@@ -151,8 +155,10 @@ def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
 @pytest.mark.slow
 def test_codes_in_one_tensor_are_taken_apart(tmp_path):
     """Phi-3's projections row behind row."""
-    quantised.save(families.build(families.row("phi3-long")), tmp_path, quantised.FORMATS["awq"])
-    plain, coded = (load_model(tmp_path, dtype="float32", codes=codes) for codes in (False, True))
+    path = tmp_path / "codes"
+    weights = quantised.save(families.build(families.row("phi3-long")), path, quantised.FORMATS["awq"])
+    folders = path, quantised.write_plain(path, weights, tmp_path / "plain")
+    coded, plain = (load_model(folder, dtype="float32") for folder in folders)
     assert isinstance(coded.model.layers[0].self_attn.k_proj.weight.get_value(), Grouped)
     expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
@@ -177,15 +183,14 @@ def test_blocks_of_gpt_oss_stay_codes(tmp_path):
     prompt = families.tokens(40)
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt])).logits[0].numpy()
-    for codes in (False, True):
-        model = load_model(tmp_path, dtype="float32", codes=codes)
-        experts = model.model.layers[0].mlp.experts
-        assert all(isinstance(x.weight.get_value(), Grouped) == codes for x in (experts.up_proj, experts.down_proj))
-        np.testing.assert_allclose(all_logits(model, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+    model = load_model(tmp_path, dtype="float32")
+    experts = model.model.layers[0].mlp.experts
+    assert all(isinstance(x.weight.get_value(), Grouped) for x in (experts.up_proj, experts.down_proj))
+    np.testing.assert_allclose(all_logits(model, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
 
 
 def test_a_scale_of_nan_is_named(folder):
-    model = load_model(folder("awq"), dtype="float32", codes=True)
+    model = load_model(folder("awq")[0], dtype="float32")
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.set_value(dataclasses.replace(weight.get_value(), scale=weight.get_value().scale.at[0, 3].set(jnp.nan)))
     expected = "model.layers.1.mlp.up_proj.weight.scale holds NaN: fetch the checkpoint again"

@@ -1,1 +1,1 @@
-"""What policies of a kind share: eviction, retrieval, oracles, the window."""
+"""Base classes of the cache policies (eviction, retrieval, oracles), and the window of sinks and newest tokens."""

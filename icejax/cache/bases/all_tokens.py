@@ -1,4 +1,7 @@
-"""What exact caches and oracles share: keys and values of every token, in slots on the device."""
+"""Base of the exact caches and the oracles: keys and values of tokens in slots on the device.
+
+`policies/full.py` and `bases/oracle.py` build on it. Slots are [B K, S, H]; outside a ring, slot s holds position s.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from icejax.ops.slots import apart, append, by_head, joined, per_head
 class TokenState:
     """Keys (after RoPE) and values of every slot; slots without a token are zero.
 
-    Of a latent layer there are keys alone, which stand for the values too: what is attended to of them is cut to these.
-    Rows and KV heads in one axis: XLA:CPU would copy all slots in every step if they were joined for the attention.
+    A latent layer keeps keys alone: their first channels are the values, to which attention outputs are cut.
+    Rows and KV heads share one axis: XLA:CPU would copy all slots in every step if they were joined for the attention.
     """
 
     k: jax.Array  # dtype[B K, S, H]
@@ -29,47 +32,53 @@ class TokenState:
 
     @property
     def values(self) -> Float[Array, "R S _"]:
-        """The values, or what begins with them."""
+        """The values; in a latent layer the keys, whose first channels are the values."""
         return self.k if self.v is None else self.v
 
     def each(self, made: Callable[[jax.Array, jax.Array], jax.Array], heads: Heads) -> TokenState:
-        """Returns what is made of the slots' keys and those of `heads`, and so of values that have slots."""
+        """Returns the state with `made(slots, new tokens of heads)` for keys and, where the state has values, for values."""
         return TokenState(made(self.k, heads.k), None if self.v is None else made(self.v, heads.v))
 
 
 def empty_slots(spec: CacheSpec, slots: int) -> TokenState:
+    """Returns `slots` empty slots per row and KV head."""
     k, *v = (jnp.zeros((spec.batch_size * spec.num_kv_heads, slots, size), spec.dtype) for size in spec.planes)
     return TokenState(k, v[0] if v else None)
 
 
 def attend_extended(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.Array, window: int | None) -> Attended:
-    """Returns the attention of new tokens to the slots, which hold the tokens at `position` [B, S], and to themselves."""
-    there = (position >= 0) & (position < lengths.seen[:, None])
-    heads_of = heads.k.shape[2]
-    keys, values = (apart(x, heads_of) for x in (state.k, state.values))
-    mask = per_head(there, heads_of)
-    distance = None
+    """Returns the attention of new tokens to the slots and to each other, f32[B, T, N, Hv] and f32[B, T, N].
+
+    Args:
+        position: i32[B, S], position of the token in each slot; below 0, or from `lengths.seen` on, for an empty slot.
+        window: newest tokens that a query sees, itself included; None: all.
+    """
+    filled = (position >= 0) & (position < lengths.seen[:, None])
+    num_heads = heads.k.shape[2]
+    keys, values = (apart(x, num_heads) for x in (state.k, state.values))
+    mask = per_head(filled, num_heads)
+    in_window = None
     if window is not None:
-        asking = lengths.seen[:, None] + jnp.arange(heads.q.shape[1])[None, :]
-        distance = asking[:, :, None] - position[:, None, :] < window
+        query_positions = lengths.seen[:, None] + jnp.arange(heads.q.shape[1])[None, :]
+        in_window = query_positions[:, :, None] - position[:, None, :] < window
     with jax.named_scope("attend"):
-        # The new tokens always see one key, so they come first.
-        own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=window, scoring=heads.scoring)
-        before, lse = attend_all(heads.q, keys, values, mask, near=distance, scoring=heads.scoring)
-        return Attended(*merge_by_lse(*own, before[..., : heads.v.shape[-1]], lse))
+        # A new token always sees a key, itself, so that this attention comes first in the merge.
+        to_new = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=window, scoring=heads.scoring)
+        before, lse = attend_all(heads.q, keys, values, mask, near=in_window, scoring=heads.scoring)
+        return Attended(*merge_by_lse(*to_new, before[..., : heads.v.shape[-1]], lse))
 
 
 def appended(
     state: TokenState, heads: Heads, *, slot: Int[Array, " B"], last: Int[Array, " B"]
 ) -> tuple[TokenState, Bool[Array, "R S"]]:
-    """Returns the slots with a token at `slot`, and which of them hold one: those up to `last`."""
+    """Returns the state with the new token in `slot`, and the mask of the slots up to `last`, which hold tokens."""
     with jax.named_scope("append"):
         state = state.each(lambda old, x: append(old, x[:, 0], slot), heads)
     return state, joined(per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2]))
 
 
 def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
-    """Appends at `slot` [B] and attends to the slots up to `last` [B]."""
+    """Appends the new token at `slot` i32[B] and attends to the slots up to `last` i32[B]."""
     state, mask = appended(state, heads, slot=slot, last=last)
     with jax.named_scope("attend"):
         out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.values, mask, scoring=heads.scoring)
@@ -80,25 +89,32 @@ def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: ja
 
 
 def with_new_tokens(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
-    """Returns the slots with new token `at` [B, S] where there is one."""
+    """Returns the slots with new tokens: slot s of row b takes new token `at[b, s]` if the row has it, else keeps its own.
+
+    A row with 2 new tokens and at = [-1, 0, 1, 2]: slots 1 and 2 take its new tokens 0 and 1, slots 0 and 3 keep theirs.
+
+    Args:
+        at: i32[B, S], indices of new tokens.
+    """
     index = jnp.clip(at, 0, heads.k.shape[1] - 1)[:, :, None, None]
-    there = ((at >= 0) & (at < heads.lengths[:, None]))[:, :, None, None]
+    is_new = ((at >= 0) & (at < heads.lengths[:, None]))[:, :, None, None]
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        taken = jnp.where(there, jnp.take_along_axis(x, index, axis=1), 0)
-        return jnp.where(joined(by_head(jnp.broadcast_to(there, taken.shape))), joined(by_head(taken)).astype(old.dtype), old)
+        new = jnp.where(is_new, jnp.take_along_axis(x, index, axis=1), 0)
+        return jnp.where(joined(by_head(jnp.broadcast_to(is_new, new.shape))), joined(by_head(new)).astype(old.dtype), old)
 
     return state.each(put, heads)
 
 
 def slot_report(state: TokenState, lengths: Lengths) -> Report:
+    """Returns the report of a policy whose tokens are all in slots."""
     heads = len(state.k) // len(lengths.origin)
     return Report(None, heads * jnp.minimum(lengths.seen, state.k.shape[1]), heads * state.k.shape[1], 0)
 
 
 @dataclass(frozen=True)
 class AllTokens(CachePolicy):
-    """Every token on the device, attended exactly."""
+    """Every token on the device, attended exactly; a subclass may attend to fewer."""
 
     def init(self, spec: CacheSpec) -> TokenState:
         return empty_slots(spec, spec.capacity)

@@ -1,4 +1,7 @@
-"""Heads whose key channels are of like size, so that distances between keys mean something (`ops.pages.channel_scaling`)."""
+"""Scales the channels of queries and keys by `ops.pages.channel_scaling` factors, before keys are packed or scored.
+
+Called by the clustered policies. With channels of like size, the distance between two keys is not that of a few channels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from icejax.cache.protocol import Heads
 
 
 def scaled(heads: Heads, factors: Float[Array, "B K H"] | None) -> Heads:
-    """Returns the heads with keys multiplied by factors, and queries divided by them; attention is the same."""
+    """Returns the heads with keys multiplied by `factors` and queries divided by them, so that attention is the same.
+
+    Args:
+        factors: powers of two; None: returns the heads as they are.
+    """
     if factors is None:
         return heads
     factors = factors[:, None].astype(heads.k.dtype)

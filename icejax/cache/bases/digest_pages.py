@@ -1,4 +1,7 @@
-"""What the clustered caches share: pages of tokens with similar keys, found by a tree of digests (arXiv 2604.10539)."""
+"""Base of the clustered caches: pages of tokens with similar keys, selected by a tree of digests (IceCache, arXiv 2604.10539).
+
+`Clustered`, `Coded` and `Tolerant` build on it. Digests are [B, K, P, ...] on the device, pages [P, B, K, planes, p, W].
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class ScaledState(PagedState):
     """What the device keeps of a layer.
 
     Attributes:
-        factors: by which the channels of keys were multiplied, powers of two, made of a row's first text; None: by none.
+        factors: powers of two by which the channels of keys are multiplied, set by a row's first text; None: no scaling.
     """
 
     factors: jax.Array | None  # f32[B, K, H]
@@ -47,29 +50,31 @@ class ScaledState(PagedState):
 
 @dataclass(frozen=True)
 class DigestPages(Retrieval):
-    """Pages of tokens with similar keys, a digest of each on the device, and a walk over the digests that finds pages.
+    """Pages of tokens with similar keys, a digest of every page on the device, and a walk over the digests that selects pages.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         page_size: tokens of a page.
         sinks: first tokens kept on the device; None: an eighth of the budget, at most 32 (the paper's two pages).
         window: newest tokens kept on the device; None: an eighth of the budget and a page, at most two pages.
-        candidates: pages fetched for every page of tokens attended exactly; the best tokens of all of them are. None: 4, and
-            never fewer pages than at a budget of 256.
-        value_fit: whether the value of a token that is not attended exactly is moved by what keys tell of values, one matrix
-            per KV head, fitted to the text; not by the score `mean`, nor where it is more than a quarter of the bytes of
-            digests. Of latent layers it is known.
-        balance: whether channels in which keys are far larger than queries, or far smaller, are brought to like size: it
-            changes no attention but what is near to what; not of latent layers, whose keys hold values.
-        group: how the query heads of a KV head agree on pages; `interleave` is IceCache's rule.
+        candidates: pages fetched for every page of tokens attended exactly; the best of their tokens are attended to. None: 4,
+            and never fewer pages than at a budget of 256.
+        value_fit: whether keys predict the values of tokens that are not attended exactly, by one matrix per KV head fitted to
+            the text; not with the score `mean`, nor where the matrix takes more than a quarter of the digests' bytes. In latent
+            layers keys hold the values, so that no matrix is fitted.
+        balance: whether channels whose keys are far larger or smaller than their queries are scaled to like size: attention
+            stays the same, distances between keys change; not in latent layers, whose keys hold the values.
+        group: how the query heads of a KV head agree on pages: sum or max of their softmax weights, or interleave, the best
+            pages of each head in turn (IceCache's rule).
         digest_dtype: `int8` or `float8_e4m3fn`, with a scale per vector; None: the model's.
         page_dtype: `int8` stores pages with a scale per page and channel, in 56% of a 16-bit model's host memory (not on TPU);
-            None: in the model's dtype.
-        opened: nodes of the digest tree opened per level, or as many more as bring to light twice the pages that are ranked.
-        compact_every: decoded tokens after which the pages that hold them are packed anew; 0: never.
+            None: the model's.
+        opened: nodes of the digest tree opened per level; more if their pages are fewer than twice the pages ranked.
+        compact_every: decoded tokens after which their pages are packed again, by meaning; 0: never.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the
             paper), else 0.
-        prefetch: whether pages are selected by a guess of the queries by the layer before (IceCache's), while that layer runs.
+        prefetch: whether pages are selected by queries guessed from the input of the layer before, while that layer runs
+            (IceCache's).
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -90,8 +95,8 @@ class DigestPages(Retrieval):
     dense_layers: int | None = None
     prefetch: bool = False
 
-    score = "second-order"  # how a page is scored by its digest
-    tail = True  # whether tokens not attended exactly count by their page or node
+    score = "second-order"  # how a page's digest is scored
+    tail = True  # whether tokens not attended exactly count by the digest of their page or node
 
     def __post_init__(self) -> None:
         for name, default in ((field.name, field.default) for field in dataclasses.fields(self)):
@@ -111,23 +116,23 @@ class DigestPages(Retrieval):
         if self.window is not None and self.window <= self.page_size:
             raise InputError(f"window must be larger than page_size ({self.page_size}), got {self.window}")
         least = max(8, (self.sinks or 0) + (self.window or 0) + self.page_size)
-        while sum(self._near(least)) + self.page_size > least:
+        while sum(self._sinks_and_window(least)) + self.page_size > least:
             least += 1
         if self.budget < least:
-            sinks, window = self._near(least)
+            sinks, window = self._sinks_and_window(least)
             raise InputError(
                 f"budget must hold {sinks} sinks, a window of {window} and a page of {self.page_size}: "
                 f"at least {least}, got {self.budget}"
             )
 
-    def _near(self, budget: int) -> tuple[int, int]:
-        """Returns the sinks and the window of a budget."""
+    def _sinks_and_window(self, budget: int) -> tuple[int, int]:
+        """Returns the number of sinks and of window slots for a budget."""
         sinks = min(32, budget // 8) if self.sinks is None else self.sinks
         return sinks, min(2 * self.page_size, budget // 8 + self.page_size) if self.window is None else self.window
 
     @property
     def window_of(self) -> Window:
-        return Window(*self._near(self.budget), self.page_size)
+        return Window(*self._sinks_and_window(self.budget), self.page_size)
 
     @property
     def index(self) -> DigestTree:
@@ -137,29 +142,36 @@ class DigestPages(Retrieval):
         return pack(k, valid, page_size=self.page_size)
 
     def most_exact(self, budget: int) -> int:
-        """Returns the page tokens attended exactly at most: beside the smallest window, of a prompt that fills no sink."""
+        """Returns the largest number of page tokens attended exactly: no sink is filled, and the window is at its smallest."""
         return budget - self.window_of.fill - 1
 
     def pages_for(self, budget: int, pages: int, *, times: int = 1) -> int:
-        """Returns how many of `pages` pages are looked at for a budget, or `times` as many."""
+        """Returns how many of `pages` pages are ranked for a budget, `times` as many if they exist.
+
+        With the defaults (32 sinks, a window of 17 to 32 tokens, pages of 16):
+
+            exact page tokens    256 - 17 = 239 at most, 207 if the sinks are filled
+            their pages          13, and one more
+            ranked pages         56, by `reranking.pages_for(14, 16, None)`; 112 for times=2
+        """
         wanted = -(-(self.most_exact(budget) - self.window_of.sinks) // self.page_size) + 1
         return min(pages, times * pages_for(wanted, self.page_size, self.candidates))
 
     def num_ranked(self, pages: int) -> int:
-        """Returns of how many of `pages` pages the tokens are ranked."""
+        """Returns how many of `pages` pages have their tokens ranked."""
         return self.pages_for(self.budget, pages)
 
     def walked(self, heads: Heads, index: Digested, view: View, fetched: int) -> Selection:
-        """Returns the best `fetched` pages, best first: of those that come to light for the most that are ever fetched."""
-        most = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
+        """Returns the best `fetched` pages, best first, by a walk that opens nodes for at least `num_ranked` pages."""
+        num_candidates = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)
-        found = walk(
+        result = walk(
             heads.by_group(),
             index.levels,
             index.scatter,
             scoring=heads.scoring,
             rules=WalkRules(
-                opened=tree.num_opened(most, least=self.opened),
+                opened=tree.num_opened(num_candidates, least=self.opened),
                 selected=fetched,
                 tail=self.tail,
                 score=self.score,
@@ -169,11 +181,11 @@ class DigestPages(Retrieval):
             path=view.shared.choice if self.follows else None,
             from_keys=from_keys,
         )
-        rest = Attended(found.tail_out[..., : heads.v.shape[-1]], found.tail_lse)  # of a latent layer whole keys
-        return Selection(found.page_ids, found.counts, None, rest, found.tail_uneven, from_keys, found.path)
+        tail = Attended(result.tail_out[..., : heads.v.shape[-1]], result.tail_lse)  # a latent layer's tail has whole keys
+        return Selection(result.page_ids, result.counts, None, tail, result.tail_uneven, from_keys, result.path)
 
     def guess(self, heads: Heads, view: View) -> Float[Array, "B K G H"] | None:
-        """Returns the queries to select by in the place of the layer's own, if there are any."""
+        """Returns the guessed queries to select pages by; None: the layer's own queries select."""
         return view.guess().reshape(heads.by_group().shape) if self.prefetch and view.guess is not None else None
 
     def init(self, spec: CacheSpec) -> ScaledState:

@@ -1,4 +1,7 @@
-"""Policies that keep some tokens on the device and forget the others."""
+"""Base of the eviction policies: some tokens stay in slots on the device, all others are forgotten.
+
+Called by the layer walk through `CachePolicy`. Keys are [B K, S, H], positions and scores [B, K, S].
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ ScoreGroup = Literal["mean", "max", "sum"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """Tokens of every KV head, of which each may keep others.
+    """Slots with tokens; each KV head may keep different tokens.
 
     Attributes:
-        k, v: keys (after RoPE) and values, rows and KV heads in one axis as in `TokenState`, also of a latent layer; 0 in an
+        k, v: keys (after RoPE) and values, also of a latent layer; rows and KV heads in one axis as in `TokenState`; 0 in an
             empty slot.
-        positions: of the tokens; NO_TOKEN in an empty slot.
-        scores: what a policy has found them worth; 0 in an empty slot.
+        positions: positions of the tokens; NO_TOKEN in an empty slot.
+        scores: scores that the policy gave the tokens; 0 in an empty slot.
         room: slots that a KV head may use.
     """
 
@@ -42,17 +45,17 @@ class Slots:
 
     @property
     def there(self) -> Bool[Array, "B K S"]:
-        """Which slots hold a token."""
+        """Mask of the slots that hold a token."""
         return self.positions != NO_TOKEN
 
     def at(self, indices: Int[Array, "B K S"]) -> Slots:
-        """Returns the slots at `indices` of each KV head, an empty one for an index past the last."""
+        """Returns the slots at `indices` of each KV head; an index past the last slot gives an empty one."""
 
-        def taken(x: jax.Array, nothing: float = 0) -> jax.Array:
-            return jnp.take_along_axis(x, indices, axis=2, mode="fill", fill_value=nothing)
+        def gather(x: jax.Array, fill: float = 0) -> jax.Array:
+            return jnp.take_along_axis(x, indices, axis=2, mode="fill", fill_value=fill)
 
         k, v = (jnp.take_along_axis(x, joined(indices)[..., None], axis=1, mode="fill", fill_value=0) for x in (self.k, self.v))
-        return Slots(k, v, taken(self.positions, NO_TOKEN), taken(self.scores), self.room)
+        return Slots(k, v, gather(self.positions, NO_TOKEN), gather(self.scores), self.room)
 
     def then(self, others: Slots) -> Slots:
         """Returns these slots with `others` behind them."""
@@ -62,77 +65,80 @@ class Slots:
 
 
 def grouped(weights: Float[Array, "B K G S"], group: ScoreGroup) -> Float[Array, "B K S"]:
-    """Returns what the query heads of a KV head agree on."""
+    """Returns the weights combined over the query heads of a KV head."""
     return dict(mean=jnp.mean, max=jnp.max, sum=jnp.sum)[group](weights, axis=2)
 
 
 def last_queries(
     heads: Heads, attended: Attended, view: View, count: int
 ) -> tuple[Float[Array, "B W N H"], Float[Array, "B W N"], Int[Array, "B W"]]:
-    """Returns the last queries of a text, their log-sum-exp and their positions: -1 for one that a shorter text has not."""
-    number = heads.lengths[:, None] - count + jnp.arange(count)[None]
+    """Returns the last `count` queries of a text, their log-sum-exp and their positions.
+
+    If a text of 2 tokens begins at position 10, its last 3 queries have the positions [-1, 10, 11]: -1 for no query.
+    """
+    indices = heads.lengths[:, None] - count + jnp.arange(count)[None]
     q, lse = (
-        jnp.take_along_axis(x, jnp.maximum(number, 0).reshape(*number.shape, *(1,) * (x.ndim - 2)), axis=1)
+        jnp.take_along_axis(x, jnp.maximum(indices, 0).reshape(*indices.shape, *(1,) * (x.ndim - 2)), axis=1)
         for x in (heads.q, attended.lse)
     )
-    return q, lse, jnp.where(number < 0, -1, view.lengths.seen[:, None] + number)
+    return q, lse, jnp.where(indices < 0, -1, view.lengths.seen[:, None] + indices)
 
 
-def _text(heads: Heads, view: View) -> Slots:
-    """Returns the tokens of a text, without scores; padding as empty slots."""
-    number = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
-    new = per_head(number[0] < heads.lengths[:, None], heads.k.shape[2])
-    k, v = (jnp.where(joined(new)[..., None], joined(by_head(x)), 0) for x in (heads.k, heads.v))
-    positions = jnp.where(new, view.lengths.seen[:, None, None] + number, NO_TOKEN)
-    return Slots(k, v, positions, jnp.zeros(new.shape), new.sum(-1, dtype=jnp.int32))
+def _text_slots(heads: Heads, view: View) -> Slots:
+    """Returns the tokens of a text in slots, with scores of 0; padding becomes empty slots."""
+    indices = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
+    is_token = per_head(indices[0] < heads.lengths[:, None], heads.k.shape[2])
+    k, v = (jnp.where(joined(is_token)[..., None], joined(by_head(x)), 0) for x in (heads.k, heads.v))
+    positions = jnp.where(is_token, view.lengths.seen[:, None, None] + indices, NO_TOKEN)
+    return Slots(k, v, positions, jnp.zeros(is_token.shape), is_token.sum(-1, dtype=jnp.int32))
 
 
 class Eviction(CachePolicy):
-    """Slots on the device with positions and scores, per row and KV head.
+    """Slots on the device with positions and scores, per row and KV head; a subclass supplies the scores.
 
-    A text, the first or a later one, attends exactly to what was kept before it and to itself; then the tokens of highest
-    score stay, of both: `budget` of a KV head, if `budgets` says nothing else. A decoded token takes a free slot, or, where a
-    KV head has used its room, that of the lowest score.
+    A text, the first or a later one, attends exactly to the kept tokens and to itself. Then each KV head keeps the tokens of
+    highest score among both: `budget` of them, unless `budgets` is overridden. A decoded token takes a free slot, or, if the
+    KV head has used its room, the slot of the token that is worth least.
     """
 
     @abc.abstractmethod
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        """Returns the fp32 scores of all tokens after a text; empty slots stand at both ends.
+        """Returns the fp32 scores of all tokens after a text.
 
         Args:
-            tokens: those kept before, and those of the text behind them, in order of position as far as no decoded token has
-                taken the slot of another.
-            heads, attended: of the text.
+            tokens: the kept tokens, then the text's tokens; empty slots stand at both ends. Positions rise, except where a
+                decoded token has taken an evicted token's slot.
+            heads, attended: the text's queries, keys and values, and its attention.
         """
 
-    on_top: bool = False  # whether decoded tokens come on top of the budgets, in slots of their own, and none leaves for them
+    on_top: bool = False  # whether decoded tokens take slots beyond the budget, so that no token leaves for them
 
     def most(self, kv_heads: int) -> int:
-        """Returns the largest budget of a KV head, of so many in a layer."""
+        """Returns the largest budget that one KV head may have, in a layer of `kv_heads`."""
         del kv_heads
         return self.budget
 
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:
-        """Returns how many of the tokens each KV head keeps after a text, at most `most`; they have their scores."""
+        """Returns how many tokens each KV head keeps after a text, at most `most`; `tokens` have their new scores."""
         shape = tokens.positions.shape[:2]
         return jnp.full(shape, min(self.most(shape[1]), LARGEST), jnp.int32)
 
     def worth(self, tokens: Slots) -> Float[Array, "B K S"]:
-        """Returns what tokens are worth: the one that is worth least leaves first. Here it is their scores."""
+        """Returns the worth of tokens: the token of least worth is evicted first. Default: the scores."""
         return tokens.scores
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
-        """Returns the fp32 scores after a decoded token, by what its attention weighed the slots."""
+        """Returns the fp32 scores after a decoded token, given its attention weights. Default: the old scores."""
         del weights
         return tokens.scores
 
     def keys(self, tokens: Slots, view: View) -> Float[Array, "R S H"]:
-        """Returns the keys that are attended to."""
+        """Returns the keys that queries attend to. Default: the keys as stored."""
         del view
         return tokens.k
 
     def num_slots(self, spec: CacheSpec) -> int:
-        """Returns how many slots there are per KV head."""
+        """Returns the number of slots per KV head."""
         return min(self.most(spec.num_kv_heads) + (spec.new_capacity if self.on_top else 0), spec.capacity)
 
     def init(self, spec: CacheSpec) -> Slots:
@@ -142,44 +148,44 @@ class Eviction(CachePolicy):
 
     def prefill(self, state: Slots, heads: Heads, attended: Attended, view: View) -> Outcome:
         size = state.positions.shape[2]
-        return Outcome(self._kept(_text(heads, view), heads, attended, view, size=size))
+        return Outcome(self._keep_best(_text_slots(heads, view), heads, attended, view, size=size))
 
     def extend(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("attend"):
-            own = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=None, scoring=heads.scoring)
+            to_text = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=None, scoring=heads.scoring)
             keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(state, view), state.v))
-            before = attend_all(heads.q, keys, values, state.there, scoring=heads.scoring)
-            attended = Attended(*merge_by_lse(*own, *before))
+            to_slots = attend_all(heads.q, keys, values, state.there, scoring=heads.scoring)
+            attended = Attended(*merge_by_lse(*to_text, *to_slots))
         with jax.named_scope("evict"):
-            # Empty slots stand last; moved to the front, so that the text follows on the tokens before it.
+            # Moves empty slots from the end to the front, so that the text follows the earlier tokens directly.
             size = state.positions.shape[2]
-            before = jnp.arange(size)[None, None] - (~state.there).sum(-1)[..., None]
-            tokens = state.at(jnp.where(before < 0, size, before)).then(_text(heads, view))
-        return Outcome(self._kept(tokens, heads, attended, view, size=size), attended)
+            source = jnp.arange(size)[None, None] - (~state.there).sum(-1)[..., None]
+            tokens = state.at(jnp.where(source < 0, size, source)).then(_text_slots(heads, view))
+        return Outcome(self._keep_best(tokens, heads, attended, view, size=size), attended)
 
-    def _kept(self, tokens: Slots, heads: Heads, attended: Attended, view: View, *, size: int) -> Slots:
-        """Returns what stays of tokens, the last of which are a text, in `size` slots: as they stood, and empty ones last."""
+    def _keep_best(self, tokens: Slots, heads: Heads, attended: Attended, view: View, *, size: int) -> Slots:
+        """Returns the tokens to keep in `size` slots, in their old order, empty slots last; `tokens` end with a new text."""
         with jax.named_scope("evict"):
             count = tokens.positions.shape[2]
-            least = jnp.finfo(jnp.float32).min
-            tokens = replace(tokens, scores=jnp.maximum(self.score(tokens, heads, attended, view), least))
+            lowest = jnp.finfo(jnp.float32).min
+            tokens = replace(tokens, scores=jnp.maximum(self.score(tokens, heads, attended, view), lowest))
             budgets = self.budgets(tokens)
             worth = jnp.where(tokens.there, self.worth(tokens), -jnp.inf)
-            stays = largest(worth, jnp.minimum(budgets, size), most=min(self.most(heads.k.shape[2]), size)) & (worth > -jnp.inf)
-            best = jax.vmap(jax.vmap(lambda x: jnp.nonzero(x, size=size, fill_value=count)[0]))(stays)
-            return replace(tokens.at(best), room=jnp.full_like(budgets, size) if self.on_top else budgets)
+            keep = largest(worth, jnp.minimum(budgets, size), most=min(self.most(heads.k.shape[2]), size)) & (worth > -jnp.inf)
+            indices = jax.vmap(jax.vmap(lambda x: jnp.nonzero(x, size=size, fill_value=count)[0]))(keep)
+            return replace(tokens.at(indices), room=jnp.full_like(budgets, size) if self.on_top else budgets)
 
     def appended(self, state: Slots, heads: Heads, view: View) -> Slots:
-        """Returns the slots with a decoded token, in the place of the one that is worth least where there is no room."""
+        """Returns the slots with a decoded token, in a free slot or, without room, in the slot of the token of least worth."""
         with jax.named_scope("append"):
             empty = jnp.where(state.there.sum(-1) < state.room, -jnp.inf, jnp.inf)[..., None]
             slot = jnp.argmin(jnp.where(state.there, self.worth(state), empty), axis=2).astype(jnp.int32)
-            here = jnp.arange(state.positions.shape[2])[None, None] == slot[..., None]
+            is_new = jnp.arange(state.positions.shape[2])[None, None] == slot[..., None]
             return Slots(
                 append_apart(state.k, heads.k[:, 0], slot),
                 append_apart(state.v, heads.v[:, 0], slot),
-                jnp.where(here, view.lengths.seen[:, None, None], state.positions),
-                jnp.where(here, 0, state.scores),
+                jnp.where(is_new, view.lengths.seen[:, None, None], state.positions),
+                jnp.where(is_new, 0, state.scores),
                 state.room,
             )
 

@@ -1,6 +1,7 @@
-"""What oracles share: every token on the device, of which a step attends only to those that its exact scores rank highest.
+"""Base of the oracles: every token stays on the device, and a step attends only to the tokens with the best exact scores.
 
-They tell what a method of their kind and budget can reach at best; nothing is saved by them.
+An oracle bounds what a method of its kind and budget can reach; it saves neither memory nor time. `policies/topk.py` and its
+siblings build on it. Scores are f32[B, K, G, S].
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from icejax.ops.slots import apart, joined
 
 
 class Oracle(AllTokens):
-    """What the oracles share: all but which tokens are attended to."""
+    """Scores every token exactly; a subclass chooses the tokens to attend to."""
 
     @abc.abstractmethod
     def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
-        """Returns the scores of the tokens to attend to, -inf for the others.
+        """Returns the scores of the tokens to attend to, and -inf for all others.
 
         Args:
-            scores: those that softmax takes; -inf where there is no token.
+            scores: fp32 scores before softmax; -inf for an empty slot.
             newest: slot of the newest token.
         """
 
@@ -46,11 +47,11 @@ class Oracle(AllTokens):
 
 
 class TokenOracle(Oracle):
-    """An oracle whose tokens weigh what they do in exact attention."""
+    """An oracle whose chosen tokens keep their exact scores."""
 
     @abc.abstractmethod
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R g S"]:
-        """Returns the tokens to attend to, for all query heads or for each; what has no token may be chosen."""
+        """Returns the mask of the tokens to attend to; g is 1 or G. Empty slots may be in it: their scores are -inf."""
 
     def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
         chosen = apart(self.chosen(joined(scores), jnp.repeat(newest, scores.shape[1])), scores.shape[1])

@@ -1,4 +1,7 @@
-"""What new tokens behind a cache attend to in the pool: all of its pages, block by block."""
+"""Exact attention of new text to all pages of the pool, in blocks of 128 pages.
+
+Called by `Retrieval.extend`; queries are [B, T, N, H], a block of pages [B, K, 128, p, H].
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ from jaxtyping import Array, Int
 from icejax.cache.protocol import Heads, View
 from icejax.ops.attention.dense import Attended, attend_all, merge_by_lse
 
-BLOCK = 128  # pages that new tokens attend to at once
+BLOCK = 128  # pages fetched and attended to at once
 
 
 def attend_pages(attended: Attended, heads: Heads, view: View, counts: Int[Array, "B K P"]) -> Attended:
-    """Returns attention in fp32, to something else so far, with that to all pages of the pool, which hold `counts` tokens."""
+    """Returns `attended` merged with the attention to all pages of the pool, in fp32.
+
+    Args:
+        attended: attention to the tokens outside the pool, f32[B, T, N, Hv] and f32[B, T, N].
+        counts: tokens of every page.
+    """
     batch, num_heads, pages = counts.shape
     block, last = min(BLOCK, pages), pages - 1
 

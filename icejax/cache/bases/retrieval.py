@@ -1,4 +1,7 @@
-"""Policies that keep all tokens in pages in host memory, and fetch those pages that a query needs."""
+"""Base of the retrieval policies: all tokens are in pages in host memory, and a step fetches the pages that its query needs.
+
+Called by the layer walk through `CachePolicy`. Pages are [P, B, K, planes, p, W], fetched ones [B, K, M, p, H].
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from icejax.ops.pages.paged_attention import attend_whole
 from icejax.ops.slots import joined, per_head
 
 NOTHING = np.int32(-1)
-PAGE = 16  # page size of policies that find single slots: to them it is only how many tokens leave the window together
-# Keys, values and which of them are tokens: of sinks and window, and of what was found, where single slots are pages of one.
+PAGE = 16  # page size of policies that select single slots: to them it is only how many tokens leave the window at once
+# Keys, values and mask: of sinks and window, and of the selected pages (a single slot is a page of one token).
 Near = tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"], Bool[Array, "B K S"]]
 Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p Hv"], Bool[Array, "B K M p"]]
 
@@ -39,11 +42,11 @@ class PagedState:
 
     Attributes:
         window: sinks and window.
-        index: the policy's own: what it finds pages by.
-        ids: what was found in the newest step, as `Found` has it; NOTHING where there is no more, and before the first.
-        weights: what their tokens that were attended exactly weighed, summed over query heads; 0 for the others.
-        held: their planes as they came from the pool, if they stay on the device.
-        fetched: how many of them came from the host, over KV heads.
+        index: the policy's page index.
+        ids: `Selection.ids` of the newest step; NOTHING for padding, and before the first step.
+        weights: weights of their exactly attended tokens, summed over query heads; 0 for all others.
+        held: planes of the selected pages, if they stay on the device.
+        fetched: how many of the selected pages came from the host, summed over KV heads.
     """
 
     window: WindowState
@@ -54,31 +57,31 @@ class PagedState:
     fetched: jax.Array  # i32[B]
 
 
-def _counted(near: Bool[Array, "B K S"], found: Selection, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
-    """Returns how many tokens a step attended to exactly: by a query head, and by any of a KV head; means over heads."""
+def _counted(near: Bool[Array, "B K S"], selection: Selection, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
+    """Returns how many tokens were attended to exactly: per query head, and per KV head by any of them; means over heads."""
     near = near.sum(-1, dtype=jnp.float32)
-    several = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
-    single = several
-    if found.bias is not None:
-        seen = jnp.where(found.bias > -jnp.inf, found.counts[:, :, None], 0)
-        single = near + seen.sum(-1, dtype=jnp.float32).mean(2)
-    return jnp.stack([single.mean(1), several.mean(1)])
+    per_kv_head = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
+    per_query_head = per_kv_head
+    if selection.bias is not None:
+        seen = jnp.where(selection.bias > -jnp.inf, selection.counts[:, :, None], 0)
+        per_query_head = near + seen.sum(-1, dtype=jnp.float32).mean(2)
+    return jnp.stack([per_query_head.mean(1), per_kv_head.mean(1)])
 
 
 class Retrieval(CachePolicy):
-    """Sinks and window on the device, all other tokens in pages of the pool, an index of the pages, and their life.
+    """Sinks and window on the device, all other tokens in pages of the pool, and an index of the pages on the device.
 
-    A policy says how tokens are ordered into pages, what its index keeps of a page, and which pages a query needs.
+    A policy supplies the order of tokens in pages (`order`), the `index`, and the pages that a query needs (`find`).
     """
 
     page_size: int
-    page_dtype: str | None = None  # of the pages in the pool: int8, or None for the model's
-    resident: bool = False  # whether the pages of the newest step stay on the device
-    compact_every: int = 0
-    by_slot: bool = False  # whether it finds single slots of pages, and fetches no others
-    per_query_head: bool = False  # whether every query head finds pages of its own
-    shares: bool = False  # whether layers after it may follow
-    follows: bool = False  # whether it follows a layer before it
+    page_dtype: str | None = None  # dtype of the pool's pages: int8; None: the model's
+    resident: bool = False  # whether the selected pages of the newest step stay on the device
+    compact_every: int = 0  # decoded tokens after which their pages are packed again; 0: never
+    by_slot: bool = False  # whether it selects and fetches single slots of pages
+    per_query_head: bool = False  # whether every query head selects pages of its own
+    shares: bool = False  # whether later layers may follow it
+    follows: bool = False  # whether it follows an earlier layer
 
     @property
     @abc.abstractmethod
@@ -88,29 +91,29 @@ class Retrieval(CachePolicy):
     @property
     @abc.abstractmethod
     def index(self) -> PageIndex:
-        """What is kept of pages to find them by."""
+        """The kind of index that `find` reads."""
 
     def num_fetched(self, pages: int) -> int:
-        """Returns how many of `pages` pages, or of their slots, a step finds per KV head, or per query head if each has own.
+        """Returns how many of `pages` pages, or of their slots, a step selects per KV head (`per_query_head`: per query head).
 
-        Here as many as the budget has room for beside sinks and window.
+        Default: as many as fit the budget beside sinks and window: 12 pages of 16 for a budget of 256, 32 sinks and 32 slots.
         """
-        most = self.budget - self.window_of.sinks - self.window_of.slots
-        return min(pages * self.page_size, most) // self._unit
+        room = self.budget - self.window_of.sinks - self.window_of.slots
+        return min(pages * self.page_size, room) // self._unit
 
     @abc.abstractmethod
     def find(self, heads: Heads, index: Any, view: View) -> Selection:
-        """Returns what the queries of a decoded token need, without looking at the pool."""
+        """Returns the pages that the queries of a decoded token need; reads the index, not the pool."""
 
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K S"] | None:
-        """Returns in which order tokens come into pages, whole pages of them; None: as they are."""
+        """Returns the indices of tokens in the order in which they fill pages, for whole pages; None: by position."""
         del k, valid
         return None
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
-        """Returns what the queries attend to, f32[B, K, G, Hv] and f32[B, K, G], and what the tokens of the pages weighed.
+        """Returns the attention, f32[B, K, G, Hv] and f32[B, K, G], and page tokens' weights summed over query heads.
 
-        That is summed over query heads. Here all that was found is attended to. Every row has a token in sinks and window.
+        Default: attends to all selected pages and merges the tail. Assumes that every row has a token in sinks or window.
         """
         parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
         bias = None if found.bias is None else joined(found.bias)
@@ -122,11 +125,11 @@ class Retrieval(CachePolicy):
 
     @property
     def _unit(self) -> int:
-        """Slots of what is found at once."""
+        """Slots fetched per id."""
         return 1 if self.by_slot else self.page_size
 
     def pool(self, spec: CacheSpec) -> PoolSpec:
-        if self.by_slot and self.page_dtype is not None:  # with its page's scales a token would be more bytes than in bf16
+        if self.by_slot and self.page_dtype is not None:  # a token with the scales of its page takes more bytes than in bf16
             got = f"page_dtype={self.page_dtype}"
             raise InputError(f"a policy that fetches single tokens keeps pages in the model's dtype, got {got}: leave it out")
         return PoolSpec(
@@ -147,8 +150,8 @@ class Retrieval(CachePolicy):
         ids, weights = jnp.full((*heads, fetched), NOTHING), jnp.zeros((*heads, fetched, self._unit))
         slots = (*heads, fetched if self.resident else 0, self._unit, max(spec.planes))
         held = (jnp.zeros(slots, spec.dtype),) * len(spec.planes)
-        none = jnp.zeros(spec.batch_size, jnp.int32)
-        return PagedState(self.window_of.init(spec), index, ids, weights, held, none)
+        zeros = jnp.zeros(spec.batch_size, jnp.int32)
+        return PagedState(self.window_of.init(spec), index, ids, weights, held, zeros)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         lengths = Lengths.of(heads.lengths)
@@ -166,34 +169,34 @@ class Retrieval(CachePolicy):
         *planes, mask = (jnp.concatenate(x, axis=2) for x in (*zip(window.sinks, window.newest, strict=True), masks))
         near = (*heads.of_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
-            found = self.find(heads, state.index, view)
-        attended, found, state = self.fetch_and_attend(replace(state, window=window), heads, near, found, view)
-        state = replace(state, ids=jnp.where(found.counts > 0, found.ids, NOTHING))
+            selection = self.find(heads, state.index, view)
+        attended, selection, state = self.fetch_and_attend(replace(state, window=window), heads, near, selection, view)
+        state = replace(state, ids=jnp.where(selection.counts > 0, selection.ids, NOTHING))
         shape = heads.q.shape[:3]
         attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
-        return Outcome(state, attended, tokens=_counted(mask, found, state.weights), shared=Shared(choice=found.choice))
+        return Outcome(state, attended, tokens=_counted(mask, selection, state.weights), shared=Shared(choice=selection.choice))
 
     def fetch_and_attend(
         self, state: PagedState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, PagedState]:
-        """Returns what the queries of a decoded token attend to, what was looked at for it, and the state with that."""
+        """Returns the attention of a decoded token, the selection that it attended to, and the new state."""
         with jax.named_scope("fetch"):
-            there, pool = found.counts > 0, replace(view.pool, single_slots=self.by_slot)
+            wanted, pool = found.counts > 0, replace(view.pool, single_slots=self.by_slot)
             if self.resident:
-                pages, fetched = pool.fetch_missing(found.ids, there, state.held, state.ids)
+                pages, fetched = pool.fetch_missing(found.ids, wanted, state.held, state.ids)
             else:
-                pages, fetched = pool.fetch_live(found.ids, there)
+                pages, fetched = pool.fetch_live(found.ids, wanted)
         with jax.named_scope("attend"):
             attended, weights = self.attend(heads, near, self._of_planes(heads, pages, found.counts), found)
         held = pages if self.resident else state.held
         return attended, found, replace(state, weights=weights, held=held, fetched=fetched)
 
     def _of_planes(self, heads: Heads, pages: Fetched, counts: Int[Array, "B K M"]) -> Pages:
-        """Returns keys, values and mask of planes of pages that hold so many tokens."""
+        """Returns keys, values and mask of fetched pages that hold `counts` tokens."""
         return *heads.of_planes(pages), jnp.arange(self._unit)[None, None, None, :] < counts[..., None]  # tokens come first
 
     def extend(self, state: PagedState, heads: Heads, view: View) -> Outcome:
-        """Appends more text, which attends exactly to all before it: the pages come from the pool block by block."""
+        """Appends new text, which attends exactly to all earlier tokens: pages come from the pool in blocks."""
         with jax.named_scope("attend"):
             attended = self._attend_all(state, heads, view)
         with jax.named_scope("pack"):
@@ -215,10 +218,7 @@ class Retrieval(CachePolicy):
     def _packed(
         self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None
     ) -> tuple[Float[Array, "P B K planes p W"], Any, Shared | None]:
-        """Packs tokens, of which `valid` says which there are, into pages.
-
-        Returns them, what the index keeps of them, and their order, which a follower takes from the layers before it.
-        """
+        """Returns pages of the tokens in `valid`, what the index keeps of them, and the order for follower layers."""
         order = shared.order if self.follows and shared is not None else None
         order = self.order(planes[0], valid) if order is None else order
         shared = Shared(order=order) if self.shares else None
@@ -232,15 +232,15 @@ class Retrieval(CachePolicy):
         return stack_planes(pages).transpose(2, 0, 1, 3, 4, 5), self._described(pages, mask), shared
 
     def _described(self, pages: Sequence[Float[Array, "B K P p _"]], mask: Bool[Array, "B K P p"]) -> Any:
-        """Returns what the index keeps of pages, given plane by plane."""
+        """Returns what the index keeps of pages; `pages` are their planes."""
         return self.index.describe(pages[0], pages[1] if len(pages) > 1 else None, mask)
 
     def flush_slice(self, state: PagedState, lengths: Lengths) -> PagedState:
-        """Returns a state of which `flush` reads no more than it needs, so that layers can be rows of one."""
+        """Returns the part of the state that `flush` reads, so that the states of several layers can be joined as rows."""
         return replace(state, index=self.index.flush_slice(state.index, lengths.next_page))
 
     def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K planes p W"], Any]:
-        """Returns the window page that is to leave, and what `flushed` needs to know, of a state or what is `around` that page.
+        """Returns the page that leaves the window and the update for `after_flush`, from a state or its `flush_slice`.
 
         Called between steps whenever `page_size` tokens have been decoded.
         """
@@ -249,29 +249,29 @@ class Retrieval(CachePolicy):
         return stack_planes(page), self.index.page_update(state.index, described, lengths.next_page)
 
     def after_flush(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
-        """Returns the state after that page has left it; `lengths` are those that `flush` was given.
+        """Returns the state after `flush`, whose `lengths` and update (`prepared`) it takes.
 
-        Apart from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
+        Separate from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
         """
         window = self.window_of.without_oldest(state.window)
         return replace(state, window=window, index=self.index.apply_update(state.index, prepared, lengths.next_page))
 
     def compact(self, state: PagedState, pages: Float[Array, "P B K planes p W"], view: View) -> Outcome:
-        """Packs the newest `pages` of the pool anew, and returns them.
+        """Packs the newest `pages` of the pool again, by meaning, and returns them.
 
-        Called between steps whenever `compact_every` tokens have been decoded, with the pages that hold them.
+        Called between steps whenever `compact_every` tokens have been decoded, with the pages of these tokens.
         """
         count, batch, heads, _, p, _ = pages.shape
         first, tokens = view.lengths.next_page - count, count * p
         counts = jax.lax.dynamic_slice_in_dim(self.index.counts(state.index), first, count, axis=2)
-        there = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)  # pages may be filled in part
+        filled = (jnp.arange(p)[None, None, :] < counts[:, 0, :, None]).reshape(batch, tokens)  # pages may be partly filled
         parts = (pages[:, :, :, i, :, : x.shape[-1]] for i, x in enumerate(state.window.sinks))
         planes = (x.transpose(1, 2, 0, 3, 4).reshape(batch, heads, tokens, -1) for x in parts)
-        # Where a row has no token, another may have left anything.
-        planes = tuple(jnp.where(there[:, None, :, None], x, 0) for x in planes)
-        pages, described, shared = self._packed(planes, there, view.shared)
+        # Empty slots may hold what another row left in the pool.
+        planes = tuple(jnp.where(filled[:, None, :, None], x, 0) for x in planes)
+        pages, described, shared = self._packed(planes, filled, view.shared)
         index = self.index.with_pages(state.index, described, first)
-        # What stays on the device of these pages is no longer what they are.
+        # The pages held on the device no longer match the pool.
         state = replace(state, index=index, ids=jnp.full_like(state.ids, NOTHING))
         return Outcome(state, pages=pages, shared=shared)
 
@@ -282,7 +282,7 @@ class Retrieval(CachePolicy):
     def after_move(
         self, state: PagedState, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
     ) -> PagedState:
-        """Returns the state after pages have moved in the pool, as `PageIndex.after_move` has it."""
+        """Returns the state after pages have moved in the pool; see `PageIndex.after_move`."""
         return replace(state, index=self.index.after_move(state.index, ids, there, first, behind=behind))
 
     def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:

@@ -1,4 +1,7 @@
-"""What a retrieval policy found for a query."""
+"""The pages that a retrieval policy selected for a query.
+
+Made by `Retrieval.find`, read by the fetch and the attention. Ids and counts are i32[B, K, M].
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,18 @@ from icejax.ops.pages.value_fit import FromKeys
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selection:
-    """What a query is to attend to beside sinks and window: pages, or single slots of them as if each were a page of one.
+    """Pages that a query attends to beside sinks and window; a single slot counts as a page of one token.
 
     Attributes:
-        ids: pages of each KV head, or slots: page * page size + slot.
-        counts: tokens of each; 0 where there is no page.
-        bias: added to the scores that each query head, or all, give its keys: -inf hides the page; None: nothing.
-        tail: attention to all tokens that no selected page holds, as far as it is estimated; None: not at all.
-        uneven: how far the weights of tokens of the rest are from their means, as `tree.Selection` has it; None: not known.
-        from_keys: values from keys, for tokens found that are not attended exactly; None: they count as their mean.
-        choice: what followers need to find the same.
+        ids: pages of each KV head; of single slots page * page size + slot, so slot 3 of page 5 of 16 tokens is 83.
+        counts: tokens of each page; 0 for an id that is padding.
+        bias: added to the scores of a page's keys, per query head or for all of a KV head; -inf hides the page; None: 0.
+        tail: estimated attention to all tokens outside the selected pages; None: these tokens are left out.
+        uneven: squared deviations of the tail tokens' weights from the mean of their node, summed, as
+            `WalkResult.tail_uneven`; None: not known.
+        from_keys: predicts values from keys, for tokens of selected pages that are not attended exactly; None: those tokens
+            count with the mean value of their page.
+        choice: the selection in the form that follower layers read.
     """
 
     ids: jax.Array  # i32[B, K, M]
@@ -38,16 +43,23 @@ class Selection:
 
 
 def of_query_heads(ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"], which: Bool[Array, "B K G P"]) -> Selection:
-    """Returns the pages that each query head found for itself, with how many tokens they hold, as the KV head's.
+    """Returns one selection per KV head from the pages that each of its query heads selected.
 
-    A page that several found counts once, and each head sees its own.
+    Of a page that several query heads selected the first copy keeps its count, the others get 0; `bias` hides from a query
+    head the pages that it did not select. Two query heads, pages of 4 tokens:
+
+        ids       [[2, 5], [5, 0]] -> [2, 5, 5, 0]
+        counts    [[4, 4], [4, 4]] -> [4, 4, 0, 4]
+        bias      head 0: [0, 0, 0, -inf], head 1: [-inf, 0, 0, 0]
 
     Args:
-        which: the same, of all pages.
+        ids: pages that each query head selected.
+        counts: tokens of these pages.
+        which: mask of the selected pages, over all pages.
     """
-    heads, most = ids.shape[2:]
+    heads, num_ids = ids.shape[2:]
     ids, counts = (x.reshape(*x.shape[:2], -1) for x in (ids, counts))
-    found_by = jnp.take_along_axis(which, ids[:, :, None], axis=3)
-    earlier = jnp.arange(heads)[:, None] < jnp.repeat(jnp.arange(heads), most)[None, :]
-    again = (found_by & earlier[None, None]).any(2)
-    return Selection(ids, jnp.where(again, 0, counts), bias=jnp.where(found_by, 0.0, -jnp.inf))
+    visible = jnp.take_along_axis(which, ids[:, :, None], axis=3)
+    earlier = jnp.arange(heads)[:, None] < jnp.repeat(jnp.arange(heads), num_ids)[None, :]
+    repeated = (visible & earlier[None, None]).any(2)
+    return Selection(ids, jnp.where(repeated, 0, counts), bias=jnp.where(visible, 0.0, -jnp.inf))

@@ -1,1 +1,1 @@
-"""Page indexes: what a retrieval policy keeps on the device of every page, to find pages by."""
+"""Page indexes: the device-side summaries of all pages, by which a retrieval policy selects pages or tokens."""

@@ -1,4 +1,7 @@
-"""An index of clusters of tokens of a like direction, as many as there are pages."""
+"""An index of token clusters: keys [B, K, P, p, H] of similar direction, in as many clusters as there are pages.
+
+Policy RetroInfer ranks the clusters by their mean keys and fetches the tokens of the best ones.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,22 @@ from icejax.cache.index.base import PageIndex
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages.kmeans import kmeans, nearest, sums
 
-STRETCH = 8192  # tokens that are clustered together
+STRETCH = 8192  # tokens clustered together
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters, each in the place of a page that came with its tokens, and pages, whose tokens may be in any of them.
+    """Clusters, and the cluster of each slot of the pages; a page's tokens may belong to different clusters.
+
+    New pages bring as many clusters, at the same indices: a token of page 7 in cluster 9 has `away` 2.
 
     Attributes:
         key: mean key of each cluster.
-        value: mean value; None where values are channels of the keys, so that their means are too.
+        value: mean value of each cluster; None where the keys hold the values.
         size: tokens of each cluster.
-        away: of the slots of every page, how many places behind the page their cluster is.
-        count: tokens of every page, in its first slots.
+        away: cluster index minus page index, for each slot.
+        count: tokens of each page, in its first slots.
     """
 
     key: jax.Array  # dtype[B, K, P, H]
@@ -36,14 +41,14 @@ class Clusters:
 
     @property
     def of_slots(self) -> Int[Array, "B K S"]:
-        """The cluster of the slots of all pages, one behind another; any for an empty one."""
+        """The cluster of each slot, page after page; undefined for an empty slot."""
         pages = jnp.arange(self.away.shape[2], dtype=jnp.int32)
         return (self.away + pages[None, None, :, None]).reshape(*self.away.shape[:2], -1)
 
 
 @dataclass(frozen=True)
 class ClustersIndex(PageIndex[Clusters, Clusters, Clusters]):
-    """k-means by angle over the tokens that come together, less their mean, in stretches; as many clusters as pages come."""
+    """Spherical k-means over the tokens inserted together, centred on their mean, with a cluster per page."""
 
     page_size: int
     iterations: int
@@ -51,8 +56,8 @@ class ClustersIndex(PageIndex[Clusters, Clusters, Clusters]):
     def empty(self, spec: CacheSpec, pages: int) -> Clusters:
         shape = (spec.batch_size, spec.num_kv_heads, pages)
         key, value = (jnp.zeros((*shape, size), spec.dtype) for size in (spec.head_dim, spec.value_dim))
-        none = jnp.zeros(shape, jnp.int32)
-        return Clusters(key, None if spec.latent else value, none, jnp.zeros((*shape, self.page_size), jnp.int32), none)
+        zeros = jnp.zeros(shape, jnp.int32)
+        return Clusters(key, None if spec.latent else value, zeros, jnp.zeros((*shape, self.page_size), jnp.int32), zeros)
 
     def counts(self, index: Clusters) -> Int[Array, "B K P"]:
         return index.count
@@ -64,15 +69,15 @@ class ClustersIndex(PageIndex[Clusters, Clusters, Clusters]):
         together = min(pages, STRETCH // p)
         padding = [(0, 0), (0, 0), (0, -pages % together), (0, 0)]
         count = mask.sum(-1, dtype=jnp.int32)
-        both = k if v is None else jnp.concatenate([k, v], axis=-1)
-        both = jnp.pad(jnp.where(mask[..., None], both, 0).astype(jnp.float32), [*padding, (0, 0)])
-        both, there = (x.reshape(batch, heads, -1, together * p, *x.shape[4:]) for x in (both, jnp.pad(mask, padding)))
-        few = jnp.maximum(there.reshape(*there.shape[:3], together, p).any(-1).sum(-1, dtype=jnp.int32), 1)
+        vectors = k if v is None else jnp.concatenate([k, v], axis=-1)
+        vectors = jnp.pad(jnp.where(mask[..., None], vectors, 0).astype(jnp.float32), [*padding, (0, 0)])
+        vectors, valid = (x.reshape(batch, heads, -1, together * p, *x.shape[4:]) for x in (vectors, jnp.pad(mask, padding)))
+        num_filled = jnp.maximum(valid.reshape(*valid.shape[:3], together, p).any(-1).sum(-1, dtype=jnp.int32), 1)
         tokens = jnp.maximum(count.sum(-1), 1).astype(jnp.float32)[..., None, None, None]
-        keys = both[..., :size] - both[..., :size].sum((2, 3), keepdims=True) / tokens
-        options = dict(cosine=True, few=few)
-        codes = nearest(keys, kmeans(keys, there, count=together, iterations=self.iterations - 1, **options), **options)
-        total, members = sums(both, codes, there, count=together)
+        keys = vectors[..., :size] - vectors[..., :size].sum((2, 3), keepdims=True) / tokens
+        options = dict(cosine=True, few=num_filled)
+        codes = nearest(keys, kmeans(keys, valid, count=together, iterations=self.iterations - 1, **options), **options)
+        total, members = sums(vectors, codes, valid, count=together)
         mean = total / jnp.maximum(members, 1)[..., None].astype(jnp.float32)
         away = codes.reshape(*codes.shape[:3], together, p) - jnp.arange(together, dtype=jnp.int32)[None, None, None, :, None]
         mean, members, away = (x.reshape(batch, heads, -1, *x.shape[4:])[:, :, :pages] for x in (mean, members, away))

@@ -1,4 +1,4 @@
-"""A digest tree with the codes of all keys beside it."""
+"""A digest tree together with the key codes of all tokens (`icejax.ops.pages.key_codes`); policy Coded selects by both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Update = tuple[tuple[Digests, ...], KeyCodes]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CodedIndex(Digested):
-    """What is kept of all pages.
+    """The digests of all pages, and the codes of their keys.
 
     Attributes:
-        codes: of the keys of their tokens.
+        codes: codes of the keys of all pages.
     """
 
     codes: KeyCodes
@@ -32,11 +32,11 @@ class CodedIndex(Digested):
 
 @dataclass(frozen=True)
 class CodedTree(DigestTree):
-    """Digests of pages and of runs of pages, and codes of keys.
+    """Builds and updates a `CodedIndex`.
 
     Attributes:
         page_size: slots of a page.
-        bits: of every channel of a key.
+        bits: bits of a code, one code per channel of a key.
     """
 
     page_size: int

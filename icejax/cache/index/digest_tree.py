@@ -1,4 +1,7 @@
-"""An index of pages by a tree of digests, with what keys tell of values beside it."""
+"""An index of pages by a tree of digests, with the keys' scatter and a linear fit of values from keys.
+
+Clustered policies walk the tree (`icejax.ops.pages.tree_walk`) with queries [B, K, G, H] to select pages.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ from icejax.ops.pages.digests import Digests, digest, empty, put
 from icejax.ops.pages.key_scatter import added
 from icejax.ops.pages.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
 
-Described = tuple[Digests, Sums, *tuple[Any, ...]]  # what is kept of pages, and what more a tree with more keeps
+Described = tuple[Digests, Sums, *tuple[Any, ...]]  # digests, sums for the fit, and what a subclass adds
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Digested:
-    """What is kept of all pages.
+    """The digest tree of all pages, with statistics of their keys and values.
 
     Attributes:
-        levels: digests of the pages and of every level of nodes above them, highest last.
-        scatter: how the keys of the texts so far, decoded tokens once their pages were packed, lie about the means of their
-            pages, f32[B, K, H, H].
-        fit: of their values; None: values are means.
+        levels: digests of the pages, then of each level of nodes above them, highest last.
+        scatter: sums of products of keys as they differ from their page's mean, f32[B, K, H, H]; a decoded token counts once
+            compaction has packed its page.
+        fit: the fit of values from keys; None: a token's value is estimated by its page's mean.
     """
 
     levels: tuple[Digests, ...]
@@ -38,12 +41,12 @@ class Digested:
 
 @dataclass(frozen=True)
 class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
-    """Digests of pages and of runs of pages.
+    """Builds and updates a `Digested`.
 
     Attributes:
-        dtype: of the digests; None: the model's.
-        value_fit: whether values are told from keys; fitted to them, where that takes no more than a quarter of the bytes of
-            digests, or keys hold them.
+        dtype: dtype of the digests; None: the model's.
+        value_fit: whether values are estimated from keys: directly where keys hold them, else by a fit, if its bytes are
+            at most a quarter of the digests'.
     """
 
     dtype: str | None
@@ -55,12 +58,12 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
         scatter, fit = jnp.zeros((*shape[:2], spec.head_dim, spec.head_dim)), None
         if self.value_fit and not spec.latent:
             fit = unfitted(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
-            small = 4 * _bytes(fit) <= _bytes(levels)
-            fit = fit if small else None
+            is_small = 4 * _bytes(fit) <= _bytes(levels)
+            fit = fit if is_small else None
         return Digested(levels, scatter, fit)
 
     def from_keys(self, index: Digested) -> FromKeys | None:
-        """Returns values from keys, if there are any."""
+        """Returns the estimator of values from keys; None: values are estimated by means."""
         if index.fit is not None:
             return FromKeys(index.fit.matrix)
         return FromKeys(None) if self.value_fit and index.levels[0].value is None else None

@@ -1,4 +1,7 @@
-"""An index of tokens by hashes of their keys: on which sides of random planes they lie."""
+"""An index of tokens by locality-sensitive hashes of their keys: on which sides of random planes a key lies (SimHash).
+
+Policy MagicPIG compares the hashes of queries with u16 hashes [B, K, P, p, L], L per token.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ from icejax.cache.index.base import CodesPerToken
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import EINSUM
 
-TOGETHER = 128  # pages that are hashed at once
+TOGETHER = 128  # pages hashed at once
 
 
 @functools.lru_cache(maxsize=4)
 def planes(heads: int, size: int, count: int, seed: int) -> np.ndarray:
-    """Returns random planes f32[heads, size, count], the same for the same seed."""
+    """Returns the normals of `count` random planes, f32[heads, size, count], the same for the same seed."""
     return np.random.default_rng(seed).standard_normal((heads, size, count), np.float32)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Hashes:
-    """The hashes of every token, one for each table, and what the keys lie around.
+    """The hashes of every token, one for each table, and the mean key they are centred on.
 
     Attributes:
-        mean: mean key of the first text that left tokens in pages; 0 before.
-        made: whether a row has it.
-        codes: of the slots of every page.
-        count: tokens of every page, in its first slots.
+        mean: mean key of the first text with tokens in pages; 0 before.
+        made: whether `mean` is set.
+        codes: hashes of each slot of the pages.
+        count: tokens of each page, in its first slots.
     """
 
     mean: jax.Array  # f32[B, K, H]
@@ -43,13 +46,13 @@ class Hashes:
 
 @dataclass(frozen=True)
 class HashIndex(CodesPerToken[Hashes]):
-    """Hashes of keys less the mean of a row's first text: every table has planes of its own, a bit for each.
+    """Hashes of keys minus the mean key of a row's first text; each table has its own planes, one per bit.
 
     Attributes:
         page_size: slots of a page.
-        bits: planes of a table.
-        tables: hashes of a token.
-        seed: of the planes.
+        bits: planes of a table, at most 16.
+        tables: hashes of a token, L.
+        seed: seed of the planes.
     """
 
     page_size: int
@@ -77,7 +80,10 @@ class HashIndex(CodesPerToken[Hashes]):
         return Hashes(mean, index.made | (tokens > 0), codes, count)
 
     def hashed(self, x: Float[Array, "B K n H"]) -> UInt[Array, "B K n L"]:
-        """Returns the hashes of vectors in fp32."""
+        """Returns the hashes of fp32 vectors.
+
+        A vector on the positive side of planes 0 and 2 of a table has the hash 2^0 + 2^2 = 5 there.
+        """
         sides = EINSUM("bknh,khc->bknc", x, planes(*x.shape[1::2], self.tables * self.bits, self.seed)) > 0
         sides = sides.reshape(*x.shape[:3], self.tables, self.bits)
         bits = jnp.left_shift(1, jnp.arange(self.bits))[None, None, None, None]

@@ -1,4 +1,7 @@
-"""An index of pages by their mean keys, some of which are kept whatever a query asks for."""
+"""An index of pages by their mean keys, with pages that every decode step attends to.
+
+Policy ShadowKV scores the means [B, K, P, H] with the queries.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from icejax.ops.attention.dense import EINSUM
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Landmarks:
-    """The mean key of every page, whether every step attends to it, and its tokens."""
+    """The mean key of each page, whether every step attends to the page, and its tokens."""
 
     mean: jax.Array  # dtype[B, K, P, H]
     kept: jax.Array  # bool[B, K, P]
@@ -24,7 +27,7 @@ class Landmarks:
 
 
 class LandmarkIndex(PageIndex[Landmarks, Landmarks, Landmarks]):
-    """The mean key of every page, of which none is kept yet."""
+    """Builds the mean keys of pages; new pages have `kept` False."""
 
     def empty(self, spec: CacheSpec, pages: int) -> Landmarks:
         shape = (spec.batch_size, spec.num_kv_heads, pages)
@@ -44,11 +47,16 @@ class LandmarkIndex(PageIndex[Landmarks, Landmarks, Landmarks]):
 
 
 def least_cosine(keys: Float[Array, "P B K p H"], landmarks: Landmarks) -> Float[Array, "B K P"]:
-    """Returns the least cosine that a key of each of the first pages has with their mean; infinite for an empty page."""
+    """Returns the smallest cosine between a key and the mean key of its page, for the first P pages; inf for an empty page.
+
+    Args:
+        keys: keys of the first P pages of the pool.
+        landmarks: mean keys of all pages.
+    """
     pages, size = len(keys), keys.shape[3]
     mean, count = landmarks.mean[:, :, :pages].astype(jnp.float32), landmarks.count[:, :, :pages]
     keys = keys.transpose(1, 2, 0, 3, 4).astype(jnp.float32)
-    lengths = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
-    cosine = EINSUM("bkpsh,bkph->bkps", keys, mean) / jnp.maximum(lengths, 1e-30)
-    there = jnp.arange(size)[None, None, None] < count[..., None]
-    return jnp.where(there, cosine, jnp.inf).min(-1)
+    norms = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
+    cosine = EINSUM("bkpsh,bkph->bkps", keys, mean) / jnp.maximum(norms, 1e-30)
+    mask = jnp.arange(size)[None, None, None] < count[..., None]
+    return jnp.where(mask, cosine, jnp.inf).min(-1)

@@ -1,4 +1,7 @@
-"""An index of tokens by the part of their keys that lies in the directions a text's queries have most of."""
+"""An index of tokens by partial keys: keys projected to the few directions in which the prompt's queries are largest.
+
+Policy InfiniGen scores queries with the projected keys [B, K, P, p, d].
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from icejax.ops.attention.dense import EINSUM
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Partial:
-    """Directions, and how far the key of every token goes in each.
+    """Directions, and the projections of all keys to them.
 
     Attributes:
-        directions: at right angles, made of a row's prompt; 0 before.
-        codes: of the slots of every page.
-        count: tokens of every page, in its first slots.
+        directions: orthonormal columns, computed from a row's prompt; 0 before.
+        codes: projections of each slot's key.
+        count: tokens of each page, in its first slots.
     """
 
     directions: jax.Array  # f32[B, K, H, d]
@@ -31,20 +34,20 @@ class Partial:
 
 @dataclass(frozen=True)
 class PartialIndex(CodesPerToken[Partial]):
-    """Keys in a few directions.
+    """Projects keys to a few directions.
 
     Attributes:
         page_size: slots of a page.
-        share: how many directions there are, of as many as channels.
+        share: number of directions, as a share of the channels.
     """
 
     page_size: int
     share: float
 
     def empty(self, spec: CacheSpec, pages: int) -> Partial:
-        shape, some = (spec.batch_size, spec.num_kv_heads), max(1, int(self.share * spec.head_dim))
-        codes = jnp.zeros((*shape, pages, self.page_size, some), spec.dtype)
-        return Partial(jnp.zeros((*shape, spec.head_dim, some)), codes, jnp.zeros((*shape, pages), jnp.int32))
+        shape, num_directions = (spec.batch_size, spec.num_kv_heads), max(1, int(self.share * spec.head_dim))
+        codes = jnp.zeros((*shape, pages, self.page_size, num_directions), spec.dtype)
+        return Partial(jnp.zeros((*shape, spec.head_dim, num_directions)), codes, jnp.zeros((*shape, pages), jnp.int32))
 
     def page_update(self, index: Partial, described: tuple[jax.Array, jax.Array], first: Int[Array, ""]) -> Partial:
         keys, mask = described
@@ -53,12 +56,15 @@ class PartialIndex(CodesPerToken[Partial]):
 
 
 def directions_of(q: Float[Array, "B T K G H"], new: Int[Array, " B"], *, count: int) -> Float[Array, "B K H {count}"]:
-    """Returns the directions in which the first `new` queries have most, of the main ones of each KV head.
+    """Returns the `count` principal directions of a KV head's queries in which the queries are largest, by absolute sums.
 
-    All main directions together keep every product of a query and a key: they are at right angles.
+    Principal directions are orthonormal, so that all H of them together preserve every query-key product.
+
+    Args:
+        new: real queries of each row; the rest is padding.
     """
-    there = (jnp.arange(q.shape[1])[None] < new[:, None])[:, :, None, None, None]
-    q = jnp.where(there, q, 0).astype(jnp.float32)
-    main = jnp.linalg.eigh(EINSUM("btkgh,btkgi->bkhi", q, q))[1]
-    most = jnp.abs(EINSUM("btkgh,bkhi->btkgi", q, main)).sum((1, 3))
-    return jnp.take_along_axis(main, jax.lax.top_k(most, count)[1][:, :, None], axis=3)
+    valid = (jnp.arange(q.shape[1])[None] < new[:, None])[:, :, None, None, None]
+    q = jnp.where(valid, q, 0).astype(jnp.float32)
+    axes = jnp.linalg.eigh(EINSUM("btkgh,btkgi->bkhi", q, q))[1]
+    sizes = jnp.abs(EINSUM("btkgh,bkhi->btkgi", q, axes)).sum((1, 3))
+    return jnp.take_along_axis(axes, jax.lax.top_k(sizes, count)[1][:, :, None], axis=3)

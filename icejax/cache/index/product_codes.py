@@ -1,4 +1,7 @@
-"""An index of tokens by centroids of their keys: of every token the device keeps which ones it is nearest to."""
+"""An index of tokens by product quantisation: the device keeps the nearest centroid of each part of a token's key.
+
+Policies PQCache and ClusterKV score queries [B, K, G, H] with the centroids instead of the keys.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from icejax.ops.pages.kmeans import kmeans, nearest
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ProductCodes:
-    """Centroids of each part of the keys, and which of them every token has.
+    """Centroids of each part of the keys, and the centroid of each token's parts.
 
     Attributes:
-        centroids: those of a row are made of the first text that leaves tokens in pages; 0 before.
-        made: whether a row has them.
-        codes: of the slots of every page.
-        count: tokens of every page, in its first slots.
+        centroids: C centroids of each part, computed from a row's first text with tokens in pages; 0 before.
+        made: whether the row's centroids are set.
+        codes: centroid indices of each slot, one per part.
+        count: tokens of each page, in its first slots.
     """
 
     centroids: jax.Array  # f32[B, K, parts, C, H / parts]
@@ -35,14 +38,14 @@ class ProductCodes:
 
 @dataclass(frozen=True)
 class ProductCodesIndex(CodesPerToken[ProductCodes]):
-    """k-means over the keys of a row's first text, part by part; later tokens go to the nearest centroids there are.
+    """k-means over the keys of a row's first text, part by part; later tokens are coded by the same centroids.
 
     Attributes:
         page_size: slots of a page.
-        parts: runs of channels, each with centroids of its own; divides the channels.
-        centroids: of every part.
-        iterations: of k-means.
-        cosine: whether the nearest centroid is the one of the smallest angle.
+        parts: runs of channels with their own centroids; divides the channels.
+        centroids: centroids of each part.
+        iterations: iterations of k-means.
+        cosine: whether the nearest centroid has the smallest angle, not the smallest distance.
     """
 
     page_size: int
@@ -64,20 +67,23 @@ class ProductCodesIndex(CodesPerToken[ProductCodes]):
         keys, mask = described
         batch, heads, _, p, size = keys.shape
         keys = keys.reshape(batch, heads, -1, self.parts, size // self.parts).swapaxes(2, 3)
-        there = jnp.broadcast_to(mask.reshape(batch, heads, 1, -1), keys.shape[:4])
+        valid = jnp.broadcast_to(mask.reshape(batch, heads, 1, -1), keys.shape[:4])
 
-        def made_now() -> jax.Array:
-            found = kmeans(keys, there, count=self.centroids, iterations=self.iterations, cosine=self.cosine)
-            return jnp.where(index.made[..., None, None, None], index.centroids, found)
+        def fit_centroids() -> jax.Array:
+            new = kmeans(keys, valid, count=self.centroids, iterations=self.iterations, cosine=self.cosine)
+            return jnp.where(index.made[..., None, None, None], index.centroids, new)
 
-        centroids = jax.lax.cond(index.made.all(), lambda: index.centroids, made_now)
+        centroids = jax.lax.cond(index.made.all(), lambda: index.centroids, fit_centroids)
         codes = nearest(keys, centroids, cosine=self.cosine).swapaxes(2, 3).reshape(batch, heads, -1, p, self.parts)
         count = mask.sum(-1, dtype=jnp.int32)
         return ProductCodes(centroids, index.made | (count > 0).any(-1), codes.astype(index.codes.dtype), count)
 
 
 def approximate(q: Float[Array, "B K G H"], index: ProductCodes) -> Float[Array, "B K G S"]:
-    """Returns the products of queries with the centroids in the place of keys, of the slots of all pages; fp32."""
+    """Returns the products of queries with each slot's centroids in the place of its key, in fp32.
+
+    With H = 4, two parts and a key coded (3, 0): q[:2] . centroids[0, 3] + q[2:] . centroids[1, 0].
+    """
     batch, heads, group, _ = q.shape
     parts = index.centroids.shape[2]
     queries = q.reshape(batch, heads, group, parts, -1).astype(jnp.float32)

@@ -1,7 +1,7 @@
-"""An index of tokens by four bits of every channel of their turned keys: a sign and one of eight sizes.
+"""An index of tokens by four bits per channel of their rotated keys: a sign and one of eight sizes.
 
-A random turn makes channels alike, so that nothing has to be learnt of the keys: how large a channel is within eight of them is
-known beforehand, and so are the sizes that are told apart.
+Policy ParisKV estimates query-key products by it. A random rotation makes all channels alike, so that nothing is fitted to the
+keys [B, K, P, p, H]: how the length of a block of eight channels spreads over them is known beforehand, and so are the sizes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from icejax.cache.index.base import CodesPerToken
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import EINSUM
 
-TOGETHER = 128  # pages that are coded at once
-BLOCK = 8  # channels whose length is kept
-# Of a channel of a direction in eight dimensions: between which sizes it is, and what it is then taken for.
+TOGETHER = 128  # pages coded at once
+BLOCK = 8  # channels with one stored length
+# For a channel of a unit vector in eight dimensions: the bounds between sizes, and the value that stands for each size.
 EDGES = (0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901)
 SIZES = (0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633)
 
 
 @functools.lru_cache(maxsize=4)
 def turn(size: int, seed: int) -> np.ndarray:
-    """Returns the matrix f32[size, channels(size)] that turns vectors: random signs, then rows of Hadamard's matrix."""
+    """Returns the random rotation f32[size, channels(size)]: random signs times rows of a Hadamard matrix, orthonormal rows."""
     hadamard = np.ones((1, 1))
     while len(hadamard) < channels(size):
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
@@ -36,19 +36,19 @@ def turn(size: int, seed: int) -> np.ndarray:
 
 
 def channels(size: int) -> int:
-    """Returns how many channels turned vectors have: the power of two, 8 or more, that holds `size`."""
+    """Returns the channels of a rotated vector: the least power of two that is at least `size`, and at least 8."""
     return max(BLOCK, 1 << (size - 1).bit_length())
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Signs:
-    """What is kept of the slots of every page.
+    """The codes of each slot of the pages.
 
     Attributes:
-        codes: two of C turned channels in a byte, the sign as the highest of four bits; and for each eight channels how long
-            they are by how far their sizes tell.
-        count: tokens of every page, in its first slots.
+        codes: four bits for each of C rotated channels, two channels in a byte, the sign as the highest bit; and a length for
+            each block of eight channels, by which the decoded block is multiplied.
+        count: tokens of each page, in its first slots.
     """
 
     codes: tuple[jax.Array, jax.Array]  # u8[B, K, P, p, C / 2], bf16[B, K, P, p, C / 8]
@@ -57,11 +57,11 @@ class Signs:
 
 @dataclass(frozen=True)
 class SignsIndex(CodesPerToken[Signs]):
-    """Codes of turned keys.
+    """Codes of rotated keys.
 
     Attributes:
         page_size: slots of a page.
-        seed: of the turn.
+        seed: seed of the rotation.
     """
 
     page_size: int
@@ -80,21 +80,24 @@ class SignsIndex(CodesPerToken[Signs]):
             length = jnp.linalg.norm(blocks, axis=-1)
             shares = jnp.abs(blocks) / jnp.maximum(length, 1e-30)[..., None]
             size = sum((shares > edge).astype(jnp.int32) for edge in EDGES)
-            told = (jnp.float32(SIZES)[size] * shares).sum(-1)
-            four = (jnp.where(blocks >= 0, 8, 0) + size).reshape(*x.shape[:-1], -1, 2)
-            return (four[..., 0] + 16 * four[..., 1]).astype(jnp.uint8), (length / jnp.maximum(told, 1e-6)).astype(jnp.bfloat16)
+            fit = (jnp.float32(SIZES)[size] * shares).sum(-1)  # projection of the decoded block to the true direction
+            code = (jnp.where(blocks >= 0, 8, 0) + size).reshape(*x.shape[:-1], -1, 2)
+            return (code[..., 0] + 16 * code[..., 1]).astype(jnp.uint8), (length / jnp.maximum(fit, 1e-6)).astype(jnp.bfloat16)
 
         codes = jax.lax.map(page, keys.transpose(2, 0, 1, 3, 4), batch_size=TOGETHER)
         return Signs(tuple(x.transpose(1, 2, 0, 3, 4) for x in codes), mask.sum(-1, dtype=jnp.int32))
 
     def turned(self, x: Float[Array, "*R H"]) -> Float[Array, "*R b 8"]:
-        """Returns turned vectors in fp32, eight channels at a time."""
+        """Returns the rotated vectors in fp32, in blocks of eight channels."""
         y = EINSUM("...h,hi->...i", x.astype(jnp.float32), turn(x.shape[-1], self.seed))
         return y.reshape(*x.shape[:-1], -1, BLOCK)
 
 
 def patterns(index: Signs) -> Int[Array, "B K S b"]:
-    """Returns the signs of eight channels as a number, the first as its lowest bit, of the slots of all pages."""
+    """Returns the signs of each slot's blocks of eight channels as a number: bit i is set if channel i is not negative.
+
+    A block with the signs + - + - - - - - has the pattern 2^0 + 2^2 = 5.
+    """
     bytes_ = index.codes[0]
     pairs = bytes_.reshape(*bytes_.shape[:2], -1, bytes_.shape[-1] // (BLOCK // 2), BLOCK // 2).astype(jnp.int32)
     bits = (pairs >> 3 & 1) + (pairs >> 6 & 2)
@@ -102,8 +105,8 @@ def patterns(index: Signs) -> Int[Array, "B K S b"]:
 
 
 def estimated(q: Float[Array, "B K b 8"], index: Signs) -> Float[Array, "B K S"]:
-    """Returns about what products turned queries have with the keys of the slots of all pages."""
+    """Returns the estimated products of rotated queries with the keys of all slots."""
     codes, length = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in index.codes)
-    halves = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32).reshape(*length.shape, BLOCK)
-    value = jnp.float32(SIZES)[halves & 7] * jnp.where(halves > 7, 1.0, -1.0)
+    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32).reshape(*length.shape, BLOCK)
+    value = jnp.float32(SIZES)[nibbles & 7] * jnp.where(nibbles > 7, 1.0, -1.0)
     return (EINSUM("bkci,bksci->bksc", q, value) * length.astype(jnp.float32)).sum(-1)

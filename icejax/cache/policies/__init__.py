@@ -1,1 +1,1 @@
-"""One file per cache policy; `icejax.cache` names them."""
+"""One file per cache policy; `icejax.cache.registry` lists them by name."""

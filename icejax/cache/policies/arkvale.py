@@ -1,4 +1,7 @@
-"""ArkVale (NeurIPS 2024): pages in order of position, chosen by the boxes in which most of their keys lie."""
+"""ArkVale (NeurIPS 2024): pages in order of position, selected by boxes around most of their keys (`--cache arkvale`).
+
+Boxes are [B, K, P, H], page scores f32[B, K, P].
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ Together = Literal["layer", "kv"]
 
 
 class CuboidIndex(BoundsIndex):
-    """Around the middle of every page's keys, channel by channel, the box that reaches as far as they do in the mean."""
+    """A box per page: in each channel the middle of its keys' range, plus and minus their mean distance from this middle.
+
+    Keys of 0, 2 and 10 in a channel have the middle 5 and the distances 5, 3 and 5: the box is 0.67 to 9.33.
+    """
 
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
@@ -29,26 +35,26 @@ class CuboidIndex(BoundsIndex):
         keys = jnp.where(mask[..., None], k, 0).astype(jnp.float32)
         box = super().describe(keys, None, mask)
         middle = (box.low + box.high) / 2
-        far = jnp.where(mask[..., None], jnp.abs(keys - middle[..., None, :]), 0).sum(3)
-        far /= jnp.maximum(box.count, 1)[..., None].astype(jnp.float32)
-        return Bounds((middle - far).astype(k.dtype), (middle + far).astype(k.dtype), box.count)
+        half_width = jnp.where(mask[..., None], jnp.abs(keys - middle[..., None, :]), 0).sum(3)
+        half_width /= jnp.maximum(box.count, 1)[..., None].astype(jnp.float32)
+        return Bounds((middle - half_width).astype(k.dtype), (middle + half_width).astype(k.dtype), box.count)
 
 
 @dataclass(frozen=True)
 class ArkVale(Retrieval):
-    """ArkVale: the first and the newest pages, and those whose box has the largest products with the layer's queries.
+    """ArkVale: attends to the first and newest pages, and to the pages whose boxes have the largest products with the queries.
 
-    As in its code, the query heads of the whole layer attend to the same pages. There the pages of earlier steps that are still
-    on the device are attended to as well; here they are not, so that the budget holds. A page of its code is complete; here
-    the last one of a prompt may be filled in part, and the window is full or lacks up to a page.
+    As in the authors' code, all query heads of a layer attend to the same pages. Their code also attends to pages of earlier
+    steps that are still on the device; here a step does not, so that the budget holds. Their pages are always full; here the
+    last page of a prompt may be partly filled, and the window lacks up to a page.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, first and newest pages included.
-        page_size: tokens of a page, which stand behind one another in the text.
+        page_size: consecutive tokens in a page.
         sinks: first pages, kept on the device.
         window: newest pages, kept on the device.
-        heads: which query heads agree on pages by the mean of their scores: all of the `layer`, as by default in its code, or
-            those of a `kv` head.
+        heads: query heads that agree on pages, by the mean of their scores: layer (all query heads, the default of the authors'
+            code) or kv (the query heads of a KV head).
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -79,8 +85,8 @@ class ArkVale(Retrieval):
         return CuboidIndex()
 
     def find(self, heads: Heads, index: Bounds, view: View) -> Selection:
-        together = (1, 2) if self.heads == "layer" else 2
-        worth = bound(heads.by_group(), index).mean(together, keepdims=True)
+        axes = (1, 2) if self.heads == "layer" else 2
+        worth = bound(heads.by_group(), index).mean(axes, keepdims=True)
         worth = jnp.broadcast_to(worth[:, :, 0], index.count.shape)
         page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), index.count)
         return Selection(page_ids, counts)

@@ -1,4 +1,8 @@
-"""The clustered cache: pages of tokens with similar keys, in host memory, fetched by need (arXiv 2604.10539)."""
+"""The clustered cache: pages of tokens with similar keys in host memory, fetched when a query needs them (arXiv 2604.10539).
+
+The default policy (`--cache clustered`), and with other options IceCache's own page selection (`--cache icecache`). Pages are
+[B, K, M, p, H] once fetched.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +26,23 @@ from icejax.ops.pages.digests import Score
 
 @dataclass(frozen=True)
 class Clustered(DigestPages):
-    """IceCache's budgeted cache, with a second-order page score that knows a page's outlier, a digest tree and a tail.
+    """IceCache's cache with a budget, extended by a second-order page score with outliers, a digest tree and a tail.
 
-    A step attends exactly to the sinks, to the best tokens of the pages of highest score, and to the window; never to more
-    than `budget` tokens per KV head and layer. All others contribute by means, and by what keys tell of values.
+    A step attends exactly to the sinks, the window and the best tokens of the pages of highest score: at most `budget` tokens
+    per KV head and layer. All other tokens contribute mean values, corrected by what keys predict of values.
 
     Attributes:
-        rerank: whether of all tokens of the pages fetched the best are attended exactly, so that there can be more pages than
-            the budget holds; IceCache attends to whole pages.
-        tail: whether tokens not attended exactly contribute the mean value of their page or node; IceCache's do not.
-        keys_first: whether the keys of twice as many pages are fetched, and then the values of their best tokens alone: not of
-            pages of int8, nor `resident`, nor of latent layers, nor on TPU, whose host memory is read in tiles of several
-            rows. None: wherever that can be.
-        score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
-        resident: whether the pages of the newest step stay on the device, so that only others are fetched; their memory
-            is that of the fetched pages.
-        reuse: clustered layers that share pages: the first of so many packs and selects by its own keys and queries, the
-            others follow it. IceCache(reuse) has 3.
+        rerank: whether the best tokens of all fetched pages are attended exactly, so that more pages can be fetched than the
+            budget holds; else whole pages are attended to, as in IceCache.
+        tail: whether tokens not attended exactly contribute the mean value of their page or node; not in IceCache.
+        keys_first: whether the keys of twice as many pages are fetched, and then the values of their best tokens alone; not
+            with int8 pages, `resident` or latent layers, nor on TPU, whose host memory is read in tiles of several rows. None:
+            wherever possible.
+        score: how a page's digest is scored; `mean` uses only the mean of all keys.
+        resident: whether the fetched pages stay on the device for the next step, which fetches only the others; takes device
+            memory for one step's pages.
+        reuse: clustered layers that share pages: the first layer of each run packs and selects by its own keys and queries,
+            the others follow it; 3 in IceCache's reuse.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -64,8 +68,8 @@ class Clustered(DigestPages):
             raise InputError("keys_first=true needs values apart from keys, which latent layers have not: leave it out")
         if self.keys_first is not None:
             return self
-        able = self.rerank and self.tail and not (self.resident or self.page_dtype or latent or platform == "tpu")
-        return replace(self, keys_first=able)
+        keys_first = self.rerank and self.tail and not (self.resident or self.page_dtype or latent or platform == "tpu")
+        return replace(self, keys_first=keys_first)
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
         if self.reuse == 1:
@@ -99,26 +103,26 @@ class Clustered(DigestPages):
         if not self.keys_first:
             return super().fetch_and_attend(state, heads, near, found, view)
         digests = state.index.levels[0]
-        most = self.num_fetched(digests.count.shape[-1])
+        max_tokens = self.num_fetched(digests.count.shape[-1])
         attended, found, weights, fetched = attend_keys_first(
-            heads, near, digests, found, view.pool, budget=self.budget, page_size=self.page_size, most=most
+            heads, near, digests, found, view.pool, budget=self.budget, page_size=self.page_size, most=max_tokens
         )
         return attended, found, replace(state, weights=weights.reshape(state.weights.shape), fetched=fetched)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
             return super().attend(heads, near, pages, found)
-        most = self.most_exact(self.budget)
-        return attend_best(heads, near, pages, found, self.budget, most=most, tail=self.tail)[:2]
+        max_tokens = self.most_exact(self.budget)
+        return attend_best(heads, near, pages, found, self.budget, most=max_tokens, tail=self.tail)[:2]
 
     def report(self, state: ScaledState, lengths: Lengths) -> Report:
         report = super().report(state, lengths)
         if not self.keys_first:
             return report
-        return replace(report, pages=report.pages.at[2].set(state.fetched))  # all that came was needed
+        return replace(report, pages=report.pages.at[2].set(state.fetched))  # every fetched slot was needed
 
 
 class ClusteredFollower(Clustered):
-    """A layer that takes partition and pages of the clustered layer before it."""
+    """A layer that takes the order of tokens in pages, and the selected pages, from the clustered layer before it."""
 
     follows = True

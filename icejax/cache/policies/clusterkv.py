@@ -1,4 +1,7 @@
-"""ClusterKV (arXiv 2412.03213): tokens chosen by whole clusters of keys of a like direction."""
+"""ClusterKV (arXiv 2412.03213): tokens selected by whole clusters of keys with similar directions (`--cache clusterkv`).
+
+Cluster scores are f32[B, K, G, S], one per slot.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,21 @@ from icejax.ops.topk import best
 
 @dataclass(frozen=True)
 class ClusterKV(Retrieval):
-    """ClusterKV: every query head attends to the clusters whose centroids have the largest products with it.
+    """ClusterKV: every query head attends to the clusters whose centroids have the largest products with its query.
 
-    Whole clusters are taken until the budget is used, of the last one the first tokens. Clusters are of a row's first text,
-    less its sinks; later tokens join the nearest, so that a short first text leaves few clusters for all that follows. In its
-    code k-means begins at random, what is shorter than the budget is attended to whole, decoded tokens are attended to besides
-    the budget, and the faster form of it makes 8 clusters of every 320 of them. Its tokens of the last step stay on the device;
-    here all are fetched.
+    Whole clusters are taken until the budget is used; of the last cluster only the first tokens. Clusters are made of a row's
+    first text without its sinks. Later tokens join the nearest cluster, so that a short first text leaves few clusters for all
+    later tokens. In the authors' code k-means begins at random, a text shorter than the budget is attended to whole, decoded
+    tokens come on top of the budget, and the faster version makes 8 clusters of every 320 decoded tokens. The tokens of their
+    last step stay on the device; here all are fetched.
 
     Attributes:
         budget: tokens attended exactly per query head and layer, sinks and a window of up to 16 decoded tokens included.
         sinks: first tokens kept on the device.
-        clusters: of the keys of a KV head.
-        iterations: rounds of k-means, in which tokens and centroids move.
-        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in its code), else 0.
+        clusters: clusters of a KV head's keys.
+        iterations: rounds of k-means, each of which reassigns tokens and moves centroids.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the authors'
+            code), else 0.
 
     Raises:
         InputError: an option is out of range.
@@ -56,16 +60,16 @@ class ClusterKV(Retrieval):
 
     @property
     def window_of(self) -> Window:
-        return Window(self.sinks, PAGE, PAGE)  # a text leaves nothing in it
+        return Window(self.sinks, PAGE, PAGE)  # the window is empty after a text
 
     @property
     def index(self) -> ProductCodesIndex:
         return ProductCodesIndex(PAGE, 1, self.clusters, self.iterations, cosine=True)
 
     def find(self, heads: Heads, index: ProductCodes, view: View) -> Selection:
-        # A token is worth what its cluster is: the best are whole clusters, and of the last one the earliest tokens.
-        there = slots_there(index.count, PAGE)[:, :, None]
-        worth = jnp.where(there, approximate(heads.by_group(), index), -jnp.inf)
-        counts = jnp.broadcast_to(there, worth.shape).astype(jnp.int32)
-        ids, which, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), counts)
-        return of_query_heads(ids, counts, which)
+        # Tokens of a cluster have one score, so that the best tokens are whole clusters and the earliest tokens of the last.
+        filled = slots_there(index.count, PAGE)[:, :, None]
+        worth = jnp.where(filled, approximate(heads.by_group(), index), -jnp.inf)
+        counts = jnp.broadcast_to(filled, worth.shape).astype(jnp.int32)
+        ids, selected, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), counts)
+        return of_query_heads(ids, counts, selected)

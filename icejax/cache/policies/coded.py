@@ -1,4 +1,7 @@
-"""The clustered cache that ranks tokens on the device by codes of their keys, and fetches the best ones alone."""
+"""The clustered cache that ranks tokens on the device by codes of their keys, and fetches only the best (`--cache coded`).
+
+Codes are 1, 2 or 4 bits per channel of a key; keys are decoded to [B, K, M, p, H] for the pages that the digests select.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,27 @@ from icejax.ops.pages.code_reranking import rerank_by_codes
 from icejax.ops.pages.digests import Score
 from icejax.ops.slots import joined
 
-LOOKED = 4  # times the pages that the clustered cache fetches are looked at; with twice as many error was left (pages.md)
+LOOKED = 4  # times as many pages are ranked as `clustered` fetches; with 2 times the error was larger (bench/results/pages.md)
 
 
 @dataclass(frozen=True)
 class Coded(DigestPages):
     """The clustered cache with a second look: tokens are ranked before they are fetched.
 
-    Digests choose four times the pages that the clustered cache would fetch. The device keeps a few bits of every channel of
-    their tokens' keys, by which these are ranked one by one. Only the keys and values of the best cross the bus: 192 tokens in
-    the place of 896 at a budget of 256. All others of these pages weigh what their codes say, with their page's mean value and
-    what keys tell of values.
+    Digests select four times the pages that the clustered cache would fetch. Their tokens are ranked one by one by a few bits
+    per channel of their keys, which the device keeps. Only the keys and values of the best tokens cross the bus: 192 tokens
+    instead of 896 at a budget of 256. The other tokens of these pages weigh what their codes say, and count with their page's
+    mean value, corrected by what keys predict.
 
     Attributes:
-        candidates: a quarter of the pages whose tokens are ranked for every page of tokens attended exactly; with
-            `singly=false` as many are fetched. None: 4, and never fewer pages than at a budget of 256.
+        candidates: a quarter of the pages ranked for every page of tokens attended exactly; with `singly=false` this many are
+            fetched. None: 4, and never fewer pages than at a budget of 256.
         codes: bits of a channel: 1, 2 or 4. With the least and the step of each page and channel they take 9, 13 or 19% of
-            the bytes that keys and values of 16 bits take in host memory, of pages of 16 and heads of one size.
-        singly: whether single tokens are fetched, not on TPU; else the pages that hold the best, as many as the clustered cache
-            fetches, whose tokens are ranked once more by their keys.
-        score: how a page is scored by its digest; `mean` is by the mean of all its keys alone.
-        resident: whether what the newest step fetched stays on the device, so that only the rest is fetched.
+            the bytes that keys and values of 16 bits take in host memory, for pages of 16 and keys and values of one size.
+        singly: whether single tokens are fetched, not on TPU; else the pages with the best tokens, as many as the clustered
+            cache fetches, whose tokens are ranked again by their keys.
+        score: how a page's digest is scored; `mean` uses only the mean of all keys.
+        resident: whether the fetched tokens stay on the device for the next step, which fetches only the others.
 
     Raises:
         InputError: an option is out of range, or leaves nothing to be ranked.
@@ -72,28 +75,28 @@ class Coded(DigestPages):
         return self.pages_for(self.budget, pages, times=LOOKED)
 
     def find(self, heads: Heads, index: CodedIndex, view: View) -> Selection:
-        found = self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
-        ids, p = found.ids, self.page_size
-        pages = replace(at(index.levels[0], ids), count=found.counts)
+        selection = self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
+        ids, p = selection.ids, self.page_size
+        pages = replace(at(index.levels[0], ids), count=selection.counts)
         keys = key_codes.decode_keys(at(index.codes, ids), p, self.codes)
         guess = self.guess(heads, view)
-        looked = rerank_by_codes(
+        reranked = rerank_by_codes(
             joined(heads.by_group()),
             joined(keys),
             jax.tree.map(joined, pages),
-            Attended(*map(joined, found.tail)),
-            jax.tree.map(joined, found.from_keys),
+            Attended(*map(joined, selection.tail)),
+            jax.tree.map(joined, selection.from_keys),
             scoring=heads.scoring,
             wanted=self.num_fetched(index.levels[0].count.shape[-1]),
             whole=not self.singly,
             guess=None if guess is None else joined(guess),
         )
-        best, counts, rest = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), looked)
+        best, counts, tail = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), reranked)
         page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
-        return Selection(page * p + best % p if self.singly else page, counts, None, rest, from_keys=found.from_keys)
+        return Selection(page * p + best % p if self.singly else page, counts, None, tail, from_keys=selection.from_keys)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if self.singly:
             return super().attend(heads, near, pages, found)
-        most = self.most_exact(self.budget)
-        return attend_best(heads, near, pages, found, self.budget, most=most, tail=True)[:2]
+        max_tokens = self.most_exact(self.budget)
+        return attend_best(heads, near, pages, found, self.budget, most=max_tokens, tail=True)[:2]

@@ -1,4 +1,7 @@
-"""A layer that follows another: it attends to single tokens that were chosen for it, by their positions."""
+"""A follower layer: it attends to the tokens that an earlier layer chose, given by their positions.
+
+Used by `OmniKV`. Positions are i32[B, M], first positions and counts of pages i32[B, K, P].
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,21 @@ from icejax.cache.sizes import CacheSpec
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of every page stand in the text, one behind another: the position of the first, and how many."""
+    """Positions of the tokens of every page, which are consecutive: the position of the first token, and their number."""
 
     first: jax.Array  # i32[B, K, P]
     count: jax.Array  # i32[B, K, P]
 
 
 class PlacesIndex(PageIndex[Places, Int[Array, "B K M"], Places]):
-    """Where the tokens of every page stand, which come in order of position and from its beginning on."""
+    """Positions of the tokens of every page; pages come in order of position, from position 0 on.
+
+    After 20 tokens in pages, new pages with 16, 16 and 5 tokens begin at the positions 20, 36 and 52.
+    """
 
     def empty(self, spec: CacheSpec, pages: int) -> Places:
-        none = jnp.zeros((spec.batch_size, spec.num_kv_heads, pages), jnp.int32)
-        return Places(none, none)
+        zeros = jnp.zeros((spec.batch_size, spec.num_kv_heads, pages), jnp.int32)
+        return Places(zeros, zeros)
 
     def counts(self, index: Places) -> Int[Array, "B K P"]:
         return index.count
@@ -41,19 +47,20 @@ class PlacesIndex(PageIndex[Places, Int[Array, "B K M"], Places]):
         return mask.sum(-1, dtype=jnp.int32)
 
     def page_update(self, index: Places, described: Int[Array, "B K M"], first: Int[Array, ""]) -> Places:
-        before = index.count.sum(-1, keepdims=True) + jnp.cumsum(described, axis=-1) - described
-        return Places(before, described)
+        positions = index.count.sum(-1, keepdims=True) + jnp.cumsum(described, axis=-1) - described
+        return Places(positions, described)
 
 
 @dataclass(frozen=True)
 class PositionFollower(Retrieval):
-    """A layer that attends to the tokens chosen by one before it, which hands on their positions i32[B, M]; some below 0: none.
+    """A layer that attends to the tokens chosen by an earlier layer, which shares their positions i32[B, M]; below 0: no token.
 
-    Those that stay chosen stay on the device. So do those decoded since a page left the window, chosen or not.
+    Tokens chosen again in the next step stay on the device. The window holds the tokens decoded since the last page left it;
+    they are attended to whether chosen or not.
 
     Attributes:
-        budget: tokens chosen of those that there are.
-        generated: decoded tokens chosen besides.
+        budget: tokens chosen by the earlier layer's scores.
+        generated: newest decoded tokens, chosen besides.
     """
 
     budget: int = 256
@@ -69,12 +76,16 @@ class PositionFollower(Retrieval):
         return min(self.budget, pages * self.page_size) + self.generated
 
     def find(self, heads: Heads, index: Places, view: View) -> Selection:
+        """Returns the slots of the chosen positions.
+
+        If pages begin at the positions 0, 16 and 21, position 23 is the third token of page 2: slot 2 * 16 + 2 = 34.
+        """
         position = view.shared.choice[:, :, None]
-        first, count = index.first[:, :1], index.count[:, :1]  # of the first KV head: in all of them the same
-        within = (position >= first) & (position < first + count)
-        page, there = within.argmax(-1).astype(jnp.int32), within.any(-1)
+        first, count = index.first[:, :1], index.count[:, :1]  # all KV heads have the same
+        in_page = (position >= first) & (position < first + count)
+        page, is_stored = in_page.argmax(-1).astype(jnp.int32), in_page.any(-1)
         slot = page * self.page_size + position[..., 0] - jnp.take_along_axis(first[:, 0], page, axis=1)
-        ids = jnp.where(there, slot, 0)
+        ids = jnp.where(is_stored, slot, 0)
         shape = (*index.count.shape[:2], ids.shape[1])
-        ids, counts = (jnp.broadcast_to(x[:, None].astype(jnp.int32), shape) for x in (ids, there))
+        ids, counts = (jnp.broadcast_to(x[:, None].astype(jnp.int32), shape) for x in (ids, is_stored))
         return Selection(ids, counts, choice=view.shared.choice)

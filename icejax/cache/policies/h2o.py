@@ -1,4 +1,7 @@
-"""H2O (arXiv 2306.14048): the tokens that had most attention so far, and the newest ones."""
+"""H2O (arXiv 2306.14048): keeps the tokens with most attention so far, and the newest tokens (`--cache h2o`).
+
+Scores are attention weights summed over queries, f32[B, K, S].
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ from icejax.ops.slots import apart
 
 @dataclass(frozen=True)
 class H2O(Eviction):
-    """H2O: heavy hitters, the tokens whose attention weights sum up to most over all queries so far, and the newest tokens.
+    """H2O: the tokens with the largest sum of attention weights over all queries so far (heavy hitters), and the newest tokens.
 
-    Its own code lets a token leave after a step and not before the next one, so that `budget`, which the newest token is part
-    of, is its heavy and its recent size and 1 more. It evicts per head of models without groups of query heads; here per KV
-    head. kvpress's ObservedAttentionPress takes the mean over the queries that see a token; here it is the sum, as in the
-    paper and its code.
+    The authors' code evicts after a step, here a token leaves before the next one: `budget`, which includes the newest token,
+    is their heavy size plus their recent size plus 1. They evict per head, in models without groups of query heads; here
+    eviction is per KV head. kvpress's ObservedAttentionPress takes the mean over the queries that see a token; here weights
+    are summed, as in the paper and the authors' code.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, the newest included.
-        recent: newest tokens that never leave; none: half of the budget.
-        group: how the query heads of a KV head agree on what a text or a decoded token adds: mean, max or sum.
+        recent: newest tokens, which are never evicted; None: half of the budget.
+        group: how the weights of a KV head's query heads are combined before they are added: mean, max or sum.
 
     Raises:
-        InputError: an option is out of range, or the budget leaves no token that may leave.
+        InputError: an option is out of range, or the budget leaves no token to evict.
     """
 
     budget: int = 256
@@ -50,22 +53,22 @@ class H2O(Eviction):
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         batch, text, num_heads, _ = heads.k.shape
         q, lse, scoring = heads.q, attended.lse, heads.scoring
-        own = column_sums(q, heads.k, lse, lengths=heads.lengths, window=None, scoring=scoring)
-        own = grouped(own.reshape(batch, num_heads, -1, text), self.group)
-        before = tokens.positions.shape[2] - text
-        if not before:
-            return own
-        number = jnp.arange(text)[None]
-        asking = jnp.where(number < heads.lengths[:, None], view.lengths.seen[:, None] + number, -1)
-        keys, positions = apart(self.keys(tokens, view), num_heads)[:, :, :before], tokens.positions[..., :before]
+        text_scores = column_sums(q, heads.k, lse, lengths=heads.lengths, window=None, scoring=scoring)
+        text_scores = grouped(text_scores.reshape(batch, num_heads, -1, text), self.group)
+        num_kept = tokens.positions.shape[2] - text
+        if not num_kept:
+            return text_scores
+        indices = jnp.arange(text)[None]
+        query_positions = jnp.where(indices < heads.lengths[:, None], view.lengths.seen[:, None] + indices, -1)
+        keys, positions = apart(self.keys(tokens, view), num_heads)[:, :, :num_kept], tokens.positions[..., :num_kept]
 
-        def some(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        def block_weights(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             return observed(*part[:2], keys, asking=part[2], positions=positions, scoring=scoring)
 
         block = math.gcd(BLOCK, text)
-        parts = tuple(x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (q, lse, asking))
-        more = grouped(jax.lax.map(some, parts).sum(0), self.group)
-        return jnp.concatenate([tokens.scores[..., :before] + more, own], axis=2)
+        parts = tuple(x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (q, lse, query_positions))
+        gained = grouped(jax.lax.map(block_weights, parts).sum(0), self.group)
+        return jnp.concatenate([tokens.scores[..., :num_kept] + gained, text_scores], axis=2)
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         return tokens.scores + grouped(weights, self.group)

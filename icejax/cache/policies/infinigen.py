@@ -1,4 +1,7 @@
-"""InfiniGen (arXiv 2406.19707): tokens chosen one by one, by products in the directions that matter most to the queries."""
+"""InfiniGen (arXiv 2406.19707): single tokens selected by scores in the few directions in which queries are largest.
+
+`--cache infinigen`. Keys in these directions are [B, K, P, p, d], scores f32[B, K, G, S].
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,29 @@ from icejax.ops.topk import best
 
 @dataclass(frozen=True)
 class InfiniGen(Retrieval):
-    """InfiniGen: every query head attends to the window and to its best tokens, by scores of a part of queries and keys.
+    """InfiniGen: every query head attends to the window and to its best tokens, by scores in a few directions.
 
-    That part are a few directions: of the singular vectors of a KV head's queries in the prompt those in which they have most.
-    How many tokens a step takes is the number whose score comes within `alpha` of the highest, mean over the query heads of a
-    layer, and rounded down. With `prefetch` the queries that choose are a guess, of the input of the layer before, so that
-    tokens can be on their way while that layer runs; its code always guesses.
+    The directions are the singular vectors of a KV head's prompt queries in which these are largest. A step takes as many
+    tokens as have a score within `alpha` of the highest: their mean number over a layer's query heads, rounded down. With
+    `prefetch` tokens are selected by queries guessed from the input of the layer before, so that they can be fetched while that
+    layer runs; the authors' code always guesses.
 
-    In its code weights of queries and keys are turned to these directions beforehand, for each query head and by a sample of
-    text; here no weight is touched and the queries of a row's first text say them. There channels are chosen for OPT by the
-    prompt; for Llama they are fixed. The guess is of what enters the attention of the layer before, and all heads of a batch
-    count as one; here it is normed as the layer's own input is, and each row has its number. A query head counts from its own
-    highest score, as in its code for speed; that for quality has all of them count from the first head's. There the number is
-    capped at 400 tokens or a fifth of the text, here by the budget; there is no window but the newest token, so that the
-    highest score is of all tokens and here of those in pages; tokens leave the host memory when it is full, and the first two
-    layers are dense.
+    The authors' code rotates the weights of queries and keys to these directions beforehand, per query head and by a sample of
+    text; here weights stay as they are, and the queries of a row's first text determine the directions. For OPT their code
+    chooses channels by the prompt; for Llama they are fixed. Their guess uses the input of the previous layer's attention, and
+    they take one number of tokens for all heads of a batch; here the guessed input is normalised as the layer's own input is,
+    and each row has its own number. A query head counts scores from its own highest, as in their code for speed; in their code
+    for quality all heads count from the first head's. They cap the number at 400 tokens or a fifth of the text, here the budget
+    caps it. Their window is the newest token alone, so that their highest score is over all tokens; here it is over the tokens
+    in pages. In their code tokens leave host memory when it is full, and the first two layers are dense.
 
     Attributes:
-        budget: tokens attended exactly per query head and layer at most, window included.
-        ratio: how many directions there are, of as many as channels.
-        alpha: by how much a score may lie below the highest one and count.
-        prefetch: whether a guess of the queries chooses, but in the first layer; the bundled model's layers share too little.
-        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in its code), else 0.
+        budget: most tokens attended exactly per query head and layer, window included.
+        ratio: number of directions, as a share of the channels.
+        alpha: largest distance to the highest score at which a token still counts.
+        prefetch: whether guessed queries select tokens, except in the first layer; the bundled model's layers differ too much.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more (as in the authors'
+            code), else 0.
 
     Raises:
         InputError: an option is out of range.
@@ -84,14 +88,14 @@ class InfiniGen(Retrieval):
             heads = replace(heads, q=view.guess())
         q = EINSUM("bkgh,bkhd->bkgd", heads.by_group().astype(jnp.float32), index.directions)
         codes = index.codes.reshape(*q.shape[:2], -1, q.shape[3]).astype(jnp.float32)
-        there = slots_there(index.count, PAGE)[:, :, None]
-        scores = jnp.where(there, heads.scoring(EINSUM("bkgd,bksd->bkgs", q, codes)), -jnp.inf)
-        close = there & (scores > scores.max(-1, keepdims=True) - self.alpha)
+        filled = slots_there(index.count, PAGE)[:, :, None]
+        scores = jnp.where(filled, heads.scoring(EINSUM("bkgd,bksd->bkgs", q, codes)), -jnp.inf)
+        close = filled & (scores > scores.max(-1, keepdims=True) - self.alpha)
         wanted = self.num_fetched(index.count.shape[2])
-        near = jnp.floor(close.sum(-1, dtype=jnp.float32).mean((1, 2))).astype(jnp.int32)
-        several = jnp.minimum(near, wanted)
-        room = jnp.broadcast_to(several[:, None, None], scores.shape[:3])
-        counts = jnp.broadcast_to(there, scores.shape).astype(jnp.int32)
-        ids, which, (counts,) = best(scores, wanted, counts, room=room)
-        within = jnp.arange(wanted)[None] < several[:, None]
-        return of_query_heads(ids, jnp.where(within[:, None, None], counts, 0), which)
+        num_close = jnp.floor(close.sum(-1, dtype=jnp.float32).mean((1, 2))).astype(jnp.int32)
+        num_taken = jnp.minimum(num_close, wanted)
+        room = jnp.broadcast_to(num_taken[:, None, None], scores.shape[:3])
+        counts = jnp.broadcast_to(filled, scores.shape).astype(jnp.int32)
+        ids, selected, (counts,) = best(scores, wanted, counts, room=room)
+        within = jnp.arange(wanted)[None] < num_taken[:, None]
+        return of_query_heads(ids, jnp.where(within[:, None, None], counts, 0), selected)

@@ -1,4 +1,7 @@
-"""KeyDiff (arXiv 2504.15364): the tokens whose keys are least like the others."""
+"""KeyDiff (arXiv 2504.15364): keeps the tokens whose keys are least similar to the others (`--cache keydiff`).
+
+Scores are negative cosines, f32[B, K, S].
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from icejax.ops.slots import apart
 
 @dataclass(frozen=True)
 class KeyDiff(Eviction):
-    """KeyDiff: of a text the keys of least cosine with the mean direction of all; no query decides. Decoded tokens stay.
+    """KeyDiff: keeps a text's keys of least cosine with the mean direction of all keys; queries play no part.
 
-    The score is that of kvpress's KeyDiffPress, which takes a prompt at once, as is done here. The paper takes it in blocks:
-    here, more text behind a cache is such a block, compared with what was kept before it.
+    Decoded tokens stay. The score is that of kvpress's KeyDiffPress, which scores a prompt at once, as here. The paper scores
+    a prompt in blocks; here a later text is scored together with the kept tokens.
 
     Attributes:
         budget: tokens kept per KV head and layer after a text; decoded tokens come on top.
@@ -38,5 +41,5 @@ class KeyDiff(Eviction):
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         keys = apart(self.keys(tokens, view), heads.k.shape[2]).astype(jnp.float32)
         directions = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)  # 0 in an empty slot
-        # The length of the mean is the same for all tokens of a KV head and changes no order.
+        # The length of the mean direction scales all scores of a KV head alike, so that it is left out.
         return -(directions * directions.sum(2, keepdims=True)).sum(-1)

@@ -1,4 +1,7 @@
-"""ParisKV (arXiv 2602.07721): tokens whose keys often lie on the query's side, the best of them by four bits of a channel."""
+"""ParisKV (arXiv 2602.07721): tokens selected by votes on the signs of their keys, then by scores from four bits per channel.
+
+`--cache pariskv`. Rotated queries are f32[B, K, b, 8] in blocks of eight channels, votes i32[B, K, S].
+"""
 
 from __future__ import annotations
 
@@ -19,28 +22,29 @@ from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.topk import best, largest, ranks
 
-# Below how many tokens, and then which share of them votes are given to and which become candidates, in twentieths.
+# For fewer tokens than the first number: which share of them gets votes and which becomes candidates, in twentieths.
 SHARES = ((30000, 5, 4), (10000, 6, 5), (5000, 10, 10))
-MANY = (4, 2)  # of more
-TIERS = (1, 3, 6, 10, 15, 20)  # shares of those that get 6 votes, 5 or more, and so on, in twentieths
+MANY = (4, 2)  # the shares for more tokens
+TIERS = (1, 3, 6, 10, 15, 20)  # which share of the voting tokens gets 6 votes, 5 or more, and so on, in twentieths
 
 
 @dataclass(frozen=True)
 class ParisKV(Retrieval):
-    """ParisKV: sinks, window, and the tokens of highest product with the mean query, as four bits of a channel tell it.
+    """ParisKV: attends to sinks, window and the tokens of highest product with the mean query, estimated from coded keys.
 
-    Keys are turned at random. For each eight channels the patterns of signs are ranked by their product with the query, and the
-    tokens of the first patterns get votes, up to six; those of most votes are candidates, and of these the products are
-    estimated: by the sign and one of eight sizes of every channel, and by how long the eight are. Shares follow from how many
-    tokens there are, as in its code. There a text of less than 2,000 tokens, or of twice the budget beside sinks and window, is
-    attended to whole; here there are at least as many candidates as the budget holds. There the window is 64 or 512 tokens by
-    model and leaves 128 or 512 at a time, and no layer is dense.
+    Keys are rotated at random. In each block of eight channels the sign patterns are ranked by their product with the query,
+    and the tokens of the first patterns get up to six votes. The tokens with most votes are candidates, whose products are
+    estimated from the sign and one of eight sizes of every channel and from the length of every block. The number of tokens
+    determines the shares of voting tokens and candidates, as in the authors' code. Their code attends to the whole text if it
+    has less than 2,000 tokens, or less than twice the budget beside sinks and window; here there are at least as many
+    candidates as the budget holds. Their window is 64 or 512 tokens by model and leaves 128 or 512 at a time, and no layer is
+    dense.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         sinks: first tokens kept on the device.
         window: newest tokens kept on the device, up to 15 fewer while a page of them fills.
-        seed: of the random turn, the same in all layers.
+        seed: seed of the random rotation, which is the same in all layers.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -73,19 +77,19 @@ class ParisKV(Retrieval):
 
     def find(self, heads: Heads, index: Signs, view: View) -> Selection:
         q = self.index.turned(heads.by_group().astype(jnp.float32).mean(2))
-        there, wanted = slots_there(index.count, PAGE), self.num_fetched(index.count.shape[2])
-        tokens = there.sum(-1, dtype=jnp.int32)
+        filled, wanted = slots_there(index.count, PAGE), self.num_fetched(index.count.shape[2])
+        tokens = filled.sum(-1, dtype=jnp.int32)
         voting, share = _shares(tokens)
-        votes = jnp.where(there, voted(q, patterns(index), there, tokens * voting), -1)
+        votes = jnp.where(filled, voted(q, patterns(index), filled, tokens * voting), -1)
         room = jnp.maximum(-(-tokens * share // 20), wanted)
-        candidates = there & largest(votes.astype(jnp.float32), room, most=there.shape[-1])
+        candidates = filled & largest(votes.astype(jnp.float32), room, most=filled.shape[-1])
         worth = jnp.where(candidates, estimated(q, index), -jnp.inf)
         ids, _, (counts,) = best(worth, wanted, candidates.astype(jnp.int32))
         return Selection(ids, counts)
 
 
 def _shares(tokens: Int[Array, "B K"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-    """Returns which share of so many tokens get votes and which become candidates, in twentieths."""
+    """Returns the shares of tokens that get votes and that become candidates, in twentieths; 6 and 5 of 8,000 tokens."""
     voting, candidates = (jnp.full_like(tokens, share) for share in MANY)
     for below, *shares in SHARES:
         voting, candidates = (jnp.where(tokens < below, x, y) for x, y in zip(shares, (voting, candidates), strict=True))
@@ -95,20 +99,23 @@ def _shares(tokens: Int[Array, "B K"]) -> tuple[Int[Array, "B K"], Int[Array, "B
 def voted(
     q: Float[Array, "B K b 8"], codes: Int[Array, "B K S b"], there: Bool[Array, "B K S"], voting: Int[Array, "B K"]
 ) -> Int[Array, "B K S"]:
-    """Returns the votes of tokens: of each eight channels as many as tiers are not full before their pattern.
+    """Returns the votes of tokens, summed over blocks of eight channels.
+
+    A block gives a token one vote for every tier that the tokens of better patterns do not fill. If 25 tokens vote, `TIERS` are
+    2, 4, 8, 13, 19 and 25 tokens: with 5 tokens in better patterns a token gets 4 votes.
 
     Args:
-        voting: how many tokens are to get votes for each eight channels, in twentieths of a token.
+        voting: how many tokens get votes from each block, in twentieths of a token: 500 for 25 tokens.
     """
     signs = np.arange(2**BLOCK)[:, None] >> np.arange(BLOCK) & 1
     scores = EINSUM("bkci,ni->bkcn", q, np.float32(2 * signs - 1))
     rank = ranks(scores)
 
-    def counted(codes: Int[Array, " S"], there: Bool[Array, " S"]) -> Int[Array, " n"]:
-        return jnp.zeros(2**BLOCK, jnp.int32).at[codes].add(there.astype(jnp.int32))
+    def histogram(codes: Int[Array, " S"], mask: Bool[Array, " S"]) -> Int[Array, " n"]:
+        return jnp.zeros(2**BLOCK, jnp.int32).at[codes].add(mask.astype(jnp.int32))
 
     codes = codes.swapaxes(2, 3)
-    counts = jax.vmap(jax.vmap(jax.vmap(counted, (0, None))))(codes, there)
+    counts = jax.vmap(jax.vmap(jax.vmap(histogram, (0, None))))(codes, there)
     before = jnp.where(rank[..., None, :] < rank[..., :, None], counts[..., None, :], 0).sum(-1)
     votes = sum((before < -(-voting * tier // 400)[..., None, None]).astype(jnp.int32) for tier in TIERS)
     return jnp.take_along_axis(votes, codes, axis=-1).sum(2)

@@ -1,4 +1,7 @@
-"""PQCache (arXiv 2407.12820): tokens chosen one by one, by products with their keys as product quantization has them."""
+"""PQCache (arXiv 2407.12820): single tokens selected by approximate attention, from product-quantized keys (`--cache pqcache`).
+
+Codes are [B, K, P, p, parts], approximate scores f32[B, K, G, S].
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,22 @@ from icejax.ops.topk import best
 
 @dataclass(frozen=True)
 class PQCache(Retrieval):
-    """PQCache: sinks, window, and the tokens whose approximate keys have most of a KV head's approximate attention.
+    """PQCache: attends to sinks, window and the tokens with most of a KV head's attention, by approximate keys.
 
-    A key is cut into parts, and each part is taken for the nearest of its centroids, which k-means makes of a row's first text.
-    In its code k-means sees the tokens of the window too, begins at random tokens and has as many iterations as there is time
-    for; sizes are shares of the prompt, half of it window, and no layer is dense. There codes are in host memory and come
-    to the device in every step, where the tokens asked for most of late stay; here codes are on the device, and all chosen
-    tokens are fetched.
+    A key is cut into parts, and each part is replaced by its nearest centroid; k-means makes the centroids from a row's first
+    text. In the authors' code k-means also sees the tokens of the window, begins at random tokens, and runs as many iterations
+    as time allows; sizes are shares of the prompt, half of it window, and no layer is dense. Their codes are in host memory and
+    are copied to the device in every step, and recently requested tokens stay on the device; here codes are on the device, and
+    all selected tokens are fetched.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         sinks: first tokens kept on the device.
         window: newest tokens kept on the device, up to 15 fewer while a page of them fills; None: half of the budget beside the
             sinks, but at least 17.
-        parts: parts of a key.
-        bits: of a part's code: it has 2^bits centroids.
-        iterations: rounds of k-means, in which tokens and centroids move.
+        parts: parts of a key, each with its own code.
+        bits: bits of a code; a part has 2^bits centroids.
+        iterations: rounds of k-means, each of which reassigns tokens and moves centroids.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -79,10 +82,10 @@ class PQCache(Retrieval):
         return ProductCodesIndex(PAGE, self.parts, 2**self.bits, self.iterations)
 
     def find(self, heads: Heads, index: ProductCodes, view: View) -> Selection:
-        there = slots_there(index.count, PAGE)
+        filled = slots_there(index.count, PAGE)
         scores = heads.scoring(approximate(heads.by_group(), index))
-        # A row without a token in pages has no weights that mean anything, and none that are looked at.
-        weights = jax.nn.softmax(jnp.where(there[:, :, None], scores, -jnp.inf), axis=-1).sum(2)
-        worth = jnp.where(there, weights, -jnp.inf)
-        ids, _, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), there.astype(jnp.int32))
+        # A row without a token in pages has weights of NaN, which the mask hides.
+        weights = jax.nn.softmax(jnp.where(filled[:, :, None], scores, -jnp.inf), axis=-1).sum(2)
+        worth = jnp.where(filled, weights, -jnp.inf)
+        ids, _, (counts,) = best(worth, self.num_fetched(index.count.shape[2]), filled.astype(jnp.int32))
         return Selection(ids, counts)

@@ -1,4 +1,7 @@
-"""Quest (arXiv 2406.10774): pages in order of position, chosen by bounds of their keys."""
+"""Quest (arXiv 2406.10774): pages in order of position, selected by bounds on their keys (`--cache quest`).
+
+Bounds are [B, K, P, H], page scores f32[B, K, G, P].
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from icejax.ops.topk import best
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bounds:
-    """Least and largest key of every page, channel by channel, and its tokens."""
+    """Least and largest key of every page, channel by channel, and its number of tokens."""
 
     low: jax.Array  # dtype[B, K, P, H]
     high: jax.Array  # dtype[B, K, P, H]
@@ -30,12 +33,12 @@ class Bounds:
 
 
 class BoundsIndex(PageIndex[Bounds, Bounds, Bounds]):
-    """Bounds of every page."""
+    """Index of the bounds of every page."""
 
     def empty(self, spec: CacheSpec, pages: int) -> Bounds:
         shape = (spec.batch_size, spec.num_kv_heads, pages)
-        nothing = jnp.zeros((*shape, spec.head_dim), spec.dtype)
-        return Bounds(nothing, nothing, jnp.zeros(shape, jnp.int32))
+        zeros = jnp.zeros((*shape, spec.head_dim), spec.dtype)
+        return Bounds(zeros, zeros, jnp.zeros(shape, jnp.int32))
 
     def counts(self, index: Bounds) -> Int[Array, "B K P"]:
         return index.count
@@ -49,25 +52,27 @@ class BoundsIndex(PageIndex[Bounds, Bounds, Bounds]):
 
 
 def bound(q: Float[Array, "B K G H"], index: Bounds) -> Float[Array, "B K G P"]:
-    """Returns the largest product that a query has with a key between the bounds of each page; -inf for an empty page.
+    """Returns the largest product of a query with any key within the bounds of each page; -inf for an empty page.
 
-    Neither scaled nor capped: both keep the order, and a cap would make far bounds equal.
+    For q = [1, -2], low = [0, -1], high = [2, 3]: 1 * 2 + -2 * -1 = 4. Products are neither scaled nor capped: both keep the
+    order, and a cap would make large bounds equal.
     """
     q, low, high = (x.astype(jnp.float32) for x in (q, index.low, index.high))
-    found = products(jnp.minimum(q, 0), low) + products(jnp.maximum(q, 0), high)
-    return jnp.where(index.count[:, :, None] > 0, found, -jnp.inf)
+    upper_bound = products(jnp.minimum(q, 0), low) + products(jnp.maximum(q, 0), high)
+    return jnp.where(index.count[:, :, None] > 0, upper_bound, -jnp.inf)
 
 
 @dataclass(frozen=True)
 class Quest(Retrieval):
-    """Quest: every query head attends to its own pages, those with the highest bound of its products with their keys.
+    """Quest: every query head attends to its own pages, those with the highest upper bound on products of query and key.
 
-    The page that decoded tokens fill is attended to besides, and counts as one of the budget, as in its code. There it begins
-    with the last tokens of the prompt; here these are a page of their own, which may be short and is chosen like the others.
+    The page that decoded tokens are filling is always attended to and counts in the budget, as in the authors' code. Their
+    page begins with the last tokens of the prompt; here these tokens form a separate page, which may be partly filled and is
+    selected like the others.
 
     Attributes:
         budget: tokens attended exactly per query head and layer, the newest ones included.
-        page_size: tokens of a page, which stand behind one another in the text.
+        page_size: consecutive tokens in a page.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -87,7 +92,7 @@ class Quest(Retrieval):
 
     @property
     def window_of(self) -> Window:
-        return Window(0, self.page_size, self.page_size)  # a text leaves nothing in it
+        return Window(0, self.page_size, self.page_size)  # the window is empty after a text
 
     @property
     def index(self) -> BoundsIndex:
@@ -96,5 +101,5 @@ class Quest(Retrieval):
     def find(self, heads: Heads, index: Bounds, view: View) -> Selection:
         worth = bound(heads.by_group(), index)
         counts = jnp.broadcast_to(index.count[:, :, None], worth.shape)
-        page_ids, which, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), counts)
-        return of_query_heads(page_ids, counts, which)
+        page_ids, selected, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), counts)
+        return of_query_heads(page_ids, counts, selected)

@@ -1,4 +1,7 @@
-"""RetroInfer (arXiv 2505.02922): whole clusters of tokens exactly, and more of them by their means."""
+"""RetroInfer (arXiv 2505.02922): attends to whole clusters of tokens exactly, and to more clusters by their means.
+
+`--cache retroinfer`. Cluster scores are f32[B, K, G, P], the exactly attended slots are a `Selection`.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,24 @@ from icejax.ops.topk import best, largest
 
 @dataclass(frozen=True)
 class RetroInfer(Retrieval):
-    """RetroInfer: sinks, window, the clusters of largest weight, and the next ones as if their tokens were at their means.
+    """RetroInfer: attends exactly to sinks, window and the clusters of largest weight, and to the next clusters by their means.
 
     There is a cluster for every 16 tokens. Clusters are ranked by the softmax of their mean keys' scores, summed over the query
-    heads of a KV head; of those that follow on the ones attended exactly, a share of all is estimated, and the rest left out.
-    In its code 1.8% of the clusters are attended exactly; here they are as many as the budget holds whole. There k-means begins
-    at the middle of every 16 tokens, whose length counts in the first round, the last round looks beyond a stretch of 8,192, a
-    text of less than 1,092 tokens is attended to whole, and of the decoded tokens 1,024 are clustered at once; here each 16
-    that leave the window are a cluster. There the share that is estimated is rounded, here it is rounded up. There
-    clusters that were asked for of late stay on the device; here all are fetched.
+    heads of a KV head. After the exactly attended clusters the next ones are estimated, a share `estimated` of all clusters,
+    and the rest are left out. The authors' code attends exactly to 1.8% of the clusters; here to as many whole clusters as the
+    budget holds. Their k-means begins at the middle of every 16 tokens, whose length counts in the first round, and its last
+    round looks beyond a stretch of 8,192 tokens. They attend to the whole of a text of less than 1,092 tokens, and cluster
+    1,024 decoded tokens at a time; here every 16 tokens that leave the window are a cluster. They round the number of estimated
+    clusters, here it is rounded up. Their recently used clusters stay on the device; here all are fetched.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks and window included.
         sinks: first tokens kept on the device.
         window: newest tokens kept on the device, up to 15 fewer while a page of them fills.
-        estimated: share of the clusters that are estimated.
-        iterations: rounds of k-means, in which tokens and centroids move.
-        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in its code).
+        estimated: share of all clusters that are estimated by their means.
+        iterations: rounds of k-means, each of which reassigns tokens and moves centroids.
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in the
+            authors' code).
 
     Raises:
         InputError: an option is out of range.
@@ -74,11 +78,11 @@ class RetroInfer(Retrieval):
         scores = heads.scoring(products(heads.by_group().astype(jnp.float32), index.key.astype(jnp.float32)))
         scores = jnp.where(index.size[:, :, None] > 0, scores, -jnp.inf)
         wanted = self.num_fetched(index.count.shape[2])
-        exact, estimated = self._taken(scores, index, wanted)
-        there = slots_there(index.count, PAGE)
-        there &= jnp.take_along_axis(exact, jnp.where(there, index.of_slots, 0), axis=2)
-        ids, _, (counts,) = best(jnp.where(there, 1.0, -jnp.inf), wanted, there.astype(jnp.int32))
-        # A mean counts as often as its cluster has tokens.
+        exact, estimated = self._ranked_clusters(scores, index, wanted)
+        selected = slots_there(index.count, PAGE)
+        selected &= jnp.take_along_axis(exact, jnp.where(selected, index.of_slots, 0), axis=2)
+        ids, _, (counts,) = best(jnp.where(selected, 1.0, -jnp.inf), wanted, selected.astype(jnp.int32))
+        # A mean weighs as much as all tokens of its cluster, so that log(size) is added to its score.
         scores = jnp.where(estimated[:, :, None], scores + jnp.log(index.size.astype(jnp.float32))[:, :, None], -jnp.inf)
         highest = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
@@ -87,18 +91,22 @@ class RetroInfer(Retrieval):
         out = EINSUM("bkgp,bkph->bkgh", weights / jnp.maximum(total, 1e-30), means)
         return Selection(ids, counts, tail=Attended(out, (jnp.log(total) + highest)[..., 0]))
 
-    def _taken(
+    def _ranked_clusters(
         self, scores: Float[Array, "B K G P"], index: Clusters, wanted: int
     ) -> tuple[Bool[Array, "B K P"], Bool[Array, "B K P"]]:
-        """Returns the first clusters, as many as have no more than `wanted` tokens together, and those to be estimated."""
-        # Without a cluster no weight means anything, and none is looked at.
-        there, clusters = index.size > 0, index.size.shape[2]
-        worth = jnp.where(there, jax.nn.softmax(scores, axis=-1).sum(2), -jnp.inf)
-        # Each has a token at least, so that no more than `wanted` can be taken.
+        """Returns the masks of the clusters to attend to exactly and of those to estimate.
+
+        Of 4 clusters of 10, 8, 6 and 12 tokens, best first, wanted=20 takes the first two (18 tokens); with a share of 0.25 the
+        third one is estimated.
+        """
+        # A row without clusters has weights of NaN, which the mask hides.
+        exists, clusters = index.size > 0, index.size.shape[2]
+        worth = jnp.where(exists, jax.nn.softmax(scores, axis=-1).sum(2), -jnp.inf)
+        # A cluster has a token at least, so that at most `wanted` clusters are attended exactly.
         _, _, (sizes,) = best(worth, min(wanted, clusters), index.size)
-        taken = ((jnp.cumsum(sizes, axis=2) <= wanted) & (sizes > 0)).sum(-1, dtype=jnp.int32)
-        estimated = jnp.ceil(there.sum(-1, dtype=jnp.float32) * self.estimated).astype(jnp.int32)
-        most = min(wanted + math.ceil(clusters * self.estimated) + 1, clusters)  # one more, or rounding could pass it
-        first = largest(worth, taken, most=min(wanted, clusters)) & there
-        looked_at = largest(worth, jnp.minimum(taken + estimated, most), most=most) & there
-        return first, looked_at & ~first
+        num_exact = ((jnp.cumsum(sizes, axis=2) <= wanted) & (sizes > 0)).sum(-1, dtype=jnp.int32)
+        estimated = jnp.ceil(exists.sum(-1, dtype=jnp.float32) * self.estimated).astype(jnp.int32)
+        limit = min(wanted + math.ceil(clusters * self.estimated) + 1, clusters)  # plus 1: rounding in fp32 may give one more
+        exact = largest(worth, num_exact, most=min(wanted, clusters)) & exists
+        exact_or_estimated = largest(worth, jnp.minimum(num_exact + estimated, limit), most=limit) & exists
+        return exact, exact_or_estimated & ~exact

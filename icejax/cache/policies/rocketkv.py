@@ -1,4 +1,7 @@
-"""RocketKV (arXiv 2502.14051): of a prompt the tokens that SnapKV keeps, and of these in every step the best by pages."""
+"""RocketKV (arXiv 2502.14051): SnapKV keeps some prompt tokens, and each step attends to the best of them by page scores.
+
+`--cache rocketkv`. Kept keys are [B K, S, H], page scores f32[B, K, G, P].
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ from icejax.ops.topk import best
 
 @dataclass(frozen=True)
 class RocketKV(SnapKV):
-    """RocketKV: SnapKV keeps some tokens of a text, and a decoded one attends to the best of them and of those decoded since.
+    """RocketKV: SnapKV keeps some tokens of a text, and a decoded token attends to the best of these and of the decoded ones.
 
-    These are the best by their page, which are a few kept tokens behind one another: of the channels in which the queries of a
-    KV head are largest, by the page's least or largest key there, whichever the sum of the queries asks for. How many tokens
-    are a page and how many channels count follows from `kept` and `budget`, as in its code. Its token budget is twice the
-    budget here: half of it is what reading the pages costs. There the length of the text says how many tokens are kept,
-    and decoded ones are part of them; for some models two layers are dense. Its code for speed keeps the pages' bounds; here,
-    as in that for quality, they are made anew in every step. Its variant for many turns, which keeps all tokens, is not here.
+    Kept tokens are ranked by their page, a run of a few kept tokens. A page's score uses only the channels in which the queries
+    of a KV head are largest, with the page's largest key where the sum of the queries is positive and its least key elsewhere.
+    `kept` and `budget` determine the page size and the number of channels, as in the authors' code. Their token budget is twice
+    `budget`: half of it pays for reading the pages. They derive the number of kept tokens from the length of the text, count
+    decoded tokens among them, and keep two layers dense for some models. Their code for speed stores the pages' bounds; here,
+    as in their code for quality, every step computes them. Their variant for many turns, which keeps all tokens, is not here.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer.
-        window: last tokens of a text, which are kept and whose queries decide.
-        kernel: neighbours over which attention is pooled, an odd number.
-        pooling: max (its own code) or avg (that of SnapKV).
-        group: how the query heads of a KV head agree on what to keep: mean, max or sum.
+        window: last tokens of a text, which are kept and whose queries score the others.
+        kernel: neighbouring tokens over which attention is pooled, an odd number.
+        pooling: max (the authors' code) or avg (SnapKV's).
+        group: how the weights of a KV head's query heads are combined to choose the kept tokens: mean, max or sum.
         kept: tokens kept per KV head and layer after a text, on the device; decoded tokens come on top; None: 8 budgets.
 
     Raises:
@@ -55,18 +58,21 @@ class RocketKV(SnapKV):
         return 8 * self.budget if self.kept is None else self.kept
 
     @property
-    def _left(self) -> float:
-        """How many times the second stage is to leave out what the first has kept."""
+    def _reduction(self) -> float:
+        """Factor by which the second stage reads less than the kept tokens.
+
+        With the default of 8 budgets kept it is 4, split into pages of 2 tokens and half of the channels.
+        """
         return max(1.0, self.most(1) / (2 * self.budget))
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return min(math.floor(self._left), math.ceil(math.sqrt(self._left)))
+        return min(math.floor(self._reduction), math.ceil(math.sqrt(self._reduction)))
 
     def channels(self, size: int) -> int:
-        """Returns how many channels of a key count, of so many."""
-        return max(1, int(size * self.page_size / self._left))
+        """Returns how many of the `size` channels of a key are scored."""
+        return max(1, int(size * self.page_size / self._reduction))
 
     def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
         state = self.appended(state, heads, view)
@@ -81,18 +87,18 @@ class RocketKV(SnapKV):
         return Outcome(state, attended, tokens=jnp.stack([tokens, tokens]))
 
     def approximate(self, q: Float[Array, "B K G H"], tokens: Slots, scoring: Scoring) -> Float[Array, "B K S"]:
-        """Returns the softmax weights that queries give to the slots as their pages have them, summed over query heads."""
-        q, there = q.astype(jnp.float32), tokens.there[..., None]
-        asked = jnp.where(q.sum(2) > 0, 1.0, -1.0)[:, :, None]  # whether for the largest or the least, by channel
-        keys = jnp.where(there, apart(tokens.k, q.shape[1]).astype(jnp.float32) * asked, -jnp.inf)
+        """Returns the softmax weights of the slots by their pages' scores, summed over query heads."""
+        q, filled = q.astype(jnp.float32), tokens.there[..., None]
+        signs = jnp.where(q.sum(2) > 0, 1.0, -1.0)[:, :, None]  # 1: a page's largest key counts in this channel, -1: its least
+        keys = jnp.where(filled, apart(tokens.k, q.shape[1]).astype(jnp.float32) * signs, -jnp.inf)
         slots = keys.shape[2]
         keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -slots % self.page_size), (0, 0)), constant_values=-jnp.inf)
         pages = keys.reshape(*keys.shape[:2], -1, self.page_size, keys.shape[3]).max(3)
         sizes = jnp.abs(q)
         channels = best(sizes.sum(2), self.channels(q.shape[-1]))[0]
-        some, pages = (jnp.take_along_axis(x, channels[:, :, None], axis=3) for x in (q * asked, pages))
-        share = jnp.abs(some).sum(-1) / jnp.maximum(sizes.sum(-1), 1e-30)
-        products = EINSUM("bkgc,bkpc->bkgp", some, jnp.where(jnp.isneginf(pages), 0, pages))
+        largest_q, pages = (jnp.take_along_axis(x, channels[:, :, None], axis=3) for x in (q * signs, pages))
+        share = jnp.abs(largest_q).sum(-1) / jnp.maximum(sizes.sum(-1), 1e-30)
+        products = EINSUM("bkgc,bkpc->bkgp", largest_q, jnp.where(jnp.isneginf(pages), 0, pages))
         scores = scoring(products / jnp.sqrt(jnp.maximum(share, 1e-30))[..., None])
         scores = jnp.repeat(scores, self.page_size, axis=3)[..., :slots]
         return jax.nn.softmax(jnp.where(tokens.there[:, :, None], scores, -jnp.inf), axis=-1).sum(2)

@@ -1,4 +1,7 @@
-"""ShadowKV (arXiv 2410.21465): chunks of text chosen by their mean keys, with keys of a low rank."""
+"""ShadowKV (arXiv 2410.21465): pages of consecutive tokens selected by their mean keys, with keys of a low rank.
+
+`--cache shadowkv`. Mean keys are [B, K, P, H], page scores f32[B, K, P].
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,25 @@ from icejax.ops.topk import best
 
 @dataclass(frozen=True)
 class ShadowKV(Retrieval):
-    """ShadowKV: the newest pages, those of a prompt whose keys differ most, and those whose mean key the queries ask for.
+    """ShadowKV: attends to the newest pages, to a prompt's outlier pages, and to pages whose mean keys fit the queries.
 
-    The keys of a prompt's other pages are what few directions hold of them, in which all KV heads of the layer share, before
-    they are turned by their positions. Its code rebuilds them on the device and fetches values alone; here they come with the
-    values, rebuilt before, so that answers are those of the method and not memory and time. There the budget has neither
-    window, differing pages nor decoded tokens, which all stay on the device; here decoded tokens leave the window in pages,
-    with whole keys. There the last tokens of a prompt, which fill no page, stay too; here they are a page like the others.
-    There a page that the step before has fetched is not fetched again.
+    The keys of a prompt's other pages are approximated before RoPE in `rank` directions, shared by all KV heads of the layer.
+    The authors' code rebuilds these keys on the device and fetches values alone. Here the rebuilt keys are stored and fetched
+    with the values, so that answers are those of the method, but not memory and time. Their budget excludes the window, the
+    outlier pages and decoded tokens, which all stay on the device; here decoded tokens leave the window in pages, with exact
+    keys. The last tokens of their prompt, which fill no page, stay too; here they are a page like the others. They do not fetch
+    a page again that the previous step fetched.
 
     Attributes:
-        budget: tokens attended exactly per KV head and layer, window and differing pages included.
-        page_size: tokens of a page, which stand behind one another in the text.
+        budget: tokens attended exactly per KV head and layer, window and outlier pages included.
+        page_size: consecutive tokens in a page.
         window: newest pages kept on the device, and up to one more.
-        outliers: pages of a prompt that every step attends to, with whole keys: those of the least cosine of a key with the
-            mean; None: 24 for every 1,024 tokens of the budget, and of a part as many less (its code: none).
-        rank: directions that hold the keys, at most as many as channels of all KV heads; of these its models have 1,024.
-        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in its code).
+        outliers: pages of a prompt that every step attends to, with exact keys: those with the least cosine between a key and
+            the page's mean; None: 24 for every 1,024 tokens of the budget, and in proportion for a part of 1,024 (for which the
+            authors' code has none).
+        rank: directions in which keys are approximated, at most the channels of all KV heads (1,024 in the authors' models).
+        dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0 (as in the
+            authors' code).
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -72,7 +77,7 @@ class ShadowKV(Retrieval):
 
     @property
     def _selected(self) -> int:
-        """Pages that a query chooses."""
+        """Number of pages that a query selects."""
         return self.budget // self.page_size - self.window - 1 - self._outliers
 
     @property
@@ -87,29 +92,29 @@ class ShadowKV(Retrieval):
         return min(pages, self._outliers + self._selected)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        found = super().prefill(state, heads, attended, view)
+        outcome = super().prefill(state, heads, attended, view)
         rebuilt = super().prefill(state, replace(heads, k=self._rebuilt(heads, view)), attended, view).pages
-        index, pages = found.state.index, len(found.pages)
-        apart = least_cosine(found.pages[:, :, :, 0, :, : heads.k.shape[3]], index)
-        kept = best(-apart, min(self._outliers, pages))[1] & (index.count[:, :, :pages] > 0)
-        index = replace(index, kept=index.kept.at[:, :, :pages].set(kept))
-        written = jnp.where(kept.transpose(2, 0, 1)[..., None, None, None], found.pages, rebuilt)
-        return replace(found, state=replace(found.state, index=index), pages=written)
+        index, pages = outcome.state.index, len(outcome.pages)
+        cosines = least_cosine(outcome.pages[:, :, :, 0, :, : heads.k.shape[3]], index)
+        outliers = best(-cosines, min(self._outliers, pages))[1] & (index.count[:, :, :pages] > 0)
+        index = replace(index, kept=index.kept.at[:, :, :pages].set(outliers))
+        written = jnp.where(outliers.transpose(2, 0, 1)[..., None, None, None], outcome.pages, rebuilt)
+        return replace(outcome, state=replace(outcome.state, index=index), pages=written)
 
     def _rebuilt(self, heads: Heads, view: View) -> Float[Array, "B T K H"]:
-        """Returns the keys of a prompt as few directions hold them."""
+        """Returns the keys of a prompt, approximated in `rank` directions before RoPE."""
         batch, tokens, kv_heads, size = heads.k.shape
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (batch, tokens))
-        there = (position < heads.lengths[:, None])[..., None, None]
-        plain = view.rerotate(jnp.where(there, heads.k, 0).astype(jnp.float32), -position).reshape(batch, tokens, -1)
-        found = low_rank(plain, min(self.rank, kv_heads * size)).reshape(heads.k.shape)
-        return view.rerotate(found, position).astype(heads.k.dtype)
+        mask = (position < heads.lengths[:, None])[..., None, None]
+        plain = view.rerotate(jnp.where(mask, heads.k, 0).astype(jnp.float32), -position).reshape(batch, tokens, -1)
+        approximate = low_rank(plain, min(self.rank, kv_heads * size)).reshape(heads.k.shape)
+        return view.rerotate(approximate, position).astype(heads.k.dtype)
 
     def find(self, heads: Heads, index: Landmarks, view: View) -> Selection:
         free = (index.count > 0) & ~index.kept
         q, mean = heads.by_group().astype(jnp.float32), index.mean.astype(jnp.float32)
         scores = jnp.where(free[:, :, None], heads.scoring(products(q, mean)), -jnp.inf)
-        # Where no page is free no weight means anything, and none is looked at.
+        # A row without free pages has weights of NaN, which the masks hide.
         worth = jnp.where(free, jax.nn.softmax(scores, axis=-1).max(2), -jnp.inf)
         worth = jnp.where(index.kept, jnp.inf, worth)
         page_ids, _, (counts,) = best(worth, self.num_fetched(worth.shape[-1]), index.count)

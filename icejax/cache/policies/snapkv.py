@@ -1,4 +1,7 @@
-"""SnapKV (arXiv 2404.14469): of a prompt the tokens that its last queries attend to."""
+"""SnapKV (arXiv 2404.14469): keeps the prompt tokens that the prompt's last queries attend to (`--cache snapkv`).
+
+`AdaKV`, `PyramidKV` and `RocketKV` build on it. Scores are f32[B, K, S].
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ Pooling = Literal["avg", "max"]
 
 @dataclass(frozen=True)
 class SnapKV(Eviction):
-    """SnapKV: the last tokens of a text, and those before them that they attend to most; decoded tokens stay.
+    """SnapKV: keeps the last tokens of a text, and the earlier tokens that their queries attend to most; decoded tokens stay.
 
-    The paper's code evicts per query head; here it is per KV head, as in kvpress and, as an option, KVCache-Factory. Query
-    heads agree on what a token is worth before neighbours are pooled.
+    The authors' code evicts per query head; here eviction is per KV head, as in kvpress and, as an option, KVCache-Factory.
+    Weights are combined over query heads before they are pooled over neighbours.
 
     Attributes:
         budget: tokens kept per KV head and layer after a text; decoded tokens come on top.
-        window: last tokens of a text, which stay and whose queries decide.
-        kernel: neighbours over which attention is pooled, an odd number.
-        pooling: avg (its own code) or max (its settings for LongBench).
-        group: how the query heads of a KV head agree: mean (as kvpress), max or sum.
+        window: last tokens of a text, which stay and whose queries score the others.
+        kernel: neighbouring tokens over which attention is pooled, an odd number.
+        pooling: avg (the authors' code) or max (their settings for LongBench).
+        group: how the weights of a KV head's query heads are combined: mean (as kvpress), max or sum.
 
     Raises:
         InputError: an option is out of range.
@@ -57,9 +60,9 @@ class SnapKV(Eviction):
     on_top = True
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        q, lse, asking = last_queries(heads, attended, view, self.window)
+        q, lse, query_positions = last_queries(heads, attended, view, self.window)
         keys = apart(self.keys(tokens, view), heads.k.shape[2])
-        weights = observed(q, lse, keys, asking=asking, positions=tokens.positions, scoring=heads.scoring)
+        weights = observed(q, lse, keys, asking=query_positions, positions=tokens.positions, scoring=heads.scoring)
         first = (view.lengths.seen + jnp.maximum(heads.lengths - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)

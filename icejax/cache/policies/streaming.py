@@ -1,4 +1,7 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and the newest ones."""
+"""StreamingLLM (arXiv 2309.17453): keeps the first and the newest tokens (`--cache streaming`).
+
+Scores are positions, f32[B, K, S]; those of sinks are inf.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ from icejax.ops.slots import apart, by_head, joined
 
 @dataclass(frozen=True)
 class Streaming(Eviction):
-    """StreamingLLM: the first tokens, which much attention falls on whatever they say, and the newest ones.
+    """StreamingLLM: keeps the newest tokens and the first ones (sinks), which get much attention whatever their content.
 
-    As in its own code tokens have new positions inside the cache, where they stand behind one another.
+    As in the authors' code, tokens get new positions inside the cache, without gaps.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, sinks included.
         sinks: first tokens that stay.
-        reassign: whether tokens have new positions; else they keep their own, as in kvpress.
+        reassign: whether tokens get new positions inside the cache; else they keep their own, as in kvpress.
 
     Raises:
-        InputError: an option is out of range, or the budget leaves no room for a token behind the sinks.
+        InputError: an option is out of range, or the budget leaves no room for a token after the sinks.
     """
 
     budget: int = 256
@@ -54,12 +57,15 @@ class Streaming(Eviction):
         return jnp.where(tokens.positions < self.sinks, jnp.inf, tokens.positions.astype(jnp.float32))
 
     def keys(self, tokens: Slots, view: View) -> Float[Array, "R S H"]:
-        """Returns the keys with the sinks turned to where the newest tokens begin: only the distance to a query counts."""
+        """Returns the keys with the sinks rotated to the positions just before the newest tokens: only distances count.
+
+        With 4 sinks and the newest tokens at positions 10 to 15, 6 tokens are gone: the sinks move from 0-3 to 6-9.
+        """
         if not self.reassign or not self.sinks:
             return tokens.k
-        gap = tokens.positions.max((1, 2)) + 1 - tokens.there[:, 0].sum(1)  # tokens that have left
-        # In the first slots, which they never leave.
+        gap = tokens.positions.max((1, 2)) + 1 - tokens.there[:, 0].sum(1)  # number of evicted tokens
+        # Sinks never leave the first slots.
         sinks = apart(tokens.k[:, : self.sinks], tokens.positions.shape[1]).transpose(0, 2, 1, 3)
-        turned = view.rerotate(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
-        # Not written over the others: XLA:CPU turns them in place then, and reads halves that it has turned already.
-        return jnp.concatenate([joined(by_head(turned)), tokens.k[:, self.sinks :]], axis=1)
+        rotated = view.rerotate(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
+        # Not written in place: XLA:CPU would then rotate in place, and read halves that it has already rotated.
+        return jnp.concatenate([joined(by_head(rotated)), tokens.k[:, self.sinks :]], axis=1)

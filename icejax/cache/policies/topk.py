@@ -1,4 +1,4 @@
-"""The exact top tokens of a budget."""
+"""Oracle of the top tokens by exact scores, as many as a budget (`--cache topk`). Scores are f32[B K, G, S]."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Group = Literal["none", "sum"]
 
 @dataclass(frozen=True)
 class TopK(TokenOracle):
-    """The exact top tokens: every query head attends to those of highest score.
+    """The exact top tokens: every query head attends to the tokens of highest score.
 
     Attributes:
         budget: tokens attended to.
-        group: sum: the query heads of a KV head attend to the same tokens, those of largest softmax weight, summed over them;
-            none: each has its own.
+        group: sum: the query heads of a KV head attend to the same tokens, by the sum of their softmax weights; none: every
+            query head attends to its own tokens.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The exact top pages of a budget."""
+"""Oracle of the top pages by exact scores, as many as fit a budget (`--cache topk-pages`). Scores are f32[B K, G, S]."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from icejax.ops.topk import largest
 
 @dataclass(frozen=True)
 class TopKPages(TokenOracle):
-    """The exact top pages: a KV head attends to the pages in order of position that have most of its query heads' attention.
+    """The exact top pages: a KV head attends to the pages of consecutive tokens with most of its query heads' attention.
 
     Attributes:
-        budget: tokens of the pages attended to, the newest page always among them, also while it is not full.
-        page_size: tokens of a page, which stand behind one another in the text from its beginning on.
+        budget: tokens of the pages attended to; the newest page is always one of them, even if it is not full.
+        page_size: consecutive tokens in a page, from the beginning of the text on.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -37,7 +37,7 @@ class TopKPages(TokenOracle):
         check_dense_layers(self.dense_layers)
 
     def chosen(self, scores: Float[Array, "R G S"], newest: Int[Array, " R"]) -> Bool[Array, "R 1 S"]:
-        # A page's share of the softmax ranks it as its log-sum-exp does, and can be summed over query heads.
+        # A page's share of the softmax ranks pages as the log-sum-exp does, and can be summed over query heads.
         weights = jax.nn.softmax(scores, axis=-1).sum(1)
         mass = weights.reshape(len(weights), -1, self.page_size).sum(-1)
         mass = jnp.where(jnp.arange(mass.shape[1])[None] == newest[:, None] // self.page_size, jnp.inf, mass)

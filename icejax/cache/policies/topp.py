@@ -1,4 +1,4 @@
-"""The exact top tokens that have a given share of the attention."""
+"""Oracle of the top tokens with a given share of the attention (`--cache topp`). Scores are f32[B K, G, S]."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from icejax.ops.threshold import ordered, threshold
 
 @dataclass(frozen=True)
 class TopP(TokenOracle):
-    """The exact top tokens up to a mass: every query head attends to the fewest that have so much of its attention.
+    """The exact top tokens up to a mass: every query head attends to the fewest tokens that have this share of its attention.
+
+    Of the softmax weights 0.5, 0.2, 0.2 and 0.1, a mass of 0.6 takes the first two tokens, 0.8 the first three.
+
 
     Attributes:
-        mass: share of the softmax weight that the tokens attended to have at least.
+        mass: least share of the softmax weights that the tokens attended to have.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.
 
     Raises:
@@ -37,13 +40,13 @@ class TopP(TokenOracle):
         weights = jax.nn.softmax(scores, axis=-1)
         flat, order = weights.reshape(-1, weights.shape[-1]), ordered(weights)
 
-        def enough(least: UInt32[Array, "B N"]) -> Bool[Array, "B N"]:
-            heavy = order.reshape(flat.shape)[:, None] >= least[:, :, None]
+        def reaches_mass(lowest: UInt32[Array, "B N"]) -> Bool[Array, "B N"]:
+            heavy = order.reshape(flat.shape)[:, None] >= lowest[:, :, None]
             return jnp.where(heavy, flat[:, None], 0).sum(-1) >= self.mass
 
-        least = threshold(enough, len(flat)).reshape(*weights.shape[:-1], 1)
-        more, same = order > least, order == least
-        # Of equal weight the first are needed, while those before them have not enough.
-        earlier = jnp.cumsum(same, axis=-1, dtype=weights.dtype) - 1
-        before = jnp.where(more, weights, 0).sum(-1, keepdims=True) + earlier * weights
-        return more | (same & (before < self.mass))
+        lowest = threshold(reaches_mass, len(flat)).reshape(*weights.shape[:-1], 1)
+        heavier, tied = order > lowest, order == lowest
+        # Of tied tokens the first are taken, as long as the tokens before them have less than the mass.
+        earlier = jnp.cumsum(tied, axis=-1, dtype=weights.dtype) - 1
+        before = jnp.where(heavier, weights, 0).sum(-1, keepdims=True) + earlier * weights
+        return heavier | (tied & (before < self.mass))

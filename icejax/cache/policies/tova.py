@@ -1,4 +1,7 @@
-"""TOVA (arXiv 2401.06104): the tokens that the newest query attends to."""
+"""TOVA (arXiv 2401.06104): keeps the tokens that the newest query attends to (`--cache tova`).
+
+Scores are the newest query's attention weights, f32[B, K, S].
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ Agreed = Literal["layer", "mean", "max", "sum"]
 
 @dataclass(frozen=True)
 class TOVA(Eviction):
-    """TOVA: after every step the token leaves that the newest query weighs least, whatever it was worth before.
+    """TOVA: every step evicts the token with the least attention from the newest query, whatever its earlier scores.
 
-    Its own code lets a token leave after a step and not before the next one, so that `budget`, which the newest token is part
-    of, is its cache size and 1 more. The newest token may leave too, as there; kvpress's TOVAPress holds on to it.
+    The authors' code evicts after a step, here a token leaves before the next one: `budget`, which includes the newest token,
+    is their cache size plus 1. The newest token may leave too, as in their code; kvpress's TOVAPress always keeps it.
 
     Attributes:
         budget: tokens attended exactly per KV head and layer, the newest included.
-        group: how query heads agree: layer (its own code, the mean over all heads, so that all KV heads keep the same tokens),
-            or for each KV head mean, max or sum.
+        group: how weights are combined over query heads: layer (the mean over all heads, so that all KV heads keep the same
+            tokens, as in the authors' code), or mean, max or sum for each KV head.
 
     Raises:
         InputError: an option is out of range.
@@ -43,9 +46,11 @@ class TOVA(Eviction):
         one_of("group", self.group, typing.get_args(Agreed))
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        q, lse, asking = last_queries(heads, attended, view, 1)
+        q, lse, query_positions = last_queries(heads, attended, view, 1)
         keys = apart(self.keys(tokens, view), heads.k.shape[2])
-        return self.update(tokens, observed(q, lse, keys, asking=asking, positions=tokens.positions, scoring=heads.scoring))
+        return self.update(
+            tokens, observed(q, lse, keys, asking=query_positions, positions=tokens.positions, scoring=heads.scoring)
+        )
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         if self.group != "layer":

@@ -1,9 +1,12 @@
 """The host pool: pages of keys and values in host memory, written between programs and read inside them.
 
-The pool is one array `uint[E, L, 64, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU
-would rewrite a bf16 update through an fp32 copy of the whole buffer. Keys and values are two planes; keys that hold their
-values are one. It is of extents of 64 pages, and a table says which of them each row of a batch has, so that a short one takes
-few. A program that only reads the pool never copies it; a program that writes it takes it by donation and does nothing else
+Retrieval policies fetch pages [B, K, M] from a `PoolLayer`; the engine writes pages after prefill, flush and compact. The pool
+is one array `uint[E, L, 64, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU would
+rewrite a bf16 update through an fp32 copy of the whole buffer. Keys and values are two planes; keys that hold their values are
+one. The pool consists of extents of 64 pages; a table names the extents of each row, so that a short row takes few. With the
+table row [5, 2] page 70 is page 6 of extent 2.
+
+A program that only reads the pool never copies it. A program that writes the pool takes it by donation and does nothing else
 with it, because XLA:GPU copies a pool that one program both reads and writes.
 """
 
@@ -24,10 +27,10 @@ from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
 
 EXTENT = 64  # pages
-MISSING = 32  # pages that are fetched at once where others are at hand
+MISSING = 32  # pages read at a time by `fetch_missing`
 Pool = UInt[Array, "E L 64 K planes rows W"]
-Table = Int[Array, "B X"]  # the extent of every 64 pages of a row
-Fetched = tuple[Float[Array, "B K M p W"], ...]  # the planes of pages, as wide as the pool
+Table = Int[Array, "B X"]  # extent of each 64 pages of a row
+Fetched = tuple[Float[Array, "B K M p W"], ...]  # the planes of pages, padded to the width of the pool
 
 
 @jax.tree_util.register_dataclass
@@ -36,57 +39,60 @@ class PoolLayer:
     """One layer's view of the pool, for reading inside a program.
 
     Attributes:
-        singly: whether what is read are single slots, each as a page of one whose number is page * page size + slot. Not for
-            pages of int8, where a slot is nothing without the scales of its page.
-        plane: the only plane that is read; None: all of them.
+        single_slots: whether to read single slots, each a page of one slot with the id page * page size + slot. Not for int8
+            pages, whose slots cannot be decoded without the scales of the page.
+        plane: the only plane to read; None: all planes.
     """
 
     pages: jax.Array  # uint[E, L, 64, K, planes, rows, W], pinned_host
-    extents: jax.Array  # i32[B, X], of every 64 pages of a row
-    ended: jax.Array | None  # bool[B], rows that need nothing any more; None: no row
-    layer: int | jax.Array  # an array where one program serves all layers
+    extents: jax.Array  # i32[B, X], extent of each 64 pages of a row
+    ended: jax.Array | None  # bool[B], rows that have ended; None: every row is read
+    layer: int | jax.Array  # a traced index where one program serves all layers
     backend: str = field(metadata=dict(static=True))
     dtype: str = field(metadata=dict(static=True))
     single_slots: bool = field(default=False, metadata=dict(static=True))
     plane: int | None = field(default=None, metadata=dict(static=True))
 
     def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
-        """Returns pages on the device, plane by plane."""
-        table, rows = self._places(page_ids)
+        """Returns the pages `page_ids` on the device, plane by plane."""
+        table, rows = self._page_table(page_ids)
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows))
 
     def fetch_live(self, page_ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]) -> tuple[Fetched, Int[Array, " B"]]:
-        """Returns `fetch`, and how many pages that are `there` came from the host per row; the others fill the shape.
+        """Returns `fetch`, and how many of the pages in `there` came from the host per row.
 
-        Rows that have ended get zeros, and cost nothing.
+        Rows that have ended get zeros and read nothing.
+
+        Args:
+            there: which of `page_ids` are pages; the other ids fill the shape and may return anything.
         """
         wanted = there if self.ended is None else there & ~self.ended[:, None, None]
-        came = wanted.sum((1, 2), dtype=jnp.int32)
+        num_fetched = wanted.sum((1, 2), dtype=jnp.int32)
         if self.backend in CHOOSING:
-            return self._chosen(page_ids, wanted), came
-        return self.fetch(page_ids) if self.ended is None else self._by_row(page_ids), came
+            return self._fetch_wanted(page_ids, wanted), num_fetched
+        return self.fetch(page_ids) if self.ended is None else self._fetch_live_rows(page_ids), num_fetched
 
-    def _by_row(self, page_ids: Int[Array, "B K M"]) -> Fetched:
+    def _fetch_live_rows(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns `fetch`, with zeros for rows that have ended."""
         batch = len(page_ids)
-        table, rows = self._places(page_ids)
+        table, rows = self._page_table(page_ids)
         rows, live = rows.reshape(batch, -1), jnp.flatnonzero(~self.ended, size=batch, fill_value=0)
 
-        nothing = jax.eval_shape(self.fetch, page_ids)
+        shapes = jax.eval_shape(self.fetch, page_ids)
 
-        def one(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            read = (x.reshape(nothing[0].shape[1:]) for x in self._read(table, rows[live[i]]))
-            return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, read, strict=True))
+        def fetch_row(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            planes = (x.reshape(shapes[0].shape[1:]) for x in self._read(table, rows[live[i]]))
+            return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, planes, strict=True))
 
-        def by_row() -> tuple[jax.Array, ...]:
-            zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in nothing)
-            return lax.fori_loop(0, (~self.ended).sum(), one, zeros)
+        def fetch_rows() -> tuple[jax.Array, ...]:
+            zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
+            return lax.fori_loop(0, (~self.ended).sum(), fetch_row, zeros)
 
-        return lax.cond(self.ended.any(), by_row, lambda: self.fetch(page_ids))
+        return lax.cond(self.ended.any(), fetch_rows, lambda: self.fetch(page_ids))
 
-    def _chosen(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> Fetched:
-        """Returns `fetch`, with zeros for pages that are not wanted, by a backend that reads no others."""
-        table, rows = self._places(page_ids)
+    def _fetch_wanted(self, page_ids: Int[Array, "B K M"], wanted: Bool[Array, "B K M"]) -> Fetched:
+        """Returns `fetch`, with zeros for pages outside `wanted`, by a backend that reads only the wanted pages."""
+        table, rows = self._page_table(page_ids)
         return tuple(x.reshape(*page_ids.shape, *x.shape[1:]) for x in self._read(table, rows, wanted.reshape(-1)))
 
     def fetch_missing(
@@ -96,45 +102,50 @@ class PoolLayer:
         held: Fetched,
         held_ids: Int[Array, "B K M"],
     ) -> tuple[Fetched, Int[Array, " B"]]:
-        """Returns the pages that are `there`, taking what it can from pages `held`, and how many came from the host per row.
+        """Returns `fetch`, reading only pages that the device does not hold, and how many came from the host per row.
 
-        The place of one that is not, and rows that have ended, get what is at hand, and cost nothing.
+        Ids outside `there` and rows that have ended read nothing and may return anything.
+
+        Args:
+            there: which of `page_ids` are pages.
+            held: planes of the pages on the device.
+            held_ids: ids of the pages in `held`.
         """
         same = page_ids[..., :, None] == held_ids[..., None, :]
         missing = there & ~same.any(-1)
         if self.ended is not None:
             missing &= ~self.ended[:, None, None]
-        came = missing.sum((1, 2), dtype=jnp.int32)
-        at = same.argmax(-1)[..., None, None]
-        start = [jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds") for x in held]
+        num_fetched = missing.sum((1, 2), dtype=jnp.int32)
+        held_at = same.argmax(-1)[..., None, None]
+        reused = [jnp.take_along_axis(x, held_at, axis=2, mode="promise_in_bounds") for x in held]
         if self.backend in CHOOSING:
-            pages = self._chosen(page_ids, missing)
-            return tuple(jnp.where(missing[..., None, None], x, y) for x, y in zip(pages, start, strict=True)), came
-        table, rows = self._places(page_ids)
-        pages = tuple(x.reshape(-1, *x.shape[3:]) for x in start)
-        # What is missing, in front; behind it page 0 over and over, which may come once more.
+            pages = self._fetch_wanted(page_ids, missing)
+            return tuple(jnp.where(missing[..., None, None], x, y) for x, y in zip(pages, reused, strict=True)), num_fetched
+        table, rows = self._page_table(page_ids)
+        pages = tuple(x.reshape(-1, *x.shape[3:]) for x in reused)
+        # Missing pages come first; the rest is index 0 repeated, whose page may be read again.
         order = jnp.flatnonzero(missing, size=missing.size, fill_value=0)
         block = min(MISSING, missing.size)
 
-        def some(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            at = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
-            return tuple(x.at[at].set(y) for x, y in zip(pages, self._read(table, rows[at]), strict=True))
+        def read_block(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            indices = lax.dynamic_slice_in_dim(order, jnp.minimum(i * block, missing.size - block), block)
+            return tuple(x.at[indices].set(y) for x, y in zip(pages, self._read(table, rows[indices]), strict=True))
 
-        pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, some, pages)
-        return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), came
+        pages = lax.fori_loop(0, (missing.sum() + block - 1) // block, read_block, pages)
+        return tuple(x.reshape(y.shape) for x, y in zip(pages, held, strict=True)), num_fetched
 
     def _read(self, table: jax.Array, rows: jax.Array, *wanted: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the planes [n, p, W] of what stands at `_places`, decoded; zeros for what is not `wanted`."""
+        """Returns the planes [n, p, W] of the rows of a `_page_table`, decoded; zeros for rows outside `wanted`."""
         planes, height = self.pages.shape[-3:-1]
-        several = self.single_slots and self.plane is None
-        if several:  # planes are pages of their own, one behind another
+        stacked = self.single_slots and self.plane is None
+        if stacked:  # each plane of a slot is a row of its own: all keys are read, then all values
             rows = jnp.concatenate([rows + plane * height for plane in range(planes)])
             wanted = tuple(jnp.tile(x, planes) for x in wanted)
         planes_read = BACKENDS[self.backend](table, rows, *wanted)
-        return tuple(decode_pages(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if several else planes_read))
+        return tuple(decode_pages(x, self.dtype) for x in (jnp.split(planes_read[0], planes) if stacked else planes_read))
 
-    def _places(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns a table to read, and the row of every page, in its first plane where planes are apart."""
+    def _page_table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
+        """Returns the pool as a table of pages, planes or slots, as this view reads them, and the table row of every id."""
         planes, height, width = self.pages.shape[-3:]
         plane = self.plane or 0
         if self.single_slots:
@@ -145,28 +156,32 @@ class PoolLayer:
         return (table, rows) if self.plane is None else (table.reshape(-1, 1, height, width), rows * planes + plane)
 
     def run(self, first: Int[Array, ""], count: int) -> Float[Array, "{count} B K planes p W"]:
-        """Returns `count` pages from `first` on, of every row and KV head, on the device."""
+        """Returns the `count` pages from page `first` on, of every row and KV head, on the device."""
         ids = first + jnp.arange(count, dtype=jnp.int32)
         planes = self.fetch(jnp.broadcast_to(ids[None, None], (len(self.extents), self.pages.shape[3], count)))
         return jnp.stack(planes, axis=3).transpose(2, 0, 1, 3, 4, 5)
 
     def _table(self, page_ids: Int[Array, "B K M"]) -> tuple[jax.Array, jax.Array]:
-        """Returns the pool as a table of pages, and the row of every page."""
+        """Returns the pool as a table of whole pages, and the table row of every page.
+
+        In a pool of 3 layers and 2 KV heads, page 70 of head 1 in layer 2, whose extent is 4, is page (4 * 3 + 2) * 64 + 6 =
+        902 of the pool and row 902 * 2 + 1 = 1,805 of the table.
+        """
         _, layers, _, heads = self.pages.shape[:4]
         extents = jnp.take_along_axis(self.extents[:, None], page_ids // EXTENT, axis=2, mode="promise_in_bounds")
-        places = (extents * layers + self.layer) * EXTENT + page_ids % EXTENT
-        rows = places * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        pages = (extents * layers + self.layer) * EXTENT + page_ids % EXTENT
+        rows = pages * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
         return self.pages.reshape(-1, *self.pages.shape[4:]), rows.reshape(-1)
 
 
 def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> Pool:
-    """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for keys and values of `dtype`, or pages of int8.
+    """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
 
     Args:
-        limit: bytes of host memory it may take; None: what is free.
+        limit: the most bytes of host memory to take; None: all free memory.
 
     Raises:
-        InputError: the machine has not enough free memory for it, or XLA may not pin so much.
+        InputError: the machine has too little free memory, or XLA may not pin that much.
     """
     bits, platform = bits_dtype(dtype), devices.platform()
     if platform == "gpu":
@@ -176,15 +191,16 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
         "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
     )
     devices.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
-    if platform == "cpu":  # an array over numpy's own memory could not be written in place later
+    if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
         return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())()
     return jax.device_put(np.zeros(shape, bits), devices.host_sharding())
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
-    """Returns a shape with more extents where a kernel's offsets would overflow.
+    """Returns `shape`, with more extents for a pool of bytes between 2 and 4 GiB, whose kernel offsets would overflow.
 
     Pallas takes 32 bits for the offsets in an array of up to 4 GiB and counts them in elements: too few for 2 GiB of bytes.
+    The added extents take the pool over 4 GiB.
     """
     extent = math.prod(shape[1:]) * bits.itemsize
     if bits.itemsize > 1 or not 2**31 < shape[0] * extent <= 2**32:
@@ -202,19 +218,18 @@ def write_pages(
     *,
     together: int = 1,
 ) -> Pool:
-    """Returns the pool with pages of layers from `layer` on, which of every row are those from page `first` on.
+    """Returns the pool with M new pages of every row, from page `first` on, for the l layers from `layer` on.
 
-    Donates `pool`. One piece after another, each of which lies in one piece in the pool: XLA:TPU writes to a part of host
-    memory in one dimension only.
+    Donates `pool`. Writes contiguous pieces one after another: XLA:TPU writes to a part of host memory in one dimension only.
 
     Args:
-        table: the extents of the rows.
+        table: the extents of each row.
         together: pages of a piece; divides `first`, M and 64.
     """
     count, layers, batch = pages.shape[:3]
     bits = encode_pages(pages, pool.dtype)
 
-    def one(i: jax.Array, flat: jax.Array) -> jax.Array:
+    def write(i: jax.Array, flat: jax.Array) -> jax.Array:
         start, row = i // (layers * batch) * together, i % batch
         number, page = i // batch % layers, first + start
         place = (table[row, page // EXTENT] * pool.shape[1] + layer + number) * EXTENT + page % EXTENT
@@ -222,18 +237,18 @@ def write_pages(
         piece = jax.device_put(piece.reshape(together, *bits.shape[3:]), devices.HOST)
         return lax.dynamic_update_slice_in_dim(flat, piece, place, axis=0)
 
-    return lax.fori_loop(0, count // together * layers * batch, one, pool.reshape(-1, *pool.shape[3:])).reshape(pool.shape)
+    return lax.fori_loop(0, count // together * layers * batch, write, pool.reshape(-1, *pool.shape[3:])).reshape(pool.shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_extent(pool: Pool, bits: UInt[Array, "L 64 K planes rows W"], extent: Int[Array, ""]) -> Pool:
-    """Returns the pool with one extent, as it stands there; donates `pool`."""
+    """Returns the pool with the bit patterns `bits` in one extent; donates `pool`."""
     return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], devices.HOST), extent, axis=0)
 
 
 @jax.jit
 def read_extent(pool: Pool, extent: Int[Array, ""]) -> UInt[Array, "L 64 K planes rows W"]:
-    """Returns one extent as it stands in the pool, on the device."""
+    """Returns the bit patterns of one extent, on the device."""
     zero = jax.device_put(jnp.int32(0), devices.HOST)
     start = (jax.device_put(extent, devices.HOST), *(zero,) * (pool.ndim - 1))
     return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), devices.DEVICE)[0]

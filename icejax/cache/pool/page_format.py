@@ -1,4 +1,8 @@
-"""How pages stand in the pool: planes of one width, by their own bits or as int8 with a scale per page and channel."""
+"""The bit patterns of pages in the pool: the dtype's own bits, or int8 with a scale per page and channel.
+
+The host pool encodes the pages [..., p, H] it writes and decodes those it reads. All planes have one width. An int8 page of
+p = 16 slots is uint8 [18, H]: 16 rows of codes, then the 2 bytes of each channel's bf16 scale.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,29 @@ from jaxtyping import Array, Float, UInt
 
 from icejax.ops.quantized.rounding import TINY, dequantize, quantize
 
-SCALE_ROWS = 2  # bytes of a channel's bf16 scale, one below the other behind the tokens
+SCALE_ROWS = 2  # bytes of a channel's bf16 scale, one below the other after the codes
 
 
 def bits_dtype(dtype: str) -> np.dtype:
-    """Returns the unsigned integer of the width of `dtype`."""
+    """Returns the unsigned integer dtype as wide as `dtype`."""
     return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 
 def page_rows(page_size: int, dtype: str) -> int:
-    """Returns the rows of a page of tokens in a pool of `dtype`."""
+    """Returns the rows of a page in a pool of `dtype`: its slots, and with int8 the scale's rows."""
     return page_size + SCALE_ROWS if dtype == "int8" else page_size
 
 
 def stack_planes(planes: Sequence[Float[Array, "*P p _"]]) -> Float[Array, "*P planes p W"]:
-    """Returns the planes of pages, those that are narrower than another filled up with zeros."""
+    """Returns the planes of pages stacked, narrower ones padded with zeros to the widest."""
     width = max(x.shape[-1] for x in planes)
     return jnp.stack([jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in planes], axis=-3)
 
 
 def encode_pages(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "*P rows H"]:
-    """Returns pages as they stand in a pool of dtype `bits`.
+    """Returns the bit patterns of pages in a pool of dtype `bits`.
 
-    A pool of bytes holds symmetric int8: a channel's scale is that of its largest number in the page.
+    A uint8 pool holds symmetric int8 codes: a channel's scale is its largest magnitude in the page divided by 127.
     """
     if bits != np.uint8:
         return lax.bitcast_convert_type(pages, bits)
@@ -43,7 +47,7 @@ def encode_pages(pages: Float[Array, "*P p H"], bits: np.dtype) -> UInt[Array, "
 
 
 def decode_pages(bits: UInt[Array, "*P rows H"], dtype: str) -> Float[Array, "*P p H"]:
-    """Returns the pages that `encode` was given, exactly, or to half a 127th of a channel's largest number in the page."""
+    """Returns the pages that `encode_pages` took: exact, or with int8 to half a 127th of a channel's largest magnitude."""
     if bits.dtype != jnp.uint8:
         return lax.bitcast_convert_type(bits, dtype)
     scale = lax.bitcast_convert_type(jnp.moveaxis(bits[..., -SCALE_ROWS:, :], -2, -1), jnp.bfloat16)

@@ -1,1 +1,1 @@
-"""Pages of tokens: forming them, digests, the digest tree, and attention over the pages fetched."""
+"""Pages of tokens: packing, digests, the digest tree, key codes, and attention over the fetched pages."""

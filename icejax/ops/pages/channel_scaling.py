@@ -1,9 +1,9 @@
-"""Channels in which keys are far larger than queries, or far smaller, brought to like size by powers of two.
+"""Channel scaling: powers of two that bring key channels far larger or smaller than the queries' to like size.
 
-What a channel of the keys is multiplied by may be taken out of the queries: attention stays as it is, of powers of two bit for
-bit. Distances between keys do not, and by them tokens are packed and outliers chosen. Published models have channels of keys
-that are far larger than the others (KIVI, arXiv 2402.02750); without this a page is chosen by those alone
-(bench/results/pages.md).
+Policies with digests scale a prompt's heads [B, T, N or K, H] by it before they pack and digest. If keys are multiplied and
+queries divided by the same power of two, attention stays the same bit for bit. Distances between keys change, by which tokens
+are packed and outliers chosen. Published models have key channels far larger than the others (KIVI, arXiv 2402.02750); without
+scaling these alone decide which pages are chosen (bench/results/pages.md).
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-LEAST = 1.0  # doublings of keys that a channel is off before anything is done: what models are trained to is left as it is
-FEWEST = 16  # tokens; fewer do not tell how large a channel is
-ROUNDING = 1e-10  # of a channel's square, which a channel of one number may leave as its variance
-MOST = 8  # doublings, or fp16 could not hold the keys
+LEAST = 1.0  # doublings that a channel must be off to be scaled; smaller differences are ordinary
+FEWEST = 16  # tokens; fewer give no reliable size of a channel
+ROUNDING = 1e-10  # of a channel's squared mean: the variance that rounding may leave in a constant channel
+MOST = 8  # doublings; more would overflow keys in fp16
 
 
 def factors_of(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], new: Int[Array, " B"]) -> Float[Array, "B K H"]:
-    """Returns by which powers of two to multiply the channels of keys, and to divide those of queries; 1 for most.
+    """Returns the powers of two by which to multiply key channels and divide query channels; 1 for most channels.
 
-    With them a channel's queries have the root mean square that its keys have as deviation, but for a factor of all channels
-    of a head.
+    After scaling, a channel's ratio of query root mean square to key standard deviation is about that of the median channel.
+    Queries of size 1 in four channels and keys of deviation 1, 1, 1, 16 give the factors 1, 1, 1, 1/4: in the last channel keys
+    then deviate by 4 and queries are 4.
 
     Args:
-        new: tokens of each row; what stands behind them may be anything.
+        new: real tokens of each row; padding may hold anything.
     """
-    there = (jnp.arange(k.shape[1])[None] < new[:, None])[:, :, None, None]
+    valid = (jnp.arange(k.shape[1])[None] < new[:, None])[:, :, None, None]
     count = jnp.maximum(new, 1).astype(jnp.float32)[:, None, None]
-    queries, keys = (jnp.where(there, x, 0).astype(jnp.float32) for x in (q, k))
-    of_queries = jnp.square(queries).sum(1).reshape(*k.shape[::2], -1, k.shape[-1]).mean(2)
+    queries, keys = (jnp.where(valid, x, 0).astype(jnp.float32) for x in (q, k))
+    query_sizes = jnp.square(queries).sum(1).reshape(*k.shape[::2], -1, k.shape[-1]).mean(2)
     mean = keys.sum(1) / count
-    of_keys = jnp.where(there, jnp.square(keys - mean[:, None]), 0).sum(1)
-    of_keys = jnp.where(of_keys > ROUNDING * jnp.square(mean) * count, of_keys, 0)
-    off = 0.25 * (jnp.log2(of_queries) - jnp.log2(of_keys))
-    off = jnp.where(jnp.isfinite(off), off, jnp.nan)  # of which there are no doublings
+    key_sizes = jnp.where(valid, jnp.square(keys - mean[:, None]), 0).sum(1)
+    key_sizes = jnp.where(key_sizes > ROUNDING * jnp.square(mean) * count, key_sizes, 0)
+    off = 0.25 * (jnp.log2(query_sizes) - jnp.log2(key_sizes))
+    off = jnp.where(jnp.isfinite(off), off, jnp.nan)  # a channel without queries or keys is not scaled
     off -= jnp.nanmedian(off, axis=-1, keepdims=True)
-    known = (jnp.abs(off) >= LEAST) & (new >= FEWEST)[:, None, None]
-    doublings = jnp.where(known, jnp.clip(jnp.round(off), -MOST, MOST), 0.0)
+    scaled = (jnp.abs(off) >= LEAST) & (new >= FEWEST)[:, None, None]
+    doublings = jnp.where(scaled, jnp.clip(jnp.round(off), -MOST, MOST), 0.0)
     return jnp.ldexp(jnp.ones_like(off), doublings.astype(jnp.int32))

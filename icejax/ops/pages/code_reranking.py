@@ -1,4 +1,7 @@
-"""A second look: of pages that digests chose the tokens that a query needs, or the pages that hold them, by codes of keys."""
+"""Re-ranking by key codes: among the pages chosen by digests, the tokens or pages with the largest softmax weight.
+
+Policy Coded calls it before it fetches; R is B K, in one axis. Keys are decoded codes, so that nothing is fetched to rank.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from icejax.ops.topk import best
 
 
 class RerankedTokens(NamedTuple):
-    """What a second look found.
+    """The result of re-ranking.
 
     Attributes:
-        best: indices of the best slots, which stand one behind another, or of the best pages; best first, i32[R, M].
-        counts: tokens of each.
-        tail: attention to all others, and to what the pages were chosen among.
+        best: indices of the best slots among all P p slots, or of the best pages; best first, i32[R, M].
+        counts: tokens of each, i32[R, M].
+        tail: attention to all other tokens of these pages and to `rest`.
     """
 
     best: jax.Array
@@ -41,38 +44,42 @@ def rerank_by_codes(
     whole: bool = False,
     guess: Float[Array, "R G H"] | None = None,
 ) -> RerankedTokens:
-    """Returns the `wanted` slots of largest softmax weight, summed over query heads, and what all others contribute.
+    """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all other tokens.
 
-    Others weigh what their keys say; their values are the mean of their page's and what keys tell of values.
+    Another token of these pages has its own weight; its value is estimated by the mean of its page and from its key (`tail`).
 
     Args:
-        keys: of the pages, about what they are.
-        pages: their digests [R, P].
-        rest: attention f32[R, G, Hv], f32[R, G] to what is not in these pages.
-        from_keys: values from keys; None: they count as their mean.
-        whole: whether to return pages in the place of slots, those of largest weight.
-        guess: queries to choose by in the place of `q`.
+        keys: decoded keys of the pages.
+        pages: digests [R, P] of the pages.
+        rest: attention f32[R, G, Hv], f32[R, G] to the tokens outside these pages.
+        wanted: slots, or pages, to return.
+        from_keys: estimator of values from keys; None: a token counts as the mean of its page.
+        whole: whether to return the pages of largest weight instead of slots.
+        guess: queries to choose by instead of `q`.
     """
     rows, shape = len(q), keys.shape[1:3]
     slots = jnp.arange(shape[1])[None, None] < pages.count[..., None]
     mask, keys = slots.reshape(rows, 1, -1), keys.reshape(rows, -1, keys.shape[-1])
     scores = masked_scores(q, keys, mask, scoring=scoring)
-    asked = scores if guess is None else masked_scores(guess, keys, mask, scoring=scoring)
-    worth, *_ = _weights(asked, rest.lse)
+    choice_scores = scores if guess is None else masked_scores(guess, keys, mask, scoring=scoring)
+    worth, *_ = _weights(choice_scores, rest.lse)
     worth, counts = worth.sum(1), slots.reshape(rows, -1).astype(jnp.int32)
     if whole:
         worth, counts = worth.reshape(rows, *shape).sum(-1), pages.count
     worth = jnp.where(counts > 0, worth, -1.0)
-    found, taken, (counts,) = best(worth, min(wanted, worth.shape[-1]), counts)
-    taken = jnp.repeat(taken, shape[1], axis=1) if whole else taken
-    weights, others, base = _weights(jnp.where(taken[:, None], -jnp.inf, scores), rest.lse)
+    best_indices, selected, (counts,) = best(worth, min(wanted, worth.shape[-1]), counts)
+    selected = jnp.repeat(selected, shape[1], axis=1) if whole else selected
+    weights, rest_weight, lse = _weights(jnp.where(selected[:, None], -jnp.inf, scores), rest.lse)
     out = attend_tail(weights, keys, slots, pages, from_keys)
-    out = out[..., : rest.out.shape[-1]] + others[..., None] * rest.out  # values may be the first channels of keys
-    return RerankedTokens(found, counts, Attended(out, base))
+    out = out[..., : rest.out.shape[-1]] + rest_weight[..., None] * rest.out  # values may be the first channels of keys
+    return RerankedTokens(best_indices, counts, Attended(out, lse))
 
 
 def _weights(scores: Float[Array, "R G S"], lse: Float[Array, "R G"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the softmax weights of slots and of what has the log-sum-exp, and the log-sum-exp of all; 0 of nothing."""
-    whole = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), lse)
-    base = jnp.where(jnp.isneginf(whole), 0.0, whole)
-    return jnp.exp(scores - base[..., None]), jnp.exp(lse - base), whole
+    """Returns the softmax weights of the slots and of the rest with log-sum-exp `lse`, and their joint log-sum-exp.
+
+    Where there is nothing at all the weights are 0 and the log-sum-exp is -inf.
+    """
+    total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), lse)
+    base = jnp.where(jnp.isneginf(total), 0.0, total)
+    return jnp.exp(scores - base[..., None]), jnp.exp(lse - base), total

@@ -1,4 +1,7 @@
-"""Digests: what the device keeps of a page, and the score a query gives a page by its digest alone."""
+"""Digests: the device-side summary of each page, and the score of a page for a query from its digest alone.
+
+The digest tree builds digests from pages [B, K, P, p, H] and merges them; its walk scores them with queries [B, K, G, H].
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from icejax.ops.attention.dense import EINSUM, Scoring, products
 from icejax.ops.pages.key_scatter import Along, bands, widths
 from icejax.ops.quantized.rounding import dequantize, quantize
 
-TAIL_CLAMP = 3.0  # nats; a wide page's second-order term overstates its weight without bound
-TIED = 0.9999  # two keys are equally far from their mean but for rounding: the first is the outlier
-PART = 64  # pages whose values a GPU adds up at a time
-OUTLIERS = 2  # of a page; with one, sharp heads of one model of five had twice the error
+TAIL_CLAMP = 3.0  # nats; unclamped, the second-order term of a wide page overstates its weight without bound
+TIED = 0.9999  # keys whose distances differ by rounding alone count as equally far; the first is the outlier
+PART = 64  # pages whose values a GPU program sums
+OUTLIERS = 2  # per page; with one, sharp heads of one model of five had twice the error
 NARROW = ("int8", "float8_e4m3fn")  # dtypes of digests besides the model's own
 Score = Literal["second-order", "mean"]
 
@@ -25,10 +28,11 @@ Score = Literal["second-order", "mean"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Vectors:
-    """One vector per page: as they are, or in a narrow dtype with the scale of each.
+    """One vector per page, in a dtype of the model or in a narrow dtype with a scale per vector.
 
     Attributes:
-        scale: None for vectors as they are.
+        data: the vectors, or their codes.
+        scale: scale of each vector; None if `data` holds the vectors themselves.
     """
 
     data: jax.Array  # dtype[..., H]
@@ -36,7 +40,7 @@ class Vectors:
 
     @staticmethod
     def store(x: Float[Array, "... H"], dtype: str | jnp.dtype) -> Vectors:
-        """Rounds to `dtype`; what fp16 could not hold is kept finite."""
+        """Returns `x` rounded to `dtype`; numbers beyond its range stay finite."""
         if str(dtype) not in NARROW:
             largest = float(jnp.finfo(dtype).max)
             return Vectors(jnp.clip(x, -largest, largest).astype(dtype), None)
@@ -53,12 +57,14 @@ class Vectors:
 class Digests:
     """Digests of pages, or of nodes: runs of neighbouring pages.
 
+    A page with the one-channel keys 0, 1, 2 and 9 has count 4, outliers 9 and 0, mean 1.5 and width 0.25.
+
     Attributes:
-        count: tokens, 0 for an empty one.
-        outliers: of a page the two keys farthest from the mean of all; of a node the two outliers of pages that are.
-        mean: mean of the other keys; of two or fewer of all.
-        width: mean squared distance of these from their mean, band by band (`icejax.ops.pages.key_scatter`).
-        value: mean value of all; None where values are channels of the keys, so that their means are too.
+        count: tokens; 0 for an empty page.
+        outliers: a page's two keys farthest from the mean of all its keys; a node's two farthest among its pages' outliers.
+        mean: mean of the inliers, the other keys; of all keys where there are two or fewer.
+        width: mean squared distance of these keys from `mean`, per band (`icejax.ops.pages.key_scatter`).
+        value: mean value of all tokens; None where the keys hold the values.
     """
 
     count: jax.Array  # i32[B, K, P]
@@ -69,89 +75,94 @@ class Digests:
 
 
 def empty(shape: tuple[int, ...], size: int, value_size: int | None, dtype: str) -> Digests:
-    """Returns digests of nothing, of keys of `size` channels and values of `value_size`; None: without values."""
-    nothing = Vectors.store(jnp.zeros((*shape, size)), dtype)
+    """Returns the digests of empty pages, for keys of `size` channels and values of `value_size`; None: without values."""
+    zeros = Vectors.store(jnp.zeros((*shape, size)), dtype)
     value = None if value_size is None else Vectors.store(jnp.zeros((*shape, value_size)), dtype)
     width = jnp.zeros((*shape, bands(size)))
-    return Digests(jnp.zeros(shape, jnp.int32), (nothing,) * OUTLIERS, nothing, width, value)
+    return Digests(jnp.zeros(shape, jnp.int32), (zeros,) * OUTLIERS, zeros, width, value)
 
 
 def put(pages: Digests, new: Digests, first: Int[Array, ""]) -> Digests:
-    """Returns the digests of all pages with new ones from page `first` on."""
+    """Returns the digests `pages` with `new` ones written from page `first` on."""
     return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), pages, new)
 
 
 def digest(
     k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"], dtype: str | None = None
 ) -> Digests:
-    """Returns the digests of pages, in the dtype of `k` or another; slots outside `mask` are not read."""
+    """Returns the digests of pages, in `dtype` or else that of `k`; slots outside `mask` are not read."""
     keys, values = jax.tree.map(lambda x: Vectors(jnp.where(mask[..., None], x, 0).astype(jnp.float32), None), (k, v))
-    none = jnp.zeros((*k.shape[:-1], bands(k.shape[-1])))
-    tokens = Digests(mask.astype(jnp.int32), (keys,), keys, none, values)
+    zero_width = jnp.zeros((*k.shape[:-1], bands(k.shape[-1])))
+    # A page is merged from the digests of its single tokens.
+    tokens = Digests(mask.astype(jnp.int32), (keys,), keys, zero_width, values)
     return merge(tokens, dtype or k.dtype)
 
 
 def merge(parts: Digests, dtype: str | jnp.dtype | None = None) -> Digests:
-    """Returns the digests of runs of pages from those of their pages, an axis more: [B, K, P, fan-out] to [B, K, P].
+    """Returns the digests of nodes from their pages' digests: arrays [B, K, P, fan-out, ...] become [B, K, P, ...].
 
-    In the dtype of the parts or another, exact but for rounding to it: widths add by the parallel-axis rule, to which
-    every outlier but those that stay is a key like the others.
+    Exact except for rounding to `dtype`, by default the dtype of `parts`. Widths merge by the parallel-axis rule. A page's
+    outlier that is no outlier of the node becomes an inlier: the pages 0, 1, 2, 9 and 10, 12, 13, 20, with outliers (9, 0) and
+    (20, 10), make a node with the outliers (20, 0), and 9 and 10 enter its mean and width.
     """
     outliers, mean = jnp.stack([x.read() for x in parts.outliers], axis=-2), parts.mean.read()
-    apart, inner = apart_of(parts.count, len(parts.outliers)), _others_of(parts.count)
-    outliers, apart = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in (outliers, apart))
+    valid, inliers = apart_of(parts.count, len(parts.outliers)), _num_inliers(parts.count)
+    outliers, valid = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in (outliers, valid))
     count = parts.count.sum(-1, dtype=jnp.int32)
-    kept, rest = _outlying(outliers, apart, _mean((inner, mean), (apart, outliers)))
-    others = jnp.where((count <= OUTLIERS)[..., None], apart, rest)
-    centre = _mean((inner, mean), (others, outliers))
-    wide, far = (widths(jnp.square(x - centre[..., None, :])) for x in (mean, outliers))
-    inner, others = (x / jnp.maximum((inner.sum(-1) + others.sum(-1))[..., None], 1.0) for x in (inner, others))
-    width = EINSUM("bkps,bkpsn->bkpn", inner, parts.width + wide) + EINSUM("bkps,bkpsn->bkpn", others, far)
+    chosen, rest = _split_outliers(outliers, valid, _mean((inliers, mean), (valid, outliers)))
+    added = jnp.where((count <= OUTLIERS)[..., None], valid, rest)  # outliers of the parts that enter the mean
+    centre = _mean((inliers, mean), (added, outliers))
+    wide, far = (widths(jnp.square(x - centre[..., None, :])) for x in (mean, outliers))  # squared offsets from the centre
+    inliers, added = (x / jnp.maximum((inliers.sum(-1) + added.sum(-1))[..., None], 1.0) for x in (inliers, added))
+    width = EINSUM("bkps,bkpsn->bkpn", inliers, parts.width + wide) + EINSUM("bkps,bkpsn->bkpn", added, far)
     value = None if parts.value is None else _mean((parts.count.astype(jnp.float32), parts.value.read()))
-    kept, centre, value = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), (kept, centre, value))
-    return Digests(count, kept, centre, width, value)
+    chosen, centre, value = jax.tree.map(lambda x: Vectors.store(x, dtype or parts.mean.data.dtype), (chosen, centre, value))
+    return Digests(count, chosen, centre, width, value)
 
 
 def apart_of(count: Int[Array, "*P"], outliers: int = OUTLIERS) -> Float[Array, "*P {outliers}"]:
-    """Returns which outliers of so many tokens are keys of their own; of fewer tokens the last ones are the first again."""
+    """Returns which stored outliers are distinct keys, as 0 or 1; a page of one token stores its key twice.
+
+    Counts 0, 1 and 4 give [0, 0], [1, 0] and [1, 1].
+    """
     slots = jax.lax.broadcasted_iota(jnp.int32, (*count.shape, outliers), count.ndim)
     return (slots < count[..., None]).astype(jnp.float32)
 
 
-def _others_of(count: Int[Array, "*P"]) -> Float[Array, "*P"]:
+def _num_inliers(count: Int[Array, "*P"]) -> Float[Array, "*P"]:
     return jnp.maximum(count.astype(jnp.float32) - OUTLIERS, 0.0)
 
 
 def _mean(*parts: tuple[Float[Array, "B K P _"], Float[Array, "B K P _ H"]]) -> Float[Array, "B K P H"]:
-    """Returns the mean of weighted vectors; 0 of none. By products: XLA:CPU takes 30 times as long for weighted sums."""
+    """Returns the weighted mean of vectors; 0 without weight. By products: XLA:CPU takes 30 times as long for weighted sums."""
     total = sum(EINSUM("bkps,bkpsh->bkph", weight, x) for weight, x in parts)
     return total / jnp.maximum(sum(weight.sum(-1) for weight, _ in parts), 1.0)[..., None]
 
 
-def _outlying(
-    keys: Float[Array, "B K P p H"], there: Float[Array, "B K P p"], centre: Float[Array, "B K P H"]
+def _split_outliers(
+    keys: Float[Array, "B K P p H"], valid: Float[Array, "B K P p"], centre: Float[Array, "B K P H"]
 ) -> tuple[tuple[Float[Array, "B K P H"], ...], Float[Array, "B K P p"]]:
-    """Returns of the keys that are there those farthest from their centre, and which are the others."""
-    distance = jnp.where(there > 0, jnp.square(keys - centre[..., None, :]).sum(-1), -1.0)
-    slots, found = jax.lax.broadcasted_iota(jnp.int32, distance.shape, distance.ndim - 1), []
+    """Returns the valid keys farthest from the centre, and a mask of the other valid keys."""
+    distance = jnp.where(valid > 0, jnp.square(keys - centre[..., None, :]).sum(-1), -1.0)
+    slots, indices = jax.lax.broadcasted_iota(jnp.int32, distance.shape, distance.ndim - 1), []
     for _ in range(OUTLIERS):
-        most = distance.max(-1, keepdims=True)
-        farthest = (distance >= TIED * most).argmax(-1, keepdims=True)
-        farthest = jnp.where(most >= 0, farthest, found[0]) if found else farthest
+        largest = distance.max(-1, keepdims=True)
+        farthest = (distance >= TIED * largest).argmax(-1, keepdims=True)
+        farthest = jnp.where(largest >= 0, farthest, indices[0]) if indices else farthest
         distance = jnp.where(slots == farthest, -1.0, distance)
-        found.append(farthest)
-    kept = tuple(jnp.take_along_axis(keys, at[..., None], axis=-2)[..., 0, :] for at in found)
-    return kept, (distance >= 0).astype(jnp.float32)
+        indices.append(farthest)
+    outliers = tuple(jnp.take_along_axis(keys, index[..., None], axis=-2)[..., 0, :] for index in indices)
+    return outliers, (distance >= 0).astype(jnp.float32)
 
 
 class Scores(NamedTuple):
-    """What a query's heads make of pages, f32[B, K, G, P] each.
+    """Scores of pages for each query head, f32[B, K, G, P].
 
     Attributes:
-        choice: estimated log-sum-exp to choose pages by; -inf of an empty one.
-        weight: the same to weigh them by, a wide page's bounded.
-        lean: how much of `Along.moved` softmax moves the mean key of a page; by the rule `mean` nothing.
-        wide: variance of the scores of a page's keys, bounded; by the rule `mean` nothing.
+        choice: estimated log-sum-exp, to choose pages by; -inf for an empty page.
+        weight: the same with the second-order term clamped, to weigh pages by.
+        lean: multiple of `Along.moved` by which softmax moves the page's mean key; 0 with the rule `mean`.
+        wide: clamped variance of the scores of the page's keys; 0 with the rule `mean`.
     """
 
     choice: jax.Array
@@ -163,63 +174,64 @@ class Scores(NamedTuple):
 def score(
     q: Float[Array, "B K G H"], digests: Digests, lies: Along | None, rule: Score = "second-order", *, scoring: Scoring
 ) -> Scores:
-    """Returns the estimated log-sum-exps of every page for every query head, in fp32.
+    """Returns the estimated log-sum-exp of each page for each query head, in fp32.
 
-    With s for the scale: log(count) + s q.mean + s^2/2 q.C q, as if all keys were like those that do not stand out, but not
-    less than s q.outlier, which one key has alone; C is the covariance that keys of this width have. By the rule `mean`
-    log(count) + s q.(mean of all). Of a soft cap the products are capped, and the term of the width is multiplied by the
-    square of the cap's slope there. That is what pages are chosen by, because keys that stand out make their page wide; to
-    weigh pages by, the term of the width is at most 3 nats.
+    With scale s a page scores log(count) + s q.mean + s^2/2 q.C q, as if all its keys were inliers with covariance C, or s
+    q.outlier where an outlier scores more. C comes from the page's width. `choice` has the second-order term in full, because
+    keys that stand out make their page wide; in `weight` the term is at most 3 nats. The rule `mean` is log(count) + s q.(mean
+    of all keys). A soft cap is applied to the products, and the second-order term is multiplied by the square of its slope.
+
+    A page of 4 keys with s q.mean = 1, s^2 q.C q = 0.5 and s q.outlier = 3 scores max(1.39 + 1 + 0.25, 3) = 3.
 
     Args:
-        lies: what pages are along `q`, of the same `scoring`; None: by the rule `mean`, which asks for nothing.
+        lies: the covariance of pages applied to `q` (`key_scatter.along`), with the same `scoring`; None with the rule `mean`.
     """
     scaled = q.astype(jnp.float32) * scoring.scale
     count = digests.count[:, :, None, :].astype(jnp.float32)
     first, *outliers = (_products(scaled, x) for x in (digests.mean, *digests.outliers))
     if rule == "mean":
-        first = sum(n * x for n, x in zip(_shares(digests.count), (first, *outliers), strict=True)) / jnp.maximum(count, 1.0)
+        first = sum(n * x for n, x in zip(_num_keys(digests.count), (first, *outliers), strict=True)) / jnp.maximum(count, 1.0)
         return Scores(*(scoring.capped(first) + jnp.log(count),) * 2, 0.0, 0.0)
     first, outlier = scoring.capped(first), scoring.capped(functools.reduce(jnp.maximum, outliers))
     slope = scoring.slope(first)
-    # One product for both: XLA:CPU is slow to add up a few numbers.
+    # One product for variance and width: XLA:CPU is slow to sum a few numbers.
     rows = jnp.concatenate([lies.variance, jnp.ones_like(lies.variance[:, :, :1])], axis=2)
     variance, width = jnp.split(products(rows, digests.width), [q.shape[2]], axis=2)
     second = 0.5 * slope**2 * variance
     first += jnp.log(count)
     outlier = jnp.where(count > 0, outlier, -jnp.inf)
     bounded = jnp.minimum(second, TAIL_CLAMP)
-    lean = jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # at most 2.4 deviations along the query
+    lean = jnp.sqrt(bounded / jnp.maximum(second, 1e-30))  # the mean moves by at most 2.4 standard deviations
     lean *= slope * width
     return Scores(jnp.maximum(first + second, outlier), jnp.maximum(first + bounded, outlier), lean, 2 * bounded)
 
 
 def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K G P"]:
-    q, data = jax.lax.platform_dependent(q, vectors.data, cpu=lambda *x: x, default=_singly)
+    q, data = jax.lax.platform_dependent(q, vectors.data, cpu=lambda *x: x, default=_keep_separate)
     dots = products(q, data.astype(jnp.float32))
     return dots if vectors.scale is None else dots * vectors.scale[:, :, None, :]
 
 
-def _singly(*x: jax.Array) -> tuple[jax.Array, ...]:
-    """Or XLA:GPU makes one product of several with the same q, and joins their vectors in fp32, if there is one KV head.
+def _keep_separate(*x: jax.Array) -> tuple[jax.Array, ...]:
+    """Keeps products with the same q apart: with one KV head XLA:GPU joins their vectors in fp32 and makes one product.
 
-    XLA:CPU would copy gathered variances for it, which are read twice: a twentieth of a walk.
+    Not for XLA:CPU, which would copy gathered variances that are read twice: a twentieth of a walk.
     """
     return jax.lax.optimization_barrier(x)
 
 
 def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array, "B K G _"]:
-    """Returns sums of the mean values of pages; where digests have none, of the means of all their keys."""
+    """Returns the weighted sums of the pages' mean values; of the means of all their keys where digests have no values."""
     if digests.value is not None:
         return _sums(weights, digests.value)
-    each = weights / jnp.maximum(digests.count[:, :, None].astype(jnp.float32), 1.0)
+    per_key = weights / jnp.maximum(digests.count[:, :, None].astype(jnp.float32), 1.0)
     keys = (digests.mean, *digests.outliers)
-    return sum(_sums(each * n, x) for n, x in zip(_shares(digests.count), keys, strict=True))
+    return sum(_sums(per_key * n, x) for n, x in zip(_num_keys(digests.count), keys, strict=True))
 
 
-def _shares(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
-    """Returns for how many keys of a page the mean stands, and each outlier."""
-    return _others_of(count)[:, :, None], *jnp.moveaxis(apart_of(count), -1, 0)[:, :, :, None]
+def _num_keys(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
+    """Returns how many keys of a page its mean stands for, and each of its outliers: 2, 1 and 1 for a page of 4 keys."""
+    return _num_inliers(count)[:, :, None], *jnp.moveaxis(apart_of(count), -1, 0)[:, :, :, None]
 
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:
@@ -232,9 +244,9 @@ def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Floa
 
 
 def _in_parts(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
-    """Or a GPU adds up a thousand pages in so few programs that most of it has nothing to do (bench/results/gpu.md).
+    """Sums in parts of 64 pages: a GPU sums a thousand pages in so few programs that most of it idles (bench/results/gpu.md).
 
-    What is opened by default, and a highest level of more than 512 nodes, are whole parts; what is not is added up at once.
+    The pages opened by default and highest levels of more than 512 nodes are whole parts; other counts are summed at once.
     """
     parts = x.shape[2] // PART if x.shape[2] % PART == 0 else 1
     weights, x = weights.reshape(*weights.shape[:3], parts, -1), x.reshape(*x.shape[:2], parts, -1, x.shape[3])

@@ -1,7 +1,8 @@
-"""How keys lie about the means of their pages: what a page knows of it by itself, and what one matrix per KV head knows of all.
+"""The covariance of a page's keys, from two parts: widths stored per page, and one scatter matrix per KV head for all pages.
 
-A page knows how wide it is in a few bands of channels. How channels of a band differ, and how all go together, is much the same
-in all pages of a head: their scatter matrix says it (bench/results/pages.md).
+A page stores its mean squared deviation in a few bands of channels. How channels differ within a band, and how they correlate,
+is much the same in all pages of a head: the scatter matrix [B, K, H, H] holds it (bench/results/pages.md). Digests and the tree
+walk combine both to score pages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from jaxtyping import Array, Float
 
 from icejax.ops.attention.dense import Scoring, products
 
-BANDS = 8  # with 4 or 16 no other error was left
-SHRUNK = 0.5  # of how channels go together; with none of it one model of five had a tenth more error from 16,384 tokens on
-NO_TEXT = 1e-20  # of scatter, along every channel: before there is any text all are alike
+BANDS = 8  # 4 or 16 left the same error
+SHRUNK = 0.5  # share of the correlations that is dropped; with 0 one model of five had a tenth more error from 16,384 tokens on
+NO_TEXT = 1e-20  # scatter added to every channel, so that all channels are alike before any text
 
 
 class Along(NamedTuple):
-    """What pages are along queries.
+    """The covariance of a page's keys applied to queries, for a page of width 1.
 
     Attributes:
-        moved: how far softmax moves the mean key of a page of width 1, to first order: s times the covariance times q.
-        variance: of the scores of keys, for a width of 1 in each band.
+        moved: how far softmax weights move the page's mean key, to first order: the scale times the covariance times q.
+        variance: variance of the keys' scores that comes from each band.
     """
 
     moved: jax.Array  # f32[B, K, G, H]
@@ -33,14 +34,14 @@ class Along(NamedTuple):
 
 
 def bands(size: int) -> int:
-    """Returns how many bands keys of `size` channels have."""
+    """Returns the number of bands of keys with `size` channels."""
     return math.gcd(BANDS, size // _halves(size))
 
 
 def widths(squares: Float[Array, "*R H"]) -> Float[Array, "*R n"]:
-    """Returns the sum of each band: in both halves of a head the channels that RoPE turns about as fast.
+    """Returns the sums over each band: the channels of both halves that RoPE rotates at about the same rate.
 
-    They are finite where a square overflows.
+    With H = 128 there are 8 bands, and band 0 holds the channels 0 to 7 and 64 to 71. They stay finite if squares overflow.
     """
     size = squares.shape[-1]
     in_bands = jnp.minimum(squares, 1e36).reshape(*squares.shape[:-1], _halves(size), bands(size), -1)
@@ -52,19 +53,19 @@ def _halves(size: int) -> int:
 
 
 def along(q: Float[Array, "B K G H"], scatter: Float[Array, "B K H H"], *, scoring: Scoring) -> Along:
-    """Returns what pages are along queries.
+    """Returns the covariance of pages applied to queries.
 
     Args:
         scatter: sums of products of keys as they differ from their page's mean.
     """
     scaled = q.astype(jnp.float32) * scoring.scale
-    own = jnp.diagonal(scatter, axis1=-2, axis2=-1)[:, :, None] + NO_TEXT
-    moved = (1 - SHRUNK) * (products(scaled, scatter) + NO_TEXT * scaled) + SHRUNK * own * scaled
-    return Along(moved / own.sum(-1, keepdims=True), widths(jnp.square(scaled) * own) / widths(own))
+    variances = jnp.diagonal(scatter, axis1=-2, axis2=-1)[:, :, None] + NO_TEXT
+    moved = (1 - SHRUNK) * (products(scaled, scatter) + NO_TEXT * scaled) + SHRUNK * variances * scaled
+    return Along(moved / variances.sum(-1, keepdims=True), widths(jnp.square(scaled) * variances) / widths(variances))
 
 
 def added(scatter: Float[Array, "B K H H"], new: Float[Array, "B K H H"]) -> Float[Array, "B K H H"]:
-    """Returns the scatter with that of more text; of keys whose squares overflow there is none."""
+    """Returns the scatter with `new` added; 0 for a head whose sums overflow."""
     scatter += new
     finite = jnp.isfinite(jnp.trace(scatter, axis1=-2, axis2=-1))
     return jnp.where(finite[..., None, None], scatter, 0.0)

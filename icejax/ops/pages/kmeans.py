@@ -1,4 +1,7 @@
-"""k-means over vectors, which centroid each is nearest to, and the sums of those of each; in turns, which bounds the memory."""
+"""k-means over vectors [*R, n, d]: centroids, the nearest centroid of each vector, and sums per centroid.
+
+Page indexes with codes or clusters call it. It runs over the leading axes *R one after another, which bounds the memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import EINSUM
 
-TOGETHER = 256  # vectors whose products with all centroids stay in a processor's cache
+TOGETHER = 256  # vectors at a time, so that their products with all centroids stay in a processor's cache
 
 
 def kmeans(
@@ -21,36 +24,38 @@ def kmeans(
     cosine: bool = False,
     few: Int[Array, "*R"] | None = None,
 ) -> Float[Array, "*R {count} d"]:
-    """Returns centroids of the vectors that are `there`, in fp32, by Lloyd's iterations; of none, zeros.
+    """Returns the centroids of the vectors in `there`, in fp32, by Lloyd's iterations; zeros without a vector.
 
-    The first centroids are vectors at even steps from the first on: nothing is drawn. Then each vector goes to its nearest
-    centroid, which becomes the mean of those that came; one to which none came stays. Fewer vectors than centroids are their
-    own. One turn, of all but the last two axes, holds two arrays of n times `count` numbers.
+    The start is deterministic: evenly spaced vectors. Of 10 vectors and 4 centroids these are the vectors 0, 2, 5 and 7. In an
+    iteration each vector is assigned to its nearest centroid, and a centroid becomes the mean of its vectors; a centroid
+    without vectors stays. Where there are fewer vectors than centroids each vector is a centroid. Memory: two arrays of n times
+    `count` numbers, for one index of *R at a time.
 
     Args:
+        there: which vectors count; the others may be anything.
         count: centroids.
-        cosine: whether the nearest is the one of the smallest angle, not of the smallest distance. The mean is of the vectors
-            as they are, so that a centroid is as long as they are in its direction.
-        few: how many of the centroids there are, at least one; the others are zero. None: all.
+        cosine: whether the nearest centroid has the smallest angle, not the smallest distance. Means are of the vectors
+            unnormalised, so that a centroid is as long as its vectors are along it.
+        few: how many of the centroids are used, at least one; the others are zero. None: all.
     """
 
-    def one(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def fit(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         vectors, valid, limit = part
         vectors = jnp.where(valid[:, None], vectors, 0).astype(jnp.float32)
-        number, found = jnp.arange(count), valid.sum()
-        # number * found // limit, in 32 bits for any sizes: the last product is below 2^32.
-        left = (number.astype(jnp.uint32) * (found % limit).astype(jnp.uint32) // limit.astype(jnp.uint32)).astype(jnp.int32)
-        steps = number * (found // limit) + left
-        first = jnp.minimum(jnp.searchsorted(jnp.cumsum(valid), steps + 1), len(valid) - 1)  # so many are there up to it
+        number, n_valid = jnp.arange(count), valid.sum()
+        # number * n_valid // limit, in 32 bits for any sizes: the last product is below 2^32.
+        extra = (number.astype(jnp.uint32) * (n_valid % limit).astype(jnp.uint32) // limit.astype(jnp.uint32)).astype(jnp.int32)
+        steps = number * (n_valid // limit) + extra
+        first = jnp.minimum(jnp.searchsorted(jnp.cumsum(valid), steps + 1), len(valid) - 1)  # the valid vector of rank `steps`
         first = jnp.where(number[:, None] < limit, vectors[first], 0)
 
-        def better(_: jax.Array, centroids: jax.Array) -> jax.Array:
+        def lloyd_step(_: jax.Array, centroids: jax.Array) -> jax.Array:
             total, size = _sums(vectors, _nearest(vectors, centroids, limit, cosine), valid, count)
             return jnp.where(size[:, None] > 0, total / jnp.maximum(size, 1)[:, None], centroids)
 
-        return lax.fori_loop(0, iterations, better, first)
+        return lax.fori_loop(0, iterations, lloyd_step, first)
 
-    return _in_turns(one, x, there, _limits(few, count, there))
+    return _in_turns(fit, x, there, _limits(few, count, there))
 
 
 def nearest(
@@ -60,7 +65,7 @@ def nearest(
     cosine: bool = False,
     few: Int[Array, "*R"] | None = None,
 ) -> Int[Array, "*R n"]:
-    """Returns which centroid each vector is nearest to, the first of equal ones, as `kmeans` has it."""
+    """Returns the index of each vector's nearest centroid, the first of equal ones; arguments as in `kmeans`."""
     limits = _limits(few, centroids.shape[-2], x[..., 0])
     return _in_turns(lambda part: _nearest(part[0].astype(jnp.float32), *part[1:], cosine), x, centroids, limits)
 
@@ -68,16 +73,16 @@ def nearest(
 def sums(
     x: Float[Array, "*R n d"], codes: Int[Array, "*R n"], there: Bool[Array, "*R n"], *, count: int
 ) -> tuple[Float[Array, "*R {count} d"], Int[Array, "*R {count}"]]:
-    """Returns the sums in fp32 of the vectors that have each of `count` codes, and how many have it."""
+    """Returns for each of `count` codes the fp32 sum of its vectors in `there`, and their number."""
     total, size = _in_turns(lambda part: _sums(part[0].astype(jnp.float32), *part[1:], count), x, codes, there)
     return total, size.astype(jnp.int32)
 
 
-def _in_turns(one, x: jax.Array, *others: jax.Array):
-    """Returns what `one` makes of each of the leading axes of `x`, which the others have too."""
+def _in_turns(run, x: jax.Array, *arrays: jax.Array):
+    """Maps `run` over the leading axes of `x` and `arrays`, one index at a time."""
     lead = x.shape[:-2]
-    found = lax.map(one, tuple(y.reshape(-1, *y.shape[len(lead) :]) for y in (x, *others)))
-    return jax.tree.map(lambda y: y.reshape(*lead, *y.shape[1:]), found)
+    results = lax.map(run, tuple(y.reshape(-1, *y.shape[len(lead) :]) for y in (x, *arrays)))
+    return jax.tree.map(lambda y: y.reshape(*lead, *y.shape[1:]), results)
 
 
 def _limits(few: jax.Array | None, count: int, like: jax.Array) -> jax.Array:
@@ -85,18 +90,18 @@ def _limits(few: jax.Array | None, count: int, like: jax.Array) -> jax.Array:
 
 
 def _nearest(x: jax.Array, centroids: jax.Array, limit: jax.Array, cosine: bool) -> jax.Array:
-    # Half of the square beside the product as it is: XLA:CPU takes three times as long where the product is doubled.
+    # The product minus half the square: XLA:CPU takes three times as long if the product is doubled instead.
     size = jnp.linalg.norm(centroids, axis=-1) if cosine else jnp.square(centroids).sum(-1) / 2
     number = jnp.arange(len(centroids), dtype=jnp.int32)
 
-    def one(vector: jax.Array) -> jax.Array:
-        near = EINSUM("cd,d->c", centroids, vector)
-        near = near / jnp.maximum(size, 1e-30) if cosine else near - size
-        near = jnp.where(number < limit, near, -jnp.inf)
+    def nearest_to(vector: jax.Array) -> jax.Array:
+        closeness = EINSUM("cd,d->c", centroids, vector)
+        closeness = closeness / jnp.maximum(size, 1e-30) if cosine else closeness - size
+        closeness = jnp.where(number < limit, closeness, -jnp.inf)
         # The first of the nearest; XLA:CPU takes six times as long for an argmax.
-        return jnp.where(near == near.max(), number, len(centroids) - 1).min()
+        return jnp.where(closeness == closeness.max(), number, len(centroids) - 1).min()
 
-    return lax.map(one, x, batch_size=TOGETHER)
+    return lax.map(nearest_to, x, batch_size=TOGETHER)
 
 
 def _sums(x: jax.Array, codes: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -104,10 +109,10 @@ def _sums(x: jax.Array, codes: jax.Array, valid: jax.Array, count: int) -> tuple
         members = ((codes[:, None] == jnp.arange(count)[None]) & valid[:, None]).astype(jnp.float32)
         return EINSUM("nc,nd->cd", members, x), members.sum(0)
 
-    def scattered(x: jax.Array, codes: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        there = valid.astype(jnp.float32)
-        each = jnp.where(valid[:, None], x, 0), there
-        return tuple(jax.ops.segment_sum(y, codes, num_segments=count) for y in each)
+    def segment_sums(x: jax.Array, codes: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ones = valid.astype(jnp.float32)
+        addends = jnp.where(valid[:, None], x, 0), ones
+        return tuple(jax.ops.segment_sum(y, codes, num_segments=count) for y in addends)
 
-    # A scatter's sum on a GPU would not be the same twice; on a CPU it is, and takes a tenth of the time.
-    return lax.platform_dependent(x, codes, valid, cpu=scattered, default=products)
+    # A GPU's scatter sums are not reproducible; a CPU's are, and take a tenth of the products' time.
+    return lax.platform_dependent(x, codes, valid, cpu=segment_sums, default=products)

@@ -1,4 +1,8 @@
-"""Attention over pages: to all of their tokens, or to the best ones exactly and to the rest by their means."""
+"""Attention over fetched pages: exact for all their tokens, or for the best tokens with an estimate for the rest.
+
+Retrieval policies call it in a decode step. R is B K, in one axis: queries [R, G, H], resident tokens [R, S, H] (sinks and
+window), pages [R, M, p, H].
+"""
 
 from __future__ import annotations
 
@@ -21,26 +25,26 @@ def attend_whole(
     *,
     scoring: Scoring,
 ) -> tuple[Attended, Float[Array, "R M p"]]:
-    """Returns the attention to all resident tokens and to pages, in fp32, and what the page tokens weigh, summed over heads.
+    """Returns the attention to resident tokens and pages, in fp32, and page tokens' softmax weights, summed over query heads.
 
     Args:
-        resident: keys, values and mask of what stays on the device; every row sees one of them.
+        resident: keys, values and mask of the tokens on the device; each row has at least one.
         pages: keys, values and mask of the pages fetched; values outside the mask must be finite.
-        bias: added to the scores that each head, or all, give a page's keys; -inf hides the page.
+        bias: added to the scores of a page's keys, per query head or for all (g = 1); -inf hides the page.
     """
     rows = len(q)
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask[:, None], scoring=scoring)
+    near_scores = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged = (x.reshape(rows, -1, x.shape[-1]) for x in pages[:2])
-    paged = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scoring=scoring)
+    paged_scores = masked_scores(q, keys, pages[2].reshape(rows, 1, -1), scoring=scoring)
     if bias is not None:
-        paged += jnp.repeat(bias, pages[2].shape[2], axis=-1)
-    highest = jnp.maximum(own.max(-1), paged.max(-1))
-    own, paged = (jnp.exp(x - highest[..., None]) for x in (own, paged))
-    total = own.sum(-1) + paged.sum(-1)
-    out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
-    out += EINSUM("rgs,rsh->rgh", paged.astype(values.dtype), values_paged)
-    weights = (paged / total[..., None]).sum(1).reshape(pages[2].shape)
+        paged_scores += jnp.repeat(bias, pages[2].shape[2], axis=-1)
+    highest = jnp.maximum(near_scores.max(-1), paged_scores.max(-1))
+    near_weights, paged_weights = (jnp.exp(x - highest[..., None]) for x in (near_scores, paged_scores))
+    total = near_weights.sum(-1) + paged_weights.sum(-1)
+    out = EINSUM("rgs,rsh->rgh", near_weights.astype(values.dtype), values)
+    out += EINSUM("rgs,rsh->rgh", paged_weights.astype(values.dtype), values_paged)
+    weights = (paged_weights / total[..., None]).sum(1).reshape(pages[2].shape)
     return Attended(out / total[..., None], jnp.log(total) + highest), weights
 
 
@@ -56,54 +60,63 @@ def attend_paged(
     most: int,
     tail: bool,
 ) -> tuple[Attended, Float[Array, "R M p"], Float[Array, "R G"]]:
-    """Returns the attention in fp32, what the page tokens attended exactly weigh, summed over heads, and how uneven others are.
+    """Returns the attention to resident tokens, pages and the rest, in fp32, with the weights and unevenness of page tokens.
 
-    That is 0 of tokens that are not attended exactly; of these the summed squares of how far their weights are from the mean
-    of their page's.
+    All resident tokens and the `room` page tokens of largest softmax weight, summed over query heads, are attended exactly.
+    Another token of a page has its exact weight; its value is estimated by the mean value of the page's other tokens and from
+    its key (`from_keys`). Without `tail` these tokens and `rest` are left out.
 
-    Exact are all resident tokens and the `room` page tokens of largest attention weight, summed over the query heads. Every
-    other token of a page counts with its exact weight and the mean value of its page's others, and what its keys tell of its
-    values (`from_keys`); `rest` is the output and the log-sum-exp of what is not here. Without `tail` both are left out.
+    A page whose tokens weigh 0.4, 0.1 and 0.3, with `room` 1 and a resident token of weight 0.2: the first token is exact; the
+    values of the other two count 0.2 each, their keys -0.1 and 0.1. The weights returned are 0.4, 0, 0, the unevenness is 0.02.
 
     Args:
-        resident: keys, values and mask of what stays on the device; every row sees one of them.
+        resident: keys, values and mask of the tokens on the device; each row has at least one.
         pages: keys, values and mask of the pages fetched; values outside the mask must be finite.
-        most: the largest `room` there is.
+        rest: attention output and log-sum-exp of the tokens outside both.
+        from_keys: estimator of values from keys; None: a token counts as the mean.
+        most: an upper bound of `room`.
+
+    Returns:
+        The attention; the softmax weights of the page tokens attended exactly, summed over query heads, 0 for the others; and
+        for the other page tokens the sum of squares of their weights minus their page's mean weight, 0 without `tail`.
     """
     rows, group, size = q.shape
     keys, values, mask = resident
-    own = masked_scores(q, keys, mask[:, None], scoring=scoring)
+    near_scores = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged, slots = pages
     keys, *rest = none_waits(keys, *rest)
     flat = slots.reshape(rows, -1)
-    # One axis of tokens: with two XLA:CPU would transpose the keys first.
+    # Tokens in one axis: with two axes XLA:CPU would transpose the keys first.
     keys = keys.reshape(rows, -1, size)
-    paged = masked_scores(q, keys, flat[:, None], scoring=scoring)
-    highest = jnp.maximum(own.max(-1), paged.max(-1))
-    own, paged = jnp.exp(own - highest[..., None]), jnp.exp(paged - highest[..., None])
-    total = own.sum(-1) + paged.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
-    worth = jnp.where(flat, (paged / total[..., None]).sum(1), -1.0)
+    paged_scores = masked_scores(q, keys, flat[:, None], scoring=scoring)
+    highest = jnp.maximum(near_scores.max(-1), paged_scores.max(-1))
+    near_weights, paged_weights = jnp.exp(near_scores - highest[..., None]), jnp.exp(paged_scores - highest[..., None])
+    total = near_weights.sum(-1) + paged_weights.sum(-1) + (jnp.exp(rest[1] - highest) if tail else 0.0)
+    worth = jnp.where(flat, (paged_weights / total[..., None]).sum(1), -1.0)
     chosen = largest(worth, room, most=most) & flat
-    exact = jnp.where(chosen[:, None], paged, 0.0)
+    value_weights = jnp.where(chosen[:, None], paged_weights, 0.0)
     if tail:
-        # A page's other tokens share their weight alike, which is their weight with their mean value.
-        others = slots & ~chosen.reshape(slots.shape)
-        by_page = (paged - exact).reshape(rows, group, *slots.shape[1:]).sum(-1)
-        alike = even_weights(by_page, others, others.sum(-1, dtype=jnp.float32))
-        apart = paged - exact - alike
-        exact += alike
-    uneven = jnp.square(apart / total[..., None]).sum(-1) if tail else jnp.zeros_like(total)
-    weight = jnp.maximum(own.sum(-1) + exact.sum(-1), 1e-30)
-    out = EINSUM("rgs,rsh->rgh", own.astype(values.dtype), values)
-    out += EINSUM("rgs,rsh->rgh", exact.astype(values.dtype), values_paged.reshape(rows, -1, values_paged.shape[-1]))
+        # To divide a page's tail weight evenly among its tail tokens is to multiply it with their mean value.
+        tail_slots = slots & ~chosen.reshape(slots.shape)
+        by_page = (paged_weights - value_weights).reshape(rows, group, *slots.shape[1:]).sum(-1)
+        even = even_weights(by_page, tail_slots, tail_slots.sum(-1, dtype=jnp.float32))
+        deviation = paged_weights - value_weights - even
+        value_weights += even
+    uneven = jnp.square(deviation / total[..., None]).sum(-1) if tail else jnp.zeros_like(total)
+    weight = jnp.maximum(near_weights.sum(-1) + value_weights.sum(-1), 1e-30)
+    out = EINSUM("rgs,rsh->rgh", near_weights.astype(values.dtype), values)
+    out += EINSUM("rgs,rsh->rgh", value_weights.astype(values.dtype), values_paged.reshape(rows, -1, values_paged.shape[-1]))
     if tail and from_keys is not None:
-        out += from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))[..., : out.shape[-1]]
+        out += from_keys(EINSUM("rgs,rsh->rgh", deviation.astype(keys.dtype), keys))[..., : out.shape[-1]]
     out /= weight[..., None]
     weights = jnp.where(chosen, jnp.maximum(worth, jnp.finfo(jnp.float32).tiny), 0).reshape(slots.shape)
-    exactly = Attended(out, jnp.log(weight) + highest)
-    return Attended(*merge_by_lse(*exactly, *rest)) if tail else exactly, weights, uneven
+    attended = Attended(out, jnp.log(weight) + highest)
+    return Attended(*merge_by_lse(*attended, *rest)) if tail else attended, weights, uneven
 
 
 def none_waits(*parts: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what it is given; XLA:GPU would compute the rest in one kernel with the keys' scores, when the keys have come."""
+    """Returns its arguments, behind a barrier except on CPU.
+
+    Without it XLA:GPU would compute the rest in the kernel of the keys' scores, which waits for the keys.
+    """
     return lax.platform_dependent(*parts, cpu=lambda *x: x, default=lambda *x: lax.optimization_barrier(x))

@@ -1,9 +1,11 @@
-"""The tail of a page: tokens that are weighed one by one by their keys and not attended to exactly.
+"""The tail of ranked pages: tokens whose weights are computed from their keys and whose values are estimated.
 
-Each keeps its own weight. Its value is the mean value of its page, moved by what its key tells of its value (`value_fit`): of
-what it weighs more or less than the others the key counts, of what all weigh alike the mean.
+`paged_attention`, `ranked_attention` and `code_reranking` call it; R is B K, in one axis. A token's value is estimated as the
+mean value of its page plus a correction from its key (`value_fit`). The page mean is multiplied by the sum of the weights, each
+key by the difference of its weight from the page's mean weight.
 
-Of a page with three tokens of weights 0.1, 0.2 and 0.3, the values count 0.6 times their mean, and the keys -0.1, 0 and 0.1.
+A page with three tail tokens of weights 0.1, 0.2 and 0.3 contributes 0.6 times its mean value, and its keys with the weights
+-0.1, 0 and 0.1.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from icejax.ops.pages.value_fit import FromKeys
 def even_weights(
     by_page: Float[Array, "R G P"], mask: Bool[Array, "R P p"], count: Float[Array, "R P"]
 ) -> Float[Array, "R G S"]:
-    """Returns the weights of tokens if those in `mask` shared what their page weighs alike.
+    """Returns each page's weight divided evenly among its tokens in `mask`: 0.6 for three tokens gives 0.2 each.
 
     Args:
-        by_page: what the tokens of each page weigh together.
+        by_page: sum of the weights of each page's tokens.
+        mask: which slots hold such a token.
         count: tokens in `mask` of each page.
     """
-    each = by_page / jnp.maximum(count, 1.0)[:, None]
-    return jnp.where(mask[:, None], each[..., None], 0.0).reshape(*by_page.shape[:2], -1)
+    even = by_page / jnp.maximum(count, 1.0)[:, None]
+    return jnp.where(mask[:, None], even[..., None], 0.0).reshape(*by_page.shape[:2], -1)
 
 
 def attend_tail(
@@ -37,18 +40,18 @@ def attend_tail(
     pages: Digests,
     from_keys: FromKeys | None,
 ) -> Float[Array, "R G _"]:
-    """Returns the sum of the values of tokens, estimated, times their weights; of whole keys where these hold the values.
+    """Returns the weighted sum of the tokens' estimated values; of estimated keys where the keys hold the values.
 
     Args:
-        weights: of the tokens of all pages, 0 of those that are attended to exactly.
-        keys: of the tokens, or about what they are.
+        weights: weights of the tokens of all pages; 0 for tokens attended exactly.
+        keys: keys of the tokens, exact or decoded.
         mask: which slots hold a token.
         pages: digests [R, P] of the pages.
-        from_keys: values from keys; None: a token counts as the mean of its page.
+        from_keys: estimator of values from keys; None: a token counts as the mean of its page.
     """
     by_page = weights.reshape(*weights.shape[:2], *mask.shape[1:]).sum(-1)
     out = weighted(by_page[None], jax.tree.map(lambda x: x[None], pages))[0]
     if from_keys is None:
         return out
-    apart = weights - even_weights(by_page, mask, pages.count.astype(jnp.float32))
-    return out + from_keys(EINSUM("rgs,rsh->rgh", apart.astype(keys.dtype), keys))
+    uneven = weights - even_weights(by_page, mask, pages.count.astype(jnp.float32))
+    return out + from_keys(EINSUM("rgs,rsh->rgh", uneven.astype(keys.dtype), keys))

@@ -1,8 +1,9 @@
-"""The digest tree: digests of pages, of nodes of 8 neighbouring pages, of nodes of 8 nodes, up to some 2,304 of them.
+"""The digest tree: digests of pages, of nodes of 8 neighbouring pages, of nodes of 8 nodes, up to a level of some 2,304 nodes.
 
-A walk from the top down (`tree_walk`) finds pages in a cost that grows with the logarithm of their number. Digests merge
-exactly, so that new pages change only the nodes above them: 4 pages from index 30 on change the nodes 3 and 4 of the level
-above, which hold the pages 24 to 39.
+The digest-tree index builds and updates it, as one `Digests` of arrays [B, K, nodes, ...] per level. A walk from the top down
+(`tree_walk`) selects pages at a cost that grows with the logarithm of their number. Digests merge exactly, so that new pages
+change only the nodes above them: 4 pages from index 30 on change the nodes 3 and 4 of the level above, which hold the pages 24
+to 39.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from jaxtyping import Array, Int
 
 from icejax.ops.pages.digests import Digests, merge, put
 
-FAN_OUT = 8  # pages of a node, nodes of a node above
-TOP_MULTIPLE = 64  # the highest level has whole 64s of nodes: XLA:GPU then fuses what it joins of them into the products
-TOP = 2304  # nodes of the highest level, all of which are scored: 32,768 tokens and 4,096 new ones
+FAN_OUT = 8  # children of a node: pages, or nodes of the level below
+TOP_MULTIPLE = 64  # of the highest level's nodes: XLA:GPU then fuses its concatenations of them into the products
+TOP = 2304  # most nodes of the highest level, which are all scored: pages of 32,768 tokens and 4,096 new ones
 
 
 def num_levels(pages: int) -> int:
-    """Returns how many levels of nodes stand above `pages` pages."""
+    """Returns the levels of nodes above `pages` pages: 0 up to 2,304 pages, 1 up to 18,432."""
     levels = 0
     while pages > TOP:
         pages, levels = -(-pages // FAN_OUT), levels + 1
@@ -27,48 +28,51 @@ def num_levels(pages: int) -> int:
 
 
 def num_opened(pages: int, *, least: int) -> int:
-    """Returns how many nodes are opened per level, so that twice `pages` come to light and a budget for all pages finds all."""
+    """Returns the nodes to open per level to select `pages` pages: as many as hold twice the pages, and at least `least`."""
     return max(least, 2 * -(-pages // FAN_OUT))
 
 
 def build(pages: Digests) -> tuple[Digests, ...]:
-    """Returns the digests of pages and of every level above them, highest last."""
+    """Returns the levels of the tree: the digests of pages, then of each level of nodes above them, highest last."""
     levels = [pages]
     for _ in range(num_levels(pages.count.shape[-1])):
-        levels[-1] = _padded(levels[-1], FAN_OUT)  # here once, so that no step pads
+        levels[-1] = _padded(levels[-1], FAN_OUT)  # padded here once, so that no step pads
         levels.append(merge(families(levels[-1])))
-    many = levels[-1].count.shape[-1] > 8 * TOP_MULTIPLE  # few cost little, and would become far more
+    many = levels[-1].count.shape[-1] > 8 * TOP_MULTIPLE  # a short level is cheap, and padding would lengthen it much
     return (*levels[:-1], _padded(levels[-1], TOP_MULTIPLE)) if many else tuple(levels)
 
 
 def lineage(levels: tuple[Digests, ...], pages: Digests, first: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns the digests [B, K, n] of pages that are to stand from index `first` on, and those of all nodes above them.
+    """Returns the digests [B, K, n] that change if `pages` are written from index `first` on: `pages`, and all nodes above.
 
     Args:
-        levels: of the tree, or for a single page those `around` it.
+        levels: the levels of the tree, or for a single page its `families_around`.
     """
     changed = [pages]
     for level in levels[:-1]:
-        above, count = _above(level, changed[-1], first)
+        node, count = _nodes_above(level, changed[-1], first)
         siblings = jax.tree.map(
-            lambda x, at=above, n=count: jax.lax.dynamic_slice_in_dim(x, at * FAN_OUT, n * FAN_OUT, axis=2), level
+            lambda x, at=node, n=count: jax.lax.dynamic_slice_in_dim(x, at * FAN_OUT, n * FAN_OUT, axis=2), level
         )
-        changed.append(merge(families(put(siblings, changed[-1], first - above * FAN_OUT))))
-        first = above
+        changed.append(merge(families(put(siblings, changed[-1], first - node * FAN_OUT))))
+        first = node
     return tuple(changed)
 
 
 def replace(levels: tuple[Digests, ...], changed: tuple[Digests, ...], first: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns the tree with the `lineage` of the pages from index `first` on; reads nothing, so that XLA copies nothing."""
+    """Returns the tree with the `lineage` of the pages from index `first` on; only writes to it, so that XLA copies nothing."""
     replaced = []
     for level, new in zip(levels, changed, strict=True):
         replaced.append(put(level, new, first))
-        first = _above(level, new, first)[0]
+        first = _nodes_above(level, new, first)[0]
     return tuple(replaced)
 
 
 def families_around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[Digests, ...]:
-    """Returns of every level but the highest the family that holds `page`, or its node: all that its `lineage` reads."""
+    """Returns the family of `page`, then of the node above it, and so on, with the highest level: all that its `lineage` reads.
+
+    Of page 30 these are the pages 24 to 31, then, if node 3 is not in the highest level, the nodes 0 to 7.
+    """
     families = []
     for level in levels[:-1]:
         start = page // FAN_OUT * FAN_OUT
@@ -77,20 +81,20 @@ def families_around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[
     return (*families, levels[-1])
 
 
-def _above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
-    """Returns the first and the number of the nodes that hold what is `changed` from index `first` of a level on."""
+def _nodes_above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
+    """Returns the first node above the entries `changed` of a level from index `first` on, and how many nodes to merge anew."""
     nodes = level.count.shape[2] // FAN_OUT
-    count = min((changed.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # wherever it begins in a node
+    count = min((changed.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # enough for any position of `first` in its node
     node = first // FAN_OUT
-    return node if count == 1 else jnp.minimum(node, nodes - count), count  # a single one is there, also of what is `around`
+    return node if count == 1 else jnp.minimum(node, nodes - count), count  # a single node exists, also in `families_around`
 
 
 def _padded(digests: Digests, whole: int) -> Digests:
-    """Returns the level filled up with empty nodes to a multiple of `whole`."""
+    """Returns the level padded with empty nodes to a multiple of `whole`."""
     missing = -digests.count.shape[-1] % whole
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)), digests)
 
 
 def families(digests: Digests) -> Digests:
-    """Returns [B, K, P, ...] as [B, K, P / 8, 8, ...]."""
+    """Returns a level [B, K, P, ...] grouped by the node above: [B, K, P / 8, 8, ...]."""
     return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, FAN_OUT, *x.shape[3:]), digests)

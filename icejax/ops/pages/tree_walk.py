@@ -1,7 +1,8 @@
-"""The walk down a digest tree: which pages a query needs, and what all others contribute.
+"""The walk down a digest tree: selects the pages a query needs and estimates the attention to all others.
 
-Of 9,216 pages in 1,152 nodes all nodes are scored, the best 88 are opened, and of the 704 pages that come to light the best 56
-are chosen. The other 1,064 nodes and 648 pages are the tail: they count by their digests.
+Policies with digests call `walk` in a decode step, with queries [B, K, G, H]. Of 9,216 pages in 1,152 nodes all nodes are
+scored, the best 88 are opened, and of their 704 pages the best 56 are selected. The other 1,064 nodes and 648 pages are the
+tail: their digests estimate it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ PageGroup = Literal["sum", "max", "interleave"]
 
 @dataclass(frozen=True, kw_only=True)
 class WalkRules:
-    """How a walk chooses.
+    """How a walk selects pages.
 
     Attributes:
         opened: nodes opened per level.
-        selected: pages chosen, if there are so many.
-        tail: whether what is not chosen is estimated; else `tail_lse` is -inf.
-        score: how a node is scored.
-        group: how the query heads of a KV head agree: by the `sum` or the `max` of the softmax over candidates of each,
-            or by `interleave`, each head's best first in turn (IceCache's).
+        selected: pages selected, or all if there are fewer.
+        tail: whether to estimate the attention to the other pages; else `tail_lse` is -inf.
+        score: how a page or node is scored.
+        group: how the query heads of a KV head agree on pages: by the `sum` or the `max` over heads of each head's softmax over
+            the candidates, or by `interleave`, which takes each head's best candidates in turn (IceCache's rule).
     """
 
     opened: int
@@ -47,16 +48,16 @@ class WalkRules:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WalkResult:
-    """What a walk found.
+    """The result of a walk.
 
     Attributes:
-        page_ids: the chosen pages, best first.
-        counts: tokens of each.
-        tail_out: attention output of everything else, by its digests; of whole keys where digests have no values.
-        tail_lse: estimated log-sum-exp of everything else; -inf if there is nothing.
-        tail_uneven: summed squares of how far the weights of its tokens are from the mean of their node, expected of
-            scores that are normal; the weight of all of it is 1.
-        path: the nodes opened at every level, highest first, and the pages chosen, as indices of what had come to light.
+        page_ids: the selected pages, best first.
+        counts: tokens of each selected page; 0 for none.
+        tail_out: estimated attention output of the tail, all other pages; over whole keys where digests have no values.
+        tail_lse: estimated log-sum-exp of the tail; -inf for an empty tail.
+        tail_uneven: expected sum of squares of the tail tokens' weights minus their node's mean weight, for normal scores; the
+            tail's weights add up to 1.
+        path: indices of the nodes opened at each level, highest first, then of the selected pages, among a level's candidates.
     """
 
     page_ids: jax.Array  # i32[B, K, M]
@@ -68,11 +69,11 @@ class WalkResult:
 
 
 class _Query(NamedTuple):
-    """Queries, and what pages are along them.
+    """Queries, and the covariance of pages applied to them.
 
     Attributes:
-        q: those whose attention is estimated.
-        guess: those that choose in their place; None: they choose themselves.
+        q: queries whose attention is estimated.
+        guess: queries that select instead of `q`; None: `q` selects.
     """
 
     q: jax.Array  # f32[B, K, G, H]
@@ -82,20 +83,20 @@ class _Query(NamedTuple):
     scoring: Scoring
 
 
-class _Found(NamedTuple):
-    """What one level of a walk found among its candidates.
+class _Picks(NamedTuple):
+    """The nodes or pages chosen at one level of a walk.
 
     Attributes:
-        indices: the nodes or pages chosen, as indices of the candidates, best first, i32[B, K, M].
-        counts: tokens of each.
-        nodes: which nodes or pages of the tree they are.
-        taken: which candidates they are, bool[B, K, P].
+        indices: indices among the level's candidates, best first, i32[B, K, M].
+        counts: tokens of each, i32[B, K, M].
+        nodes: indices in the tree's level, i32[B, K, M].
+        chosen: which candidates are chosen, bool[B, K, P].
     """
 
     indices: jax.Array
     counts: jax.Array
     nodes: jax.Array
-    taken: jax.Array
+    chosen: jax.Array
 
 
 def walk(
@@ -109,66 +110,67 @@ def walk(
     path: tuple[jax.Array, ...] | None = None,
     from_keys: FromKeys | None = None,
 ) -> WalkResult:
-    """Returns the pages of highest score, and what the rest contributes.
+    """Returns the pages of highest score, and the estimated attention to all others.
 
-    From the highest level down, the best nodes of a level are opened and the others go to the tail; of the pages that come to
-    light the best are chosen. A KV head has one set of nodes and pages.
+    From the highest level down, the best nodes of a level are opened and the others go to the tail. At the last level the best
+    pages of the opened nodes are selected. All query heads of a KV head share one set of nodes and pages.
 
     Args:
-        scatter: how keys lie about the means of their pages.
-        guess: queries to choose by in the place of `q`; the tail is always of `q`.
-        path: that of another walk, over a tree of the same tokens, to be followed without any choice.
-        from_keys: values from keys; None: a node's value is the mean of its tokens'.
+        levels: the levels of the tree, highest last.
+        scatter: sums of products of keys as they differ from their page's mean.
+        guess: queries to select by instead of `q`; the tail is always that of `q`.
+        path: the `path` of another walk over a tree of the same tokens, to follow instead of choosing.
+        from_keys: estimator of values from keys; None: a node's value is the mean of its tokens'.
     """
     along_q = along(q, scatter, scoring=scoring)
     query = _Query(q, guess, along_q, None if guess is None else along(guess, scatter, scoring=scoring), scoring)
     candidates, visited = levels[-1], []
     ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
-    rest: list[tuple[Scores, Digests]] = []
+    tail: list[tuple[Scores, Digests]] = []
     for below in (*levels[-2::-1], None):
         scores = score(q, candidates, along_q, rules.score, scoring=scoring)
         if path is None:
             wanted = rules.selected if below is None else rules.opened
-            found = _choose(query, candidates, scores, ids, rules, wanted)
+            picks = _choose(query, candidates, scores, ids, rules, wanted)
         else:
-            found = _follow(path[len(visited)], candidates, ids)
-        visited.append(found.indices)
-        rest.append((scores._replace(weight=jnp.where(found.taken[:, :, None], -jnp.inf, scores.weight)), candidates))
+            picks = _follow(path[len(visited)], candidates, ids)
+        visited.append(picks.indices)
+        tail.append((scores._replace(weight=jnp.where(picks.chosen[:, :, None], -jnp.inf, scores.weight)), candidates))
         if below is not None:
-            candidates, ids = _open(below, found)
-    page_ids = jnp.where(found.counts > 0, found.nodes, 0)  # an empty one may lie past the last page
+            candidates, ids = _open(below, picks)
+    page_ids = jnp.where(picks.counts > 0, picks.nodes, 0)  # an empty page may lie past the last page
     if not rules.tail:
         empty = jnp.full(q.shape[:3], -jnp.inf)
         size = (candidates.value or candidates.mean).data.shape[-1]
-        return WalkResult(page_ids, found.counts, jnp.zeros((*q.shape[:3], size)), empty, jnp.zeros_like(empty), tuple(visited))
-    out, lse = tail_of(rest, along_q, from_keys)
-    return WalkResult(page_ids, found.counts, out, lse, uneven_of(rest, lse), tuple(visited))
+        return WalkResult(page_ids, picks.counts, jnp.zeros((*q.shape[:3], size)), empty, jnp.zeros_like(empty), tuple(visited))
+    out, lse = tail_of(tail, along_q, from_keys)
+    return WalkResult(page_ids, picks.counts, out, lse, uneven_of(tail, lse), tuple(visited))
 
 
 def _choose(
     query: _Query, candidates: Digests, scores: Scores, ids: Int[Array, "B K P"], rules: WalkRules, wanted: int
-) -> _Found:
-    """Returns the `wanted` best candidates, if there are so many."""
+) -> _Picks:
+    """Returns the `wanted` best candidates, or all if there are fewer."""
     estimates = scores.choice
     if query.guess is not None:
         estimates = score(query.guess, candidates, query.along_guess, rules.score, scoring=query.scoring).choice
     wanted = min(wanted, estimates.shape[-1])
     worth = jnp.where(candidates.count > 0, _worth(estimates, rules.group, wanted), -jnp.inf)
-    indices, taken, (counts, nodes) = best(worth, wanted, candidates.count, ids)
-    return _Found(indices, counts, nodes, taken)
+    indices, chosen, (counts, nodes) = best(worth, wanted, candidates.count, ids)
+    return _Picks(indices, counts, nodes, chosen)
 
 
-def _follow(indices: Int[Array, "B K M"], candidates: Digests, ids: Int[Array, "B K P"]) -> _Found:
+def _follow(indices: Int[Array, "B K M"], candidates: Digests, ids: Int[Array, "B K P"]) -> _Picks:
     """Returns the candidates that another walk chose."""
     counts, nodes = (jnp.take_along_axis(x, indices, axis=-1) for x in (candidates.count, ids))
-    return _Found(indices, counts, nodes, mask_of(indices, candidates.count.shape[-1]))
+    return _Picks(indices, counts, nodes, mask_of(indices, candidates.count.shape[-1]))
 
 
-def _open(below: Digests, found: _Found) -> tuple[Digests, Int[Array, "B K P"]]:
-    """Returns the nodes or pages that stand below those found, and which of the level they are."""
-    filled = found.counts > 0
-    nodes = jnp.where(filled, found.nodes, 0)  # an empty node may lie past the last family
-    opened = jax.tree.map(lambda x: _rows(x, nodes), families(below))
+def _open(below: Digests, picks: _Picks) -> tuple[Digests, Int[Array, "B K P"]]:
+    """Returns the children of the chosen nodes, and their indices in the level below."""
+    filled = picks.counts > 0
+    nodes = jnp.where(filled, picks.nodes, 0)  # an empty node may lie past the last family
+    opened = jax.tree.map(lambda x: _take_families(x, nodes), families(below))
     opened = dataclasses.replace(opened, count=jnp.where(filled[..., None], opened.count, 0))
     ids = nodes[..., None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, None, None, :]
     return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), opened), ids.reshape(*nodes.shape[:2], -1)
@@ -177,10 +179,15 @@ def _open(below: Digests, found: _Found) -> tuple[Digests, Int[Array, "B K P"]]:
 def tail_of(
     rest: list[tuple[Scores, Digests]], lies: Along, from_keys: FromKeys | None = None
 ) -> tuple[Float[Array, "B K G _"], Float[Array, "B K G"]]:
-    """Returns output and log-sum-exp of nodes by what they weigh and their mean values.
+    """Returns the estimated output and log-sum-exp of nodes, from their scores and mean values.
 
-    Softmax prefers keys that lie along the query, to which their mean moves, to first order, and with values `from_keys` the
-    mean value by what that brings.
+    Softmax prefers keys along the query, so that a node's weighted mean key lies off its mean, to first order by
+    `lean * lies.moved`; `from_keys` moves the mean value accordingly.
+
+    Args:
+        rest: scores and digests of the nodes, level by level; a `weight` of -inf leaves a node out.
+        lies: the covariance of pages applied to the queries.
+        from_keys: estimator of values from keys; None: mean values are not moved.
     """
     highest = jnp.stack([scores.weight.max(-1) for scores, _ in rest]).max(0)
     base = jnp.where(jnp.isneginf(highest), 0.0, highest)
@@ -194,32 +201,36 @@ def tail_of(
 
 
 def uneven_of(rest: list[tuple[Scores, Digests]], lse: Float[Array, "B K G"]) -> Float[Array, "B K G"]:
-    """Returns `Selection.tail_uneven` of nodes whose log-sum-exp is known.
+    """Returns `WalkResult.tail_uneven` of nodes with the log-sum-exp `lse`.
 
-    Of n tokens with normal scores of variance d^2 the weights, which add up to 1, vary by (exp(d^2) - 1) / n in all.
+    For n tokens with normal scores of variance d^2 and weights that add up to 1, the expected sum of squares of the weights
+    minus their mean is (exp(d^2) - 1) / n, taken as at most 1.
     """
     base = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
     uneven = jnp.zeros_like(lse)
     for scores, digests in rest:
         count = jnp.maximum(digests.count[:, :, None].astype(jnp.float32), 1.0)
-        alone = jnp.minimum(jnp.expm1(scores.wide) / count, 1.0)
-        uneven += (jnp.exp(2 * (scores.weight - base)) * alone).sum(-1)
+        node_uneven = jnp.minimum(jnp.expm1(scores.wide) / count, 1.0)
+        uneven += (jnp.exp(2 * (scores.weight - base)) * node_uneven).sum(-1)
     return uneven
 
 
 def _worth(scores: Float[Array, "B K G P"], group: PageGroup, wanted: int) -> Float[Array, "B K P"]:
-    """Returns what nodes are worth to a KV head, of which `wanted` are to be chosen; safe where all are empty."""
+    """Returns the worth of candidates to a KV head, to choose `wanted` by, also where all are empty.
+
+    By `interleave`, query heads with the best candidates (3, 1) and (5, 3) rank them 3, 5, 1.
+    """
     if group == "interleave":
         batch, heads, size, nodes = scores.shape
-        first = best(scores, wanted)[0].reshape(batch * heads, -1)
+        best_of_heads = best(scores, wanted)[0].reshape(batch * heads, -1)
         turns = (jnp.arange(wanted)[None, :] * size + jnp.arange(size)[:, None]).reshape(1, -1)
-        worth = jnp.full((batch * heads, nodes), -jnp.inf, jnp.float32).at[jnp.arange(batch * heads)[:, None], first]
+        worth = jnp.full((batch * heads, nodes), -jnp.inf, jnp.float32).at[jnp.arange(batch * heads)[:, None], best_of_heads]
         return worth.max(-turns.astype(jnp.float32)).reshape(batch, heads, nodes)
-    # Rows and heads in one axis, and an axis less for XLA:CPU to reduce over, in a tenth of the time.
+    # Rows and KV heads in one axis: XLA:CPU reduces over one axis less in a tenth of the time.
     shares = jax.nn.softmax(jnp.maximum(scores, -1e30).reshape(-1, *scores.shape[2:]), axis=-1)
     return (shares.sum(1) if group == "sum" else shares.max(1)).reshape(*scores.shape[:2], -1)
 
 
-def _rows(x: jax.Array, nodes: jax.Array) -> jax.Array:
+def _take_families(x: jax.Array, nodes: jax.Array) -> jax.Array:
     """Returns the families [B, K, M, 8, ...] of `nodes` [B, K, M]."""
     return jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *(1,) * (x.ndim - 3)), axis=2, mode="promise_in_bounds")

@@ -1,4 +1,4 @@
-"""The configuration of a model: frozen and hashable, with Hugging Face's field names where they exist.
+"""The configuration of a model and of its layers, with Hugging Face's field names where they exist.
 
 Families build it from config.json; the decoder, the cache registry and the engine read it.
 """
@@ -9,59 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from icejax.checks.numbers import POSITIONS
+from icejax.config.experts import Experts
+from icejax.config.rope import Rope, RopeScaling
 
 LayerType = Literal["full_attention", "sliding_attention"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are scaled for longer contexts; fields are named as in the paper or code of each `rope_type`.
-
-    Attributes:
-        rope_type: `linear` (kaiokendev), `dynamic` (NTK by length, bloc97), `yarn` (arXiv 2309.00071), `llama3`, `longrope`
-            (arXiv 2402.13753) or `proportional` (Gemma 4).
-        factor: the extended context over the original one.
-        original_max_position_embeddings: tokens of the original context (`dynamic`: the trained context).
-        low_freq_factor, high_freq_factor: `llama3` only, bounds of the blended band, in turns over the original context.
-        attention_factor: `yarn` and `longrope` only, factor of cos and sin.
-        beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
-        query_beta: `yarn` only, queries are multiplied by 1 + query_beta ln(1 + n), where n whole original contexts precede
-            the query's position (Ministral 3).
-        factors, short_factors: `longrope` only, divisors of the frequencies; the short ones apply to texts within the original
-            context.
-        part: `proportional` only, the share of the frequencies, highest first, that are not 0.
-        score_factor: `yarn` only, factor of the scores in multi-head latent attention.
-    """
-
-    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
-    factor: float
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    attention_factor: float = 1.0
-    beta_fast: float = 0.0
-    beta_slow: float = 0.0
-    truncate: bool = True
-    query_beta: float = 0.0
-    factors: tuple[float, ...] = ()
-    short_factors: tuple[float, ...] = ()
-    part: float = 1.0
-    score_factor: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embeddings (RoPE) of a head.
-
-    Attributes:
-        size: number of rotated channels.
-        theta: base of the frequencies.
-        scaling: how frequencies are scaled; None: not at all.
-    """
-
-    size: int
-    theta: float
-    scaling: RopeScaling | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,76 +31,6 @@ class Latent:
     q_lora_rank: int | None
     qk_nope_head_dim: int
     v_head_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a router's logits choose the experts of a token and weigh their outputs.
-
-    Attributes:
-        score: activation that turns logits into scores.
-        corrected: whether each expert has a bias that is added to its score for the choice, not for the weight.
-        groups: number of groups of neighbouring experts.
-        chosen_groups: number of best groups whose experts may be chosen.
-        group_best: number of a group's best scores whose sum ranks the group.
-        normed: whether the scores of the chosen experts are divided by their sum.
-        factor: factor of the weights after that.
-        biased: whether the logits have a bias.
-        scaled: whether each expert has a factor for its weights.
-    """
-
-    score: Literal["softmax", "sigmoid"]
-    corrected: bool
-    groups: int
-    chosen_groups: int
-    group_best: int
-    normed: bool
-    factor: float
-    biased: bool = False
-    scaled: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertForm:
-    """The form of the experts' gated MLP.
-
-    Attributes:
-        act: activation of the gate, without a limit.
-        limit: upper bound of the gate g, and bound of the magnitude of the up projection u; the result is then
-            g sigmoid(alpha g) (u + 1) (gpt-oss); None: act(g) u.
-        alpha: factor in the sigmoid, with a limit.
-        biased: whether all projections have a bias.
-    """
-
-    act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    limit: float | None = None
-    alpha: float = 1.0
-    biased: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of a layer: MLPs of which each token uses a few.
-
-    Attributes:
-        count: number of experts.
-        chosen: experts per token.
-        size: inner size of an expert.
-        routing: how tokens choose experts.
-        shared: inner size of the shared expert, which all tokens use; 0: no shared expert.
-        shared_gated: whether a sigmoid gate multiplies the output of the shared expert.
-        form: form of the experts' MLP.
-        beside: whether the layer has a dense MLP too, and adds the experts' output to it after norms (Gemma 4).
-    """
-
-    count: int
-    chosen: int
-    size: int
-    routing: Routing
-    shared: int
-    shared_gated: bool
-    form: ExpertForm = ExpertForm()
-    beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
