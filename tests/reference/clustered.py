@@ -236,13 +236,18 @@ class Reference:
         rest = [(s, tokens, self.described(tokens)[2] + self.told(self.moved(q, tokens))) for s, tokens in rest]
         return [nodes[i] for i in best], rest
 
+    @property
+    def keys_first(self) -> bool:
+        """Whether the keys of more pages are fetched than the values."""
+        return self.policy.keys_first
+
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the attention output [G, H] of queries beside tokens that are attended exactly, and `uneven` [G].
 
         That is how far the weights of tokens not attended exactly are from those they count with: the root of the summed squares,
         of pages not fetched as expected of normal scores, over the norm of the output.
         """
-        ranked = self.policy.num_ranked if self.policy.keys_first else self.policy.num_fetched
+        ranked = self.policy.num_ranked if self.keys_first else self.policy.num_fetched
         pages, rest = self.walk(q, ranked(len(self.pages)))
         # Of the tokens ranked the best are attended exactly, the others of a page by their own weight and mean value, which is
         # that of the whole page where their values do not come.
@@ -258,7 +263,7 @@ class Reference:
         for tokens, page in others:
             if not len(tokens):
                 continue
-            page = page if self.policy.keys_first else tokens
+            page = page if self.keys_first else tokens
             total = np.logaddexp.reduce(s[:, tokens], axis=1)
             key = np.exp(s[:, tokens] - total[:, None]) @ self.k[tokens] - self.k[page].mean(0)
             uneven = uneven + np.square(np.exp(s[:, tokens] - base[:, None])).sum(1) - np.exp(2 * (total - base)) / len(tokens)

@@ -25,6 +25,8 @@ Rest = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
 class Pages(Reference):
     """Of the pages looked at those are fetched whose tokens weigh most by their codes; tokens of others weigh what these say."""
 
+    keys_first = False
+
     def looked(self, q: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], Rest]:
         """Returns the pages looked at, what their keys are by codes, what their tokens weigh, and the rest."""
         pages, rest = super().walk(q, self.policy.num_ranked(len(self.pages)))
