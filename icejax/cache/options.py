@@ -44,7 +44,7 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     if entry is None:
         raise InputError(f"unknown cache {quoted(name)}: expected one of {', '.join(names())}{suggestion(str(name), names())}")
     if not isinstance(options, Mapping):
-        raise InputError(f"options of a cache must be an object of names and values, got {quoted(options)}")
+        raise InputError(f"cache options must be a mapping of names to values, got {quoted(options)}")
     policy, values = entry[0], dict(entry[1])
     kinds, valid = typing.get_type_hints(policy), [field.name for field in dataclasses.fields(policy)]
     for key, value in options.items():

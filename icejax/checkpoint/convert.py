@@ -97,7 +97,9 @@ def _convert(
     shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
     tensors = open_tensors(folder, config, shapes, quantize=quantize)
     if fused := [key for key, source in tensors.sources.items() if source.method is not None and len(source.shape) == 3]:
-        raise InputError(f"no folder holds codes of experts in one tensor: leave --quantize to what loads it ({listed(fused)})")
+        raise InputError(
+            f"fused experts cannot be saved quantised: convert without --quantize, and give it when loading ({listed(fused)})"
+        )
     about, files = tensors.about(), companions(folder)
     with claim(target, mark=CONFIG, replace=force) as target_claim:
         _check_target(folder, target)

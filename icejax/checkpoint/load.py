@@ -77,9 +77,7 @@ def read_config(folder: Path) -> ModelConfig:
     if os.path.lexists(generation):  # a broken link is an error, not a missing file
         fields = huggingface.read_json(generation)
         if unused := [f"{name}={quoted(fields[name])}" for name in CHOICES if fields.get(name) is not None]:
-            LOG.info(
-                "%s has %s, which is not used: options alone say how tokens are chosen", generation.name, ", ".join(unused)
-            )
+            LOG.info("%s has %s, which is ignored: sampling is set by the options alone", generation.name, ", ".join(unused))
         eos_ids = Fields(fields, generation.name).token_ids("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + eos_ids)))
     return config

@@ -173,7 +173,7 @@ def open_tensors(
         note = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{note}: {listed(faults)}")
     if skipped:
-        LOG.info("%d tensors are of no parameter and are passed over: %s", len(skipped), listed(skipped))
+        LOG.info("%d tensors hold no parameter and are skipped: %s", len(skipped), listed(skipped))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
     return Tensors(quantised, mappings, sources, stored)
 

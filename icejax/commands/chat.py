@@ -191,7 +191,7 @@ class Chat:
         """Returns the session and prints its size if it was saved; InputError if it is not a chat."""
         if session.token_ids:
             if not session.messages:
-                raise InputError("the session holds text as it is: go on with icejax.generate, or choose another folder")
+                raise InputError("the session is not a chat: go on with icejax.generate, or choose another folder")
             self._tell(f"{len(session.messages)} messages, {len(session.token_ids):,} tokens")
         return session
 

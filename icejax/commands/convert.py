@@ -34,7 +34,7 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     arguments = parser.parse_args(argv)
     source = resolve(arguments.source)
     to_hf = to == "hf" or (to is None and (source / ORBAX).is_dir())
-    advice = "convert where there is more of it: two of the largest tensors are there at once"
+    advice = "convert on a machine with more memory: two of the largest tensors are in memory at once"
     with out_of_memory_told(advice, None), progress(Console(stderr=True)) as bars:
         bar = bars.add_task("convert", total=None)
 

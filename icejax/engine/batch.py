@@ -58,7 +58,7 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
     if not bool(state.done[at]) or (plan.pooled and (np.asarray(state.cache.table[at]) != SCRATCH_EXTENT).any()):
         raise InputError(f"row {at} of the batch is taken: end it first, or take it out")
     if int(row.cache.lengths.clock):
-        raise InputError("a row that has decoded cannot join a batch: take it out, settle it and put new text behind it first")
+        raise InputError("a row that has decoded cannot join a batch: extract it, call fold_into_prompt and extend it first")
     return _insert(*_with_same_fields(state, row), jnp.int32(at), plan=plan)
 
 

@@ -76,7 +76,7 @@ class Run:
         """Raises InputError if a fault or an interrupt left the cache in part; `tokens`: length of the row."""
         if self.broken or self.seen > tokens:
             raise InputError(
-                "the session's last answer ended in a fault or an interrupt that left its cache in part: "
+                "the session's last answer was interrupted and left an incomplete cache: "
                 "load what was saved, or begin a new one"
             )
 

@@ -49,7 +49,7 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
             return f"the output of layer {i} is not finite in {model.dtype}: {advice}"
     if not jnp.isfinite(model.logits(x[:, len(tokens) - 1 : len(tokens)])).all():
         return f"every layer's output is finite in {model.dtype}, the final norm's or the head's is not: {advice}"
-    return f"they are when the text is run anew in {model.dtype}: try --cache full"
+    return f"a second prefill in {model.dtype} gives finite logits: try --cache full"
 
 
 @functools.partial(jax.jit, donate_argnames="x")

@@ -125,6 +125,6 @@ def family(raw: dict[str, Any], *, alone: bool = False) -> Family:
     entry = FAMILIES[raw["model_type"]]
     if alone and isinstance(entry, Wrapped):
         raise InputError(
-            f"config.json: text_config is of {raw['model_type']}, which holds a text model itself: expected the config of that"
+            f"config.json: text_config is of {raw['model_type']}, which contains another text model: pass the inner config"
         )
     return entry.family(raw) if isinstance(entry, Wrapped) else entry

@@ -26,7 +26,7 @@ def started() -> bool:
 def check_device() -> None:
     """Starts JAX's backend; raises InputError if it finds no device, for example without a driver."""
     with input_error_from(
-        f"JAX finds no device, with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: look at it and at the drivers"
+        f"JAX finds no device, with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: check JAX_PLATFORMS and the driver"
     ):
         jax.devices()
 
@@ -106,9 +106,9 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
         return
     limit_bytes, pinned = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
     if need + pinned > limit_bytes:  # a model's experts may be pinned beside a cache
-        beside = f" beside {pinned / 2**30:.1f} that are taken" if pinned else ""
+        beside = f" with {pinned / 2**30:.1f} GiB already pinned" if pinned else ""
         raise InputError(
-            f"{what} {need / 2**30:.1f} GiB of pinned memory{beside} and XLA takes at most {limit_bytes / 2**30:.0f}: "
+            f"{what} {need / 2**30:.1f} GiB of pinned memory{beside}, but XLA may pin at most {limit_bytes / 2**30:.0f} GiB: "
             f"set {PINNED_LIMIT}={(need + pinned) // 2**30 + 8} before JAX starts"
         )
 

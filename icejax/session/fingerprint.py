@@ -126,7 +126,7 @@ def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
     for key, value in options.items():
         if key not in {field.name for field in dataclasses.fields(kind)}:
             raise InputError(
-                f"{path} was saved with cache.{key} = {_shown(value)}, which this version has not: "
+                f"{path} was saved with cache.{key} = {_shown(value)}, an option that this version does not have: "
                 "use the version that saved it, or another folder"
             )
         if not _fits(value, kinds[key]):

@@ -137,7 +137,7 @@ class Session:
             InputError: the message is empty, there is no room for it, the template fails, or the session holds plain text.
         """
         if self._run is not None and not self.messages:
-            raise InputError("the session holds text as it is: go on with ask, or begin another session for a chat")
+            raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
         started, answer = Mark.now(), AnswerOptions(**options)
         turn, held, new = self._chat_turn(text)
         yield from self._answer(held, new, turn, answer, started=started, progress=progress, kept_in=kept_in)

@@ -140,7 +140,7 @@ class StoredSession:
         cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
         if int(cache.lengths.next_page) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
-            damaged(self.path, "its cache holds other tokens than it says")
+            damaged(self.path, "its cache's lengths do not match its description")
         return token_ids.tolist(), cache, pool
 
     def verify(self) -> None:

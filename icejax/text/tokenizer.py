@@ -46,10 +46,10 @@ def load_tokenizer(folder: Path) -> Any:
         growth = _growth(tokenizer)
     names = tokenizer.vocab_files_names.values()
     if names and not any((folder / name).exists() for name in names) and not [*folder.glob("tokenizer.*")]:
-        raise InputError(f"{folder} has no vocabulary, of which transformers would make none: expected {' or '.join(names)}")
+        raise InputError(f"{folder} has no vocabulary file: expected {' or '.join(names)}")
     if growth > MOST_GROWTH:
         raise InputError(
-            f"{folder}: the tokenizer may make {growth:.3g} times as much of a text, which no memory may hold: "
+            f"{folder}: the tokenizer may lengthen a text {growth:.3g} times: "
             f"expected at most {MOST_GROWTH} times; look at what tokenizer.json replaces and repeats"
         )
     return tokenizer

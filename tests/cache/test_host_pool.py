@@ -208,9 +208,9 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     devices.raise_pinned_limit()
     held = jax.device_put(np.zeros(2**28, np.uint8), devices.host_sharding())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for taken, said in (([], ""), ([held], r" beside 0\.2 that are taken")):
+    for taken, said in (([], ""), ([held], r" with 0\.2 GiB already pinned")):
         monkeypatch.setattr(jax, "live_arrays", lambda taken=taken: taken)
-        wanted = rf"needs 4\.0 GiB of pinned memory{said} and XLA takes at most 3: set {devices.PINNED_LIMIT}=12 before"
+        wanted = rf"needs 4\.0 GiB of pinned memory{said}, but XLA may pin at most 3 GiB: set {devices.PINNED_LIMIT}=12 before"
         with pytest.raises(InputError, match=wanted):
             host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     monkeypatch.setenv(devices.PINNED_LIMIT, "much")

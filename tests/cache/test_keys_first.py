@@ -47,10 +47,11 @@ def test_policies_that_look_in_their_own_way_are_left_alone(policy):
 
 def test_keys_come_first_only_where_they_can(bundled):
     with pytest.raises(
-        InputError, match=r"^keys_first=true needs values apart from keys, which latent layers have not: leave it out$"
+        InputError,
+        match=r"^keys_first=true is not possible in latent layers, whose keys hold the values: leave keys_first out$",
     ):
         Clustered(keys_first=True).for_platform("cpu", latent=True)
-    with pytest.raises(InputError, match=r"^keys_first=true needs resident=false, got True: leave it out$"):
+    with pytest.raises(InputError, match=r"^keys_first=true needs resident=false, got True: leave keys_first out$"):
         Clustered(keys_first=True, resident=True)
     with pytest.raises(
         InputError, match=r"^clustered fetches single tokens, which TPU cannot: use a cache that fetches pages$"

@@ -245,7 +245,7 @@ def test_pages_of_rebuilt_keys_are_explained(bundled):
         (
             ShadowKV,
             dict(budget=48),
-            "budget must hold a window of 4 pages and one, 1 outliers and a page of 8: at least 56, got 48",
+            "budget must hold a window of 5 pages, 1 outlier pages and one page to select, of 8 tokens each: at least 56, got 48",
         ),
         (ShadowKV, dict(page_size=12), "page_size must be a power of two, got 12"),
         (ShadowKV, dict(window=-1), "window must be at least 0, got -1"),

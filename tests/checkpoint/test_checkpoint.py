@@ -263,7 +263,9 @@ def test_a_conversion_without_memory_is_one_line(folder, tmp_path, capsys, monke
 
     monkeypatch.setattr(huggingface, "read_tensor", full)
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 2
-    message = "out of memory on the host: convert where there is more of it: two of the largest tensors are there at once\n"
+    message = (
+        "out of memory on the host: convert on a machine with more memory: two of the largest tensors are in memory at once\n"
+    )
     assert capsys.readouterr().err == f"convert.hf_to_orbax: error: {message}" and os.listdir(tmp_path) in ([], [folder.name])
 
 
@@ -272,9 +274,7 @@ def test_what_a_folder_wishes_of_sampling_is_told(folder, caplog):
     (folder / "generation_config.json").write_text(json.dumps(wishes))
     with caplog.at_level("INFO", "icejax"):
         load_model(folder)
-    told = (
-        "generation_config.json has do_sample=True, temperature=0.6, which is not used: options alone say how tokens are chosen"
-    )
+    told = "generation_config.json has do_sample=True, temperature=0.6, which is ignored: sampling is set by the options alone"
     assert told in caplog.messages
 
 

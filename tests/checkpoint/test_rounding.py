@@ -174,7 +174,7 @@ def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     assert refused(capsys, tmp_path / "awq", "int8") == told
     whole = "(model.layers.1.mlp.experts.down_proj; model.layers.1.mlp.experts.gate_up_proj)"
     assert convert.main([str(tmp_path / "whole"), str(tmp_path / "x"), "--quantize", "int8"], name="icejax convert") == 2
-    told = f"no folder holds codes of experts in one tensor: leave --quantize to what loads it {whole}"
+    told = f"fused experts cannot be saved quantised: convert without --quantize, and give it when loading {whole}"
     assert capsys.readouterr().err == f"icejax convert: error: {told}\n" and not (tmp_path / "x").exists()
     start = "groups of 128 columns do not divide all matrices: model.layers.0.mlp.down_proj.weight has 96 columns; "
     told = refused(capsys, tmp_path / "narrow", "int4")

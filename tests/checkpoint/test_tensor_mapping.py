@@ -73,7 +73,7 @@ def test_layers_behind_the_last_are_passed_over(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="icejax"):
         load_model(tmp_path)
     passed = "model.layers.3.mlp.gate.weight; model.layers.3.x"
-    assert caplog.messages == [f"2 tensors are of no parameter and are passed over: {passed}"]
+    assert caplog.messages == [f"2 tensors hold no parameter and are skipped: {passed}"]
     edit(tmp_path, lambda t: t.update({"model.layers.4.mlp.gate.weight": t[ROUTER].copy()}))
     with pytest.raises(InputError, match=r": model\.layers\.4\.mlp\.gate\.weight is not a parameter of this model$"):
         load_model(tmp_path)

@@ -173,7 +173,7 @@ def test_a_text_without_a_template_is_no_chat(talk, chatting, tmp_path):
     session.ask("x", max_new_tokens=1)
     session.save(tmp_path / "raw")
     status, out, err = talk(f"/load {tmp_path / 'raw'}")
-    message = "the session holds text as it is: go on with icejax.generate, or choose another folder"
+    message = "the session is not a chat: go on with icejax.generate, or choose another folder"
     assert (status, out, err) == (0, [], [f"icejax chat: error: {message}"])
 
 

@@ -142,7 +142,7 @@ def test_every_cache_is_made_by_its_name():
     for arguments, message in (
         (("clustered", {"budget": 2.5}), "budget must be a whole number, got 2.5"),
         ((["full"], {}), r"unknown cache \['full'\]: expected one of "),
-        (("full", None), "options of a cache must be an object of names and values, got None"),
+        (("full", None), "cache options must be a mapping of names to values, got None"),
         (("full", {1: 2}), "cache 'full' has no option 1: it has none"),
     ):
         with pytest.raises(InputError, match=f"^{message}"):
@@ -165,7 +165,7 @@ BAD = {
     "model of no name": (["--model", "", "--prompt", "x"], ". has no config.json: expected a Hugging Face or icejax checkpoint folder"),
     "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - is given more than once: standard input can be read only once"),
     "stop that is no text": (["--prompt", "x", "--stop", "\udce9"], "a stop string must be Unicode text"),
-    "keys first of whole pages": (["--cache-option", "keys_first=true", "--cache-option", "tail=false", *SHORT], "keys_first=true needs tail=true, got False: leave it out"),
+    "keys first of whole pages": (["--cache-option", "keys_first=true", "--cache-option", "tail=false", *SHORT], "keys_first=true needs tail=true, got False: leave keys_first out"),
     "missing model": (["--model", "/no/such", "--prompt", "x"], "/no/such: expected a checkpoint folder or a hub id such as org/name, found no such folder"),
     "no prompt": (["--model", str(ASSETS)], "no prompt: give --prompt TEXT"),
     "missing prompt file": (["--prompt-file", "/no/such"], "/no/such cannot be read: No such file or directory"),

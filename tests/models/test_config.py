@@ -134,7 +134,7 @@ def test_rope_scaling_put_into_a_new_config_wins(caplog):
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     )
-    assert "rope_theta is that of rope_parameters, beside rope_scaling: transformers takes its default" in caplog.text
+    assert "rope_theta comes from rope_parameters; with rope_scaling, transformers would use its default theta" in caplog.text
     caplog.clear()
     scaling = {"rope_type": "yarn", "factor": 4.0}
     own = read(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling | {"rope_theta": 1e5})

@@ -140,7 +140,7 @@ ROWS = [
     (V3 | {"v_head_dim": 4097}, "'v_head_dim' must be at most 4096, got 4097"),
     (V3 | {"q_lora_rank": 0}, "'q_lora_rank' must be at least 1, got 0"),
     (V3 | {"rope_interleave": 1}, "'rope_interleave' must be true or false, got 1"),
-    (V3 | {"num_key_value_heads": 2}, "heads made of one latent have keys each: expected num_key_value_heads = 4, got 2"),
+    (V3 | {"num_key_value_heads": 2}, "latent attention has one key per head: expected num_key_value_heads = 4, got 2"),
     (V3 | {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported (only 'sigmoid')"),
     (V3 | {"topk_method": "greedy"}, "topk_method='greedy' is not supported (only 'noaux_tc')"),
     (V3 | {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported (only 1)"),

@@ -166,7 +166,7 @@ WRONG = {
     ),
     "wrapped twice": (
         dict(text_config=dict(model_type="gemma3", text_config={})),
-        "config.json: text_config is of gemma3, which holds a text model itself: expected the config of that\n",
+        "config.json: text_config is of gemma3, which contains another text model: pass the inner config\n",
     ),
     "tied to a word": (dict(tie_word_embeddings="yes"), "config.json: 'tie_word_embeddings' must be true or false, got 'yes'"),
     "a new field": (

@@ -138,7 +138,7 @@ def test_an_answer_counts_and_explains_single_tokens(bundled):
 
 
 def test_single_tokens_of_int8_pages_are_refused(bundled):
-    message = r"^a policy that fetches single tokens keeps pages in the model's dtype, got page_dtype=int8: leave it out$"
+    message = r"^page_dtype=int8 is not possible for a policy that fetches single tokens: leave page_dtype out$"
     with pytest.raises(icejax.InputError, match=message):
         make_plan(bundled[0], TopTokens(page_dtype="int8"), batch_size=1, prompt_tokens=99, new_tokens=6)
 

@@ -262,9 +262,7 @@ def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkey
     session.ask("import os", max_new_tokens=3)
     with pytest.raises(KeyboardInterrupt):
         session.ask("import re", max_new_tokens=3, progress=cut)
-    message = (
-        "^the session's last answer ended in a fault or an interrupt that left its cache in part: load what was saved, or begin"
-    )
+    message = "^the session's last answer was interrupted and left an incomplete cache: load what was saved, or begin"
     for act in (lambda: session.ask("more"), lambda: session.save(tmp_path / "kept")):
         with pytest.raises(icejax.InputError, match=message):
             act()

@@ -180,7 +180,7 @@ LIES = {
     "no cache": (lambda f: f["identity"].update({"cache.name": ["full"]}), "cache.name = "),
     "an unknown option": (
         lambda f: f["identity"].update({"cache.magic": 7}),
-        "saved with cache.magic = 7, which this version has not: use the version that saved it",
+        "saved with cache.magic = 7, an option that this version does not have: use the version that saved it",
     ),
     "an option out of range": (lambda f: f["identity"].update({"cache.budget": 1}), "its cache: budget must hold"),
     "an option of text": (lambda f: f["identity"].update({"cache.tail": "yes"}), "cache.tail is yes"),
@@ -285,7 +285,7 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
     about = storage.SessionInfo(**{field.name: fields[field.name] for field in dataclasses.fields(storage.SessionInfo)})
     storage.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)
-    assert "its cache holds other tokens than it says" in refused(copy, bundled)
+    assert "its cache's lengths do not match its description" in refused(copy, bundled)
 
 
 def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, whole, bundled, tmp_path, monkeypatch):

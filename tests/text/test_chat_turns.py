@@ -256,7 +256,7 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_been(chatting, tmp_path):
 def test_raw_texts_and_chats_do_not_mix(chatting):
     session = Session(*chatting, cache=Full(), context_length=300)
     session.ask("x", max_new_tokens=2)
-    with pytest.raises(icejax.InputError, match="the session holds text as it is: go on with ask, or begin another"):
+    with pytest.raises(icejax.InputError, match="the session is not a chat: go on with ask, or begin another"):
         session.chat("y")
     session = Session(*chatting, cache=Full(), context_length=300)
     session.chat("x", max_new_tokens=2)

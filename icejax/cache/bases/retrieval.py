@@ -131,7 +131,7 @@ class Retrieval(CachePolicy):
     def pool(self, spec: CacheSpec) -> PoolSpec:
         if self.by_slot and self.page_dtype is not None:  # a token with the scales of its page takes more bytes than in bf16
             got = f"page_dtype={self.page_dtype}"
-            raise InputError(f"a policy that fetches single tokens keeps pages in the model's dtype, got {got}: leave it out")
+            raise InputError(f"{got} is not possible for a policy that fetches single tokens: leave page_dtype out")
         return PoolSpec(
             pages=spec.capacity // self.page_size,
             page_size=self.page_size,

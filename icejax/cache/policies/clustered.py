@@ -61,11 +61,13 @@ class Clustered(DigestPages):
         for name, needed in dict(rerank=True, tail=True, resident=False, page_dtype=None).items() if self.keys_first else ():
             if getattr(self, name) != needed:
                 got = quoted(getattr(self, name))
-                raise InputError(f"keys_first=true needs {name}={str(needed).lower()}, got {got}: leave it out")
+                raise InputError(f"keys_first=true needs {name}={str(needed).lower()}, got {got}: leave keys_first out")
 
     def for_platform(self, platform: str, *, latent: bool) -> Clustered:
         if self.keys_first and latent:
-            raise InputError("keys_first=true needs values apart from keys, which latent layers have not: leave it out")
+            raise InputError(
+                "keys_first=true is not possible in latent layers, whose keys hold the values: leave keys_first out"
+            )
         if self.keys_first is not None:
             return self
         keys_first = self.rerank and self.tail and not (self.resident or self.page_dtype or latent or platform == "tpu")

@@ -66,8 +66,8 @@ class ShadowKV(Retrieval):
         check_dense_layers(self.dense_layers)
         if self._selected < 1:
             least = (self.window + self._outliers + 2) * self.page_size
-            held = f"a window of {self.window} pages and one, {self._outliers} outliers and a page"
-            raise InputError(f"budget must hold {held} of {self.page_size}: at least {least}, got {self.budget}")
+            parts = f"a window of {self.window + 1} pages, {self._outliers} outlier pages and one page to select"
+            raise InputError(f"budget must hold {parts}, of {self.page_size} tokens each: at least {least}, got {self.budget}")
 
     rerotates = True
 

@@ -56,7 +56,7 @@ class Extents:
             InputError: fewer extents are free than wanted.
         """
         if wanted.sum() > self.free:
-            raise InputError(f"{wanted.sum()} extents of the pool are needed and {self.free} are free: use a larger pool")
+            raise InputError(f"the pool has {self.free} free extents and {wanted.sum()} are needed: use a larger pool")
         table = np.full(wanted.shape, SCRATCH_EXTENT, np.int32)
         table[wanted] = np.flatnonzero(self._users == 0)[: wanted.sum()]
         self._users[table[wanted]] += 1

@@ -95,7 +95,7 @@ def latent(
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads != heads:
         raise InputError(
-            f"config.json: heads made of one latent have keys each: expected num_key_value_heads = {heads}, got {kv_heads}"
+            f"config.json: latent attention has one key per head: expected num_key_value_heads = {heads}, got {kv_heads}"
         )
     config = Latent(
         kv_lora_rank=fields.whole("kv_lora_rank", most=2**16),

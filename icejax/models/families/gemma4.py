@@ -107,7 +107,7 @@ def _full(fields: Fields, types: tuple[str, ...], sliding_sizes: dict[str, int],
     first = layer_sizes.get(indices[0]) if len(by_layer) == len(indices) and sorted(layer_sizes) == sorted(indices) else None
     if not isinstance(first, dict) or set(first) - set(sliding_sizes) or any(sizes != first for sizes in layer_sizes.values()):
         raise InputError(
-            "config.json: 'per_layer_config' must give layers of full attention alike head_dim and num_key_value_heads, "
+            "config.json: 'per_layer_config' must give all full-attention layers the same head_dim and num_key_value_heads, "
             f"got {quoted(by_layer)}"
         )
     checked = {

@@ -71,7 +71,9 @@ def rope(
     sources = (form, fields, Fields(forms["rope_parameters"], f"{fields.source}, rope_parameters"))
     thetas = [source.number("rope_theta", **THETA, default=None) for source in sources]
     if name == "rope_scaling" and thetas[:2] == [None, None] and thetas[2] is not None and "rope_theta" not in fields.raw:
-        LOG.warning("config.json: rope_theta is that of rope_parameters, beside rope_scaling: transformers takes its default")
+        LOG.warning(
+            "config.json: rope_theta comes from rope_parameters; with rope_scaling, transformers would use its default theta"
+        )
     theta = next((value for value in thetas if value is not None), 1e4)
     kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"

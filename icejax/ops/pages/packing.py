@@ -50,7 +50,7 @@ def pack(k: Float[Array, "B K S H"], valid: Bool[Array, "B S"], *, page_size: in
     """
     batch, heads, tokens, _ = k.shape
     if tokens % page_size:
-        raise ValueError(f"{tokens} tokens do not divide into {page_size}-token pages")
+        raise ValueError(f"{tokens} tokens are not a multiple of the page size {page_size}")
     mask = jnp.broadcast_to(valid[:, None, :], (batch, heads, tokens))
     keys, late = jnp.where(mask[..., None], k, 0).astype(jnp.float32), jnp.where(mask, 0.0, EMPTY)
     return _hierarchical_order(keys, late, group=page_size, block=block)
