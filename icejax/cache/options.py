@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import POLICIES, named, names
+from icejax.cache.registry import POLICIES, names, policy_named
 from icejax.checks.errors import InputError, quoted, suggestion
 
 
-def described(name: str) -> dict[str, str]:
+def option_texts(name: str) -> dict[str, str]:
     """Returns the options of the policy `name`: each option's text from the docstrings, with its default."""
     policy = POLICIES[name]
     docs = "\n".join((inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")[2] for base in policy.__mro__[::-1])
@@ -40,7 +40,7 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     Raises:
         InputError: the policy or option does not exist, or an option's value is out of range.
     """
-    entry = named(name) if isinstance(name, str) else None
+    entry = policy_named(name) if isinstance(name, str) else None
     if entry is None:
         raise InputError(f"unknown cache {quoted(name)}: expected one of {', '.join(names())}{suggestion(str(name), names())}")
     if not isinstance(options, Mapping):

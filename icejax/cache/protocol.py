@@ -101,7 +101,7 @@ class Heads:
         """Returns the keys and values in cache layout; keys alone where `count` is 1."""
         return tuple(by_head(x) for x in (self.k, self.v)[:count])
 
-    def of_planes(
+    def from_planes(
         self, planes: tuple[Float[Array, "B K *S _"], ...]
     ) -> tuple[Float[Array, "B K *S H"], Float[Array, "B K *S Hv"]]:
         """Returns the keys and values held in `planes`, cut to their own widths: the pool pads its planes to one width."""

@@ -84,7 +84,7 @@ def names() -> list[str]:
     return [*POLICIES, *PRESETS]
 
 
-def named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
+def policy_named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
     """Returns the policy class and the preset options of `name`; None for an unknown name."""
     return PRESETS.get(name) or ((POLICIES[name], {}) if name in POLICIES else None)
 

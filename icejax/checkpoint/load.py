@@ -71,7 +71,11 @@ def read_config(folder: Path) -> ModelConfig:
     hf_family = family(raw)
     config = hf_family.read_config(raw)
     # The config of a text model inside another model may tie a head that is stored: transformers looks for the tensor, too.
-    if len(hf_family.forms) > 1 and config.tie_word_embeddings and any(key.endswith(HEAD) for key, _ in stored_tensors(folder)):
+    if (
+        len(hf_family.renamings) > 1
+        and config.tie_word_embeddings
+        and any(key.endswith(HEAD) for key, _ in stored_tensors(folder))
+    ):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a broken link is an error, not a missing file

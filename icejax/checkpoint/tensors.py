@@ -137,7 +137,7 @@ def open_tensors(
     raw = huggingface.read_json(folder / "config.json")
     hf_family, method = family(raw), formats.method(raw)
     ignored, contents = hf_family.ignored_keys(raw), list(stored_tensors(folder))
-    forms, keys = [tensor_mappings(shapes, hf_family, form) for form in hf_family.forms], {key for key, _ in contents}
+    forms, keys = [tensor_mappings(shapes, hf_family, form) for form in hf_family.renamings], {key for key, _ in contents}
     mappings = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
     tensor_shapes = {key: mapping.shape for mapping in mappings.values() for key in mapping.keys}
     if quantize is not None:

@@ -17,8 +17,8 @@ from icejax.api.prompts import first_messages
 from icejax.checks.errors import InputError, suggestion
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
-from icejax.commands.loading import go_on, go_on_or_begin, load
-from icejax.commands.memory import out_of_memory_told
+from icejax.commands.loading import load, resume, resume_or_start
+from icejax.commands.memory import report_out_of_memory
 from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, write
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
@@ -52,7 +52,7 @@ def _run(argv: list[str] | None, name: str) -> None:
     options.policy(arguments)
     options.memory_limit(arguments)  # bad options are reported before the model is loaded
     manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
-    with out_of_memory_told("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
+    with report_out_of_memory("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
         chat = Chat(arguments, answer, session_claim, name=name)
         for text in typed() if sys.stdin.isatty() else piped():
             if not chat.take(text):
@@ -80,7 +80,7 @@ class Chat:
         self._model, self._tokenizer = load(arguments, self._console)
         # Reports a faulty chat template before the first message.
         render(self._tokenizer, [*first_messages(arguments.system), {"role": "user", "content": "-"}])
-        self._session = self._checked_chat(go_on_or_begin(arguments, self._model, self._tokenizer))
+        self._session = self._checked_chat(resume_or_start(arguments, self._model, self._tokenizer))
         self._keeping = held is not None  # False once the conversation is not the one in the folder
         self._files: list[str] = []
         self._last: GenerationResponse | None = None
@@ -124,7 +124,7 @@ class Chat:
         Where somebody types, Ctrl-C ends the answer: its text so far is then the answer.
         """
         text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
-        pieces, kept_in = [], self._held if self._keeping else None
+        pieces, save_to = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
             if sys.stdin.isatty():
                 stack.enter_context(instead_of_ending(pressed.set))
@@ -137,7 +137,7 @@ class Chat:
                 bars.update(layers, completed=count)
 
             try:
-                for piece in session.stream_chat(text, progress=show_layers, kept_in=kept_in, **vars(self._answer)):
+                for piece in session.stream_chat(text, progress=show_layers, save_to=save_to, **vars(self._answer)):
                     bars.stop()  # streamed text replaces the bar in the terminal
                     write(escaped(piece.text))
                     pieces.append(piece)
@@ -149,8 +149,8 @@ class Chat:
                 return
             write("\n")
             self._files, self._last = [], join(pieces)
-            if kept_in is not None:
-                session.save(kept_in)
+            if save_to is not None:
+                session.save(save_to)
 
     def _file(self, path: str) -> None:
         if not path:
@@ -170,12 +170,12 @@ class Chat:
 
     def _load(self, folder: str) -> None:
         place = _folder("/load", folder)
-        self._session = self._checked_chat(go_on(self._arguments, place, self._model, self._tokenizer))
+        self._session = self._checked_chat(resume(self._arguments, place, self._model, self._tokenizer))
         self._last = None
         self._keep(self._is_held(place))
 
     def _reset(self, _: str) -> None:
-        self._session, self._last, self._files = self._session.anew(), None, []
+        self._session, self._last, self._files = self._session.fresh_copy(), None, []
         self._keep(False)
 
     def _keep(self, keeping: bool) -> None:

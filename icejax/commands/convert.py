@@ -11,7 +11,7 @@ from rich.console import Console
 
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
-from icejax.commands.memory import out_of_memory_told
+from icejax.commands.memory import report_out_of_memory
 from icejax.commands.options import Parser
 from icejax.commands.process import ending
 from icejax.commands.show import progress
@@ -35,7 +35,7 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     source = resolve(arguments.source)
     to_hf = to == "hf" or (to is None and (source / ORBAX).is_dir())
     advice = "convert on a machine with more memory: two of the largest tensors are in memory at once"
-    with out_of_memory_told(advice, None), progress(Console(stderr=True)) as bars:
+    with report_out_of_memory(advice, None), progress(Console(stderr=True)) as bars:
         bar = bars.add_task("convert", total=None)
 
         def show_progress(key: str, done: int, total: int) -> None:

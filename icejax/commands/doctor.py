@@ -52,7 +52,7 @@ def examine() -> dict[str, Any]:
     """Returns the report that the command prints."""
     ram = psutil.virtual_memory()
     names = choose.candidates()
-    ordered = sorted(names, key=choose.APART.__contains__)  # kernels last: a fault in one ends the process
+    ordered = sorted(names, key=choose.PROBED_BACKENDS.__contains__)  # kernels last: a fault in one ends the process
     measured = sorted(map(measure, ordered), key=lambda row: names.index(row["backend"]))
     return dict(
         versions=dict(python=sys.version.split()[0], jax=jax.__version__, flax=flax.__version__),

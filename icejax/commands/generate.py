@@ -14,8 +14,8 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
-from icejax.commands.loading import go_on_or_begin, load
-from icejax.commands.memory import out_of_memory_told
+from icejax.commands.loading import load, resume_or_start
+from icejax.commands.memory import report_out_of_memory
 from icejax.commands.process import ending
 from icejax.commands.requests import PromptLine, read_prompts
 from icejax.commands.show import answer, answers, progress, table
@@ -36,7 +36,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     arguments = options.parser(name).parse_args(argv)
     if arguments.verbose:
         logging.getLogger("icejax").setLevel(logging.INFO)
-    with out_of_memory_told("use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype", arguments.session):
+    with report_out_of_memory("use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype", arguments.session):
         run(arguments, Console(stderr=True))
 
 
@@ -119,13 +119,13 @@ def _run_session(
 ) -> None:
     """Answers the prompts one after another in the session of the command line, and saves it after each answer."""
     model, tokenizer = load(arguments, console)
-    session = go_on_or_begin(arguments, model, tokenizer)
+    session = resume_or_start(arguments, model, tokenizer)
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for line in prompts:
         line_options = line.options(answer_options)
         with progress(console) as bars:
-            stream = respond(line.prompt, kept_in=session_claim, **vars(line_options))
+            stream = respond(line.prompt, save_to=session_claim, **vars(line_options))
             turn_responses = answers(stream, bars, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
         if not streaming:
             answer(turn_responses[0], arguments, line.id)

@@ -37,19 +37,19 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
         )
 
 
-def go_on(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:
+def resume(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:
     """Returns the session saved in `folder`; InputError if its cache is not the one that the command line names."""
     policy = options.policy(arguments) if options.cache_named(arguments) else None
     return Session.load(folder, model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments))
 
 
-def go_on_or_begin(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
+def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
     """Returns the session saved in the folder of --session, or a new one."""
     length, system = arguments.context_length, arguments.system
     if arguments.session is None or not arguments.session.exists():
         policy, limit = options.policy(arguments), options.memory_limit(arguments)
         return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
-    session = go_on(arguments, arguments.session, model, tokenizer)
+    session = resume(arguments, arguments.session, model, tokenizer)
     if length not in (None, session.context_length):
         raise InputError("a session's context length is set when it begins: leave --context-length out")
     if system is not None and session.messages[:1] != first_messages(system):

@@ -13,7 +13,7 @@ from icejax.runtime import devices
 
 
 @contextlib.contextmanager
-def out_of_memory_told(advice: str, session: Path | None) -> Iterator[None]:
+def report_out_of_memory(advice: str, session: Path | None) -> Iterator[None]:
     """Turns an out-of-memory error into an InputError.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from icejax.cache.options import cache_options, described, make_policy
+from icejax.cache.options import cache_options, make_policy, option_texts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, printable, suggestion
@@ -43,7 +43,7 @@ class HelpCache(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         blocks = [
-            f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in described(name).items()) for name in POLICIES
+            f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in option_texts(name).items()) for name in POLICIES
         ]
         for name, (kind, preset_options) in PRESETS.items():
             options = ", ".join(f"{key}={str(value).lower()}" for key, value in preset_options.items())

@@ -12,25 +12,25 @@ class Routing:
 
     Attributes:
         score: activation that turns logits into scores.
-        corrected: whether each expert has a bias that is added to its score for the choice, not for the weight.
+        choice_bias: whether each expert has a bias that is added to its score for the choice, not for the weight.
         groups: number of groups of neighbouring experts.
         chosen_groups: number of best groups whose experts may be chosen.
         group_best: number of a group's best scores whose sum ranks the group.
-        normed: whether the scores of the chosen experts are divided by their sum.
+        normalised: whether the scores of the chosen experts are divided by their sum.
         factor: factor of the weights after that.
         biased: whether the logits have a bias.
         scaled: whether each expert has a factor for its weights.
     """
 
     score: Literal["softmax", "sigmoid"]
-    corrected: bool
+    choice_bias: bool
     groups: int
     chosen_groups: int
     group_best: int
-    normed: bool
+    normalised: bool
     factor: float
     biased: bool = False
-    scaled: bool = False
+    per_expert_scale: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

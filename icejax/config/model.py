@@ -40,7 +40,7 @@ class LayerConfig:
     Attributes:
         kv_heads: number of KV heads.
         head_dim: size of a query, key or value.
-        keys_alone: whether values are the keys before norm and RoPE, without a projection of their own.
+        values_from_keys: whether values are the keys before norm and RoPE, without a projection of their own.
         window: newest tokens that a query sees, itself included; None: all.
         scale: factor of the products of queries and keys.
         rope: RoPE of queries and keys.
@@ -51,7 +51,7 @@ class LayerConfig:
 
     kv_heads: int
     head_dim: int
-    keys_alone: bool
+    values_from_keys: bool
     window: int | None
     scale: float
     rope: Rope
@@ -85,7 +85,7 @@ class ModelConfig:
         embed_scale: factor of the embeddings, rounded to their dtype.
         query_pre_attn_scalar: x in the factor x^-0.5 of the products of queries and keys; None: `head_dim`.
         v_norm: whether the values of each head pass an RMSNorm without a weight.
-        keys_alone: whether values of full-attention layers are the keys before norm and RoPE.
+        values_from_keys: whether values of full-attention layers are the keys before norm and RoPE.
         layer_scalar: whether a learned number multiplies each layer's output.
         sliding_rope, sliding_head_dim, sliding_key_value_heads: RoPE, `head_dim` and `num_key_value_heads` of the sliding
             layers; None: as in the other layers.
@@ -126,7 +126,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
     v_norm: bool = False
-    keys_alone: bool = False
+    values_from_keys: bool = False
     layer_scalar: bool = False
     sliding_rope: Rope | None = None
     sliding_head_dim: int | None = None
@@ -151,7 +151,7 @@ class ModelConfig:
         full = LayerConfig(
             kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
-            keys_alone=self.keys_alone,
+            values_from_keys=self.values_from_keys,
             window=None,
             scale=scale,
             rope=Rope(size=self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling),
@@ -162,7 +162,7 @@ class ModelConfig:
             full,
             kv_heads=self.sliding_key_value_heads or full.kv_heads,
             head_dim=self.sliding_head_dim or full.head_dim,
-            keys_alone=False,
+            values_from_keys=False,
             window=self.sliding_window,
             rope=self.sliding_rope or full.rope,
         )

@@ -63,7 +63,7 @@ class Run:
         self.state = replace(self.state, done=self.state.done | np.asarray(rows))
 
     @property
-    def broken(self) -> bool:
+    def interrupted(self) -> bool:
         """Whether a step or a text was interrupted: the old arrays were donated, and no new ones came back."""
         return any(x.is_deleted() for x in (*jax.tree.leaves(self.state), self.pool) if x is not None)
 
@@ -74,7 +74,7 @@ class Run:
 
     def check(self, tokens: int) -> None:
         """Raises InputError if a fault or an interrupt left the cache in part; `tokens`: length of the row."""
-        if self.broken or self.seen > tokens:
+        if self.interrupted or self.seen > tokens:
             raise InputError(
                 "the session's last answer was interrupted and left an incomplete cache: "
                 "load what was saved, or begin a new one"
@@ -86,7 +86,7 @@ class Run:
         Args:
             tokens: number of the row's tokens that were read.
         """
-        if self.broken or self.fed is None or self.seen != tokens + 1:
+        if self.interrupted or self.fed is None or self.seen != tokens + 1:
             return []
         token = int(self.fed.tokens[0])
         return [] if token == NOT_FINITE else [token]

@@ -149,9 +149,9 @@ def _expert_counts(layer: DecoderLayer, expert_ids: jax.Array | None, live: jax.
     Args:
         expert_ids: i32[B, 1, k], the experts of each row's token.
     """
-    if layer.hosted is None:
+    if layer.offloaded is None:
         return jnp.zeros((2, len(live)), jnp.int32)
-    missing = layer.hosted.missing(expert_ids[:, 0]).sum(1, dtype=jnp.int32)
+    missing = layer.offloaded.missing(expert_ids[:, 0]).sum(1, dtype=jnp.int32)
     return jnp.stack([jnp.where(live, expert_ids.shape[-1], 0), missing])
 
 

@@ -172,13 +172,13 @@ def make_plan(
     batch_size: int,
     prompt_tokens: int,
     new_tokens: int,
-    several: bool = False,
+    extends: bool = False,
     platform: str | None = None,
 ) -> Plan:
     """Returns the plan for prompts of at most `prompt_tokens` tokens and at most `new_tokens` tokens after them.
 
     Args:
-        several: whether `extend` will add texts among the new tokens. Each text is padded and begins a new page, so a pool gets
+        extends: whether `extend` will add texts among the new tokens. Each text is padded and begins a new page, so a pool gets
             room for half as many tokens again, and for 512 more.
         platform: cpu, gpu or tpu, for programs that are compiled here and run elsewhere; the pool is then read by that
             platform's first backend, without a self-test. None: the platform that JAX runs on.
@@ -190,7 +190,7 @@ def make_plan(
     spec = _spec(model, batch_size, prompt_tokens, new_tokens)
     policies = layer_policies(policy, model.config, capacity=spec.capacity)
     policies = tuple(layer_policy.for_platform(target, latent=spec.latent) for layer_policy in policies)
-    spec = _with_pages(spec, policies, new_tokens, several=several)
+    spec = _with_pages(spec, policies, new_tokens, extends=extends)
     _check(policies, spec, policy, model.config, target)
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
@@ -216,12 +216,12 @@ def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int)
     )
 
 
-def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, several: bool) -> CacheSpec:
+def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, extends: bool) -> CacheSpec:
     """Returns the sizes with room for the pages of new tokens, rounded up to whole rounds of compaction.
 
     Whole rounds, because the growth pages are a ring: a round must not wrap.
     """
-    if several and any(policy.pool(spec) for policy in policies):
+    if extends and any(policy.pool(spec) for policy in policies):
         room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, prompt=spec.prompt_capacity)
         spec = dataclasses.replace(spec, new_capacity=room)
     pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]

@@ -70,7 +70,7 @@ def prefill(
     layers = prefill_layers(model, prompts, plan)
     x, states, pool = keep_layers(layers, plan, pool, table, progress=progress)
     sampling, draws = tuple(sampling), draws or [(0, i) for i in range(len(prompts))]
-    state, step = begin(model, prompts, plan, x, states, table, sampling=sampling, draws=draws)
+    state, step = first_state(model, prompts, plan, x, states, table, sampling=sampling, draws=draws)
     return state, step, pool
 
 
@@ -91,7 +91,7 @@ def prefill_layers(
     def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
         sizes, loaded = dict(policy=plan.policies[place.number], spec=plan.spec_of(place.number)), with_experts_on_device(layer)
         *results, uses = _prefill_layer(loaded, x, lengths, place.shared, **sizes)
-        if layer.hosted is not None:
+        if layer.offloaded is not None:
             layer.experts.settle(loaded.experts, uses)
         return results
 
@@ -121,7 +121,7 @@ def keep_layers(
     return x, tuple(states), pool
 
 
-def begin(
+def first_state(
     model: CausalLM,
     prompts: Sequence[Sequence[int]],
     plan: Plan,
@@ -157,7 +157,7 @@ def _padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
     return tokens
 
 
-def kept(
+def prefill_outcome(
     layer: DecoderLayer, heads: Heads, attended: Attended, shared: Shared | None, *, policy: CachePolicy, spec: CacheSpec
 ) -> Outcome:
     """Returns the outcome of the policy's `prefill` for prompts that have attended exactly."""
@@ -170,7 +170,7 @@ def kept(
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
 def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy, spec: CacheSpec):
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
-        return kept(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
+        return prefill_outcome(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
     x, outcome, experts = run_exact_with_experts(layer, x, new, keep)
     uses = None if experts is None else _expert_uses(experts, new, layer.config.experts.count)

@@ -25,7 +25,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode_step import DecodeState
 from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
-from icejax.engine.prefill import kept
+from icejax.engine.prefill import prefill_outcome
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
@@ -164,7 +164,7 @@ def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy:
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
         positions = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
         heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), positions, new, layer.scoring)
-        return kept(layer, heads, attended, shared, policy=policy, spec=spec)
+        return prefill_outcome(layer, heads, attended, shared, policy=policy, spec=spec)
 
     x, outcome = run_exact(layer, x, new, keep)
     return x, outcome.pages, outcome.shared or shared

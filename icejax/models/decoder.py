@@ -23,7 +23,7 @@ from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product, rows
-from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
+from icejax.ops.rope import cos_sin, deinterleave, rerotate, rotate, scale_queries
 
 MLP_CHUNK = 2048  # prompt tokens per pass of an MLP, which bounds its activations
 
@@ -40,7 +40,7 @@ class Attention(nnx.Module):
         heads, kv_heads, size = config.num_attention_heads, layer.kv_heads, layer.head_dim
         project = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, dtype=dtype)
         self.q_proj, self.k_proj = project(heads * size), project(kv_heads * size)
-        if not layer.keys_alone:
+        if not layer.values_from_keys:
             self.v_proj = project(kv_heads * size)
         self.o_proj = Linear(heads * size, config.hidden_size, bias=config.o_bias, dtype=dtype)
         if config.qk_norm:
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         size = self.layer.head_dim
         with jax.named_scope("qkv"):
             q, k = self.q_proj(x), self.k_proj(x)
-            v = k if self.layer.keys_alone else self.v_proj(x)
+            v = k if self.layer.values_from_keys else self.v_proj(x)
             if self.config.qk_norm == "all":
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k, v = (y.reshape(*x.shape[:2], -1, size) for y in (q, k, v))
@@ -68,17 +68,17 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
             if self.config.rope_interleave:
-                q, k = (halves(y, self.rope.size) for y in (q, k))
-            return grow(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
+                q, k = (deinterleave(y, self.rope.size) for y in (q, k))
+            return scale_queries(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
-    def beside_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
+    def with_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
         """Returns the attention output with a sink: each head has one more score in its softmax, without a value (gpt-oss)."""
         share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
         return attended.out.astype(jnp.float32) * share[..., None]
 
     def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return turn(heads, by, rope=self.rope)
+        return rerotate(heads, by, rope=self.rope)
 
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads; `expanded` matters to latent attention only."""
@@ -122,7 +122,7 @@ class SparseMLP(nnx.Module):
         return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared), ids
 
 
-class Entered(NamedTuple):
+class LayerHeads(NamedTuple):
     """The queries, keys and values of tokens, after RoPE and before the products are scaled.
 
     Attributes:
@@ -166,12 +166,12 @@ class DecoderLayer(nnx.Module):
         """The scale and the soft cap of this layer's scores."""
         return Scoring(self.config.scale, self.config.softcap)
 
-    def enter(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Entered:
+    def enter(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> LayerHeads:
         """Returns the queries, keys (both after RoPE) and values of the tokens at `positions`.
 
         `seen` counts the tokens of each row, these included.
         """
-        return Entered(*self.self_attn.project(self.input_layernorm(x), positions, seen))
+        return LayerHeads(*self.self_attn.project(self.input_layernorm(x), positions, seen))
 
     def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns heads after RoPE as if their tokens stood `by` positions later."""
@@ -189,9 +189,9 @@ class DecoderLayer(nnx.Module):
         return (self.beside if self.config.experts.beside else self.mlp).experts
 
     @property
-    def hosted(self) -> OffloadedExperts | None:
+    def offloaded(self) -> OffloadedExperts | None:
         """The experts in host memory; None: all are on the device, or the layer has none."""
-        return None if self.experts is None else self.experts.hosted
+        return None if self.experts is None else self.experts.offloaded
 
     def leave(
         self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False
@@ -200,7 +200,7 @@ class DecoderLayer(nnx.Module):
 
         `expanded` says that the attention output is that of the expanded heads.
         """
-        heads = self.self_attn.beside_sinks(attended) if self.config.sinks else attended.out
+        heads = self.self_attn.with_sinks(attended) if self.config.sinks else attended.out
         x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
         batch, tokens, hidden = x.shape
         chunk = math.gcd(MLP_CHUNK, tokens)

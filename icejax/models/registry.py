@@ -51,7 +51,7 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     turned: bool = False
-    forms: tuple[tuple[tuple[str, str], ...], ...] = ((),)
+    renamings: tuple[tuple[tuple[str, str], ...], ...] = ((),)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Wrapped:
             text_family,
             read_config=lambda raw: text_family.read_config(wrapped.text_of(raw, self.text, self.towers)),
             ignored_keys=lambda raw: wrapped.TOWERS,
-            forms=wrapped.FORMS,
+            renamings=wrapped.FORMS,
         )
 
 

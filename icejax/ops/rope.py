@@ -44,7 +44,7 @@ def rotate(x: Float[Array, "*B T N H"], cos: Float[Array, "*B T R"], sin: Float[
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
-def halves(x: Float[Array, "*B T N H"], size: int) -> Float[Array, "*B T N H"]:
+def deinterleave(x: Float[Array, "*B T N H"], size: int) -> Float[Array, "*B T N H"]:
     """Returns heads with their first `size` channels reordered from neighbouring pairs to the two halves that `rotate` takes.
 
     Example: size 4 turns channels [a0, a1, b0, b1, c] into [a0, b0, a1, b1, c]. Products of queries and keys do not change if
@@ -54,7 +54,7 @@ def halves(x: Float[Array, "*B T N H"], size: int) -> Float[Array, "*B T N H"]:
     return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., size:]], axis=-1)
 
 
-def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
+def scale_queries(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
     """Returns queries times 1 + query_beta ln(1 + n), n = position // original context, in their dtype (Ministral 3)."""
     scaling = rope.scaling
     if scaling is None or not scaling.query_beta:
@@ -64,7 +64,9 @@ def grow(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *, rope: Ro
     return q * factor[..., None, None].astype(q.dtype)
 
 
-def turn(x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope) -> Float[Array, "*B T N H"]:
+def rerotate(
+    x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope
+) -> Float[Array, "*B T N H"]:
     """Returns heads after RoPE as if their tokens stood `by` positions later, in their dtype.
 
     A cache gives its keys new positions with it (StreamingLLM, arXiv 2309.17453). The attention factor of `yarn` is not

@@ -17,7 +17,7 @@ from icejax.ops.topk import ranks
 def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
     """Returns `buffer` with `new` in slot `slot` of each row; rows and KV heads are one axis, R = B K."""
     heads = new.shape[1]
-    slots, new = jnp.repeat(slot, heads), joined(new)[:, None].astype(buffer.dtype)
+    slots, new = jnp.repeat(slot, heads), merge_heads(new)[:, None].astype(buffer.dtype)
     if len(slot) == 1:
         return jax.lax.dynamic_update_slice(buffer, new, (0, slots[0], 0))
     in_turn = functools.partial(_write_in_turn, together=heads)
@@ -26,7 +26,7 @@ def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[
 
 def append_apart(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]) -> Float[Array, "R S H"]:
     """Returns `buffer` with `new` in a slot of its own for each row and KV head."""
-    parts = buffer, joined(new)[:, None].astype(buffer.dtype), slot.reshape(-1)
+    parts = buffer, merge_heads(new)[:, None].astype(buffer.dtype), slot.reshape(-1)
     in_turn = functools.partial(_write_in_turn, together=1)
     return jax.lax.platform_dependent(*parts, cuda=_scatter, rocm=_scatter, default=in_turn)
 
@@ -43,12 +43,12 @@ def _write_in_turn(buffer: jax.Array, new: jax.Array, slots: jax.Array, *, toget
     return buffer
 
 
-def joined(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "R ..."]:
+def merge_heads(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "R ..."]:
     """Returns [B, K, ...] as [B K, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def apart(x: Shaped[Array, "R ..."], heads: int) -> Shaped[Array, "B K ..."]:
+def split_heads(x: Shaped[Array, "R ..."], heads: int) -> Shaped[Array, "B K ..."]:
     """Returns [B K, ...] as [B, K, ...]."""
     return x.reshape(-1, heads, *x.shape[1:])
 

@@ -20,7 +20,7 @@ SECONDS = 5  # for an answer, and as many again for the process to start
 PROGRAM = Path(__file__).with_name("worker.py")
 
 
-class Apart:
+class Sandbox:
     """The worker process: started at the first request, and kept for the next."""
 
     def __init__(self) -> None:
@@ -81,4 +81,4 @@ def _end(process: subprocess.Popen) -> None:
         process.stdin.close()
 
 
-APART = Apart()
+SANDBOX = Sandbox()

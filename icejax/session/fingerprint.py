@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import name_of, named
+from icejax.cache.registry import name_of, policy_named
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
@@ -116,7 +116,7 @@ def policy_of(path: Path, saved: dict[str, Any]) -> CachePolicy:
     """
     options = {key.removeprefix("cache."): value for key, value in saved.items() if key.startswith("cache.")}
     name = options.pop("name", None)
-    entry = named(name) if isinstance(name, str) else None
+    entry = policy_named(name) if isinstance(name, str) else None
     if entry is None:
         raise InputError(
             f"{path} was saved with cache.name = {_shown(name)}: register it in icejax.POLICIES, or use another folder"

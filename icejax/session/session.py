@@ -78,7 +78,7 @@ class Session:
         self._newest: Row | None = None
         self._run: Run | None = None
 
-    def anew(self) -> Session:
+    def fresh_copy(self) -> Session:
         """Returns an empty session with the same cache policy, context length and system message."""
         system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
         limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
@@ -93,7 +93,7 @@ class Session:
         text: str,
         *,
         progress: Callable[[int], None] | None = None,
-        kept_in: Claim | None = None,
+        save_to: Claim | None = None,
         **options: Any,
     ) -> Iterator[GenerationResponse]:
         """Appends `text` to the session and yields the answer piece by piece.
@@ -101,18 +101,18 @@ class Session:
         Args:
             progress: called with the number of layers done while the text runs. If it raises while `token_ids` is empty, the
                 session stays without the text; later, the session is broken and only a saved copy can be continued.
-            kept_in: the folder that the session will be saved to; its disk is checked for room before anything runs.
+            save_to: the folder that the session will be saved to; its disk is checked for room before anything runs.
             options: options of `AnswerOptions`; the tokenizer adds special tokens to the first text only.
 
         Raises:
-            InputError: the text is empty, the context or the disk of `kept_in` has no room for it, the session holds a chat,
+            InputError: the text is empty, the context or the disk of `save_to` has no room for it, the session holds a chat,
                 or the logits are not finite.
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         started, answer = Mark.now(), AnswerOptions(**options)
         new = self._encode(text, special_tokens=answer.special_tokens)
-        yield from self._answer(self.token_ids, new, [], answer, started=started, progress=progress, kept_in=kept_in)
+        yield from self._answer(self.token_ids, new, [], answer, started=started, progress=progress, save_to=save_to)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to the message `text`; the options are those of `stream_chat`."""
@@ -123,7 +123,7 @@ class Session:
         text: str,
         *,
         progress: Callable[[int], None] | None = None,
-        kept_in: Claim | None = None,
+        save_to: Claim | None = None,
         **options: Any,
     ) -> Iterator[GenerationResponse]:
         """Appends `text` to the chat as the user's next message and yields the answer.
@@ -140,7 +140,7 @@ class Session:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
         started, answer = Mark.now(), AnswerOptions(**options)
         turn, held, new = self._chat_turn(text)
-        yield from self._answer(held, new, turn, answer, started=started, progress=progress, kept_in=kept_in)
+        yield from self._answer(held, new, turn, answer, started=started, progress=progress, save_to=save_to)
 
     def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
         """Returns the messages of a turn, the tokens that stay, and the tokens to append."""
@@ -160,7 +160,7 @@ class Session:
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
-        progress: Callable[[int], None] | None, kept_in: Claim | None,
+        progress: Callable[[int], None] | None, save_to: Claim | None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, `turn`'s last message."""
         room = self.context_length - len(held) - len(new)
@@ -174,8 +174,8 @@ class Session:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
         if held:
             limit = min(limit, self._room_behind(tokens))
-        if kept_in is not None:
-            kept_in.check_room(self._size_with(held, new, limit))
+        if save_to is not None:
+            save_to.check_room(self._size_with(held, new, limit))
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
         self._newest = None
         if not held:
@@ -217,7 +217,7 @@ class Session:
     def _plan_for(self, tokens: int) -> Plan:
         """Returns the plan of a session whose first text has `tokens` tokens."""
         sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=max(0, self.context_length - tokens))
-        return make_plan(self._model, self._cache, **sizes, several=True)
+        return make_plan(self._model, self._cache, **sizes, extends=True)
 
     def _room_behind(self, tokens: Sequence[int]) -> int:
         """Returns how many answer tokens have room behind the new `tokens`; InputError if none has."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from icejax.checks.errors import InputError
-from icejax.sandbox.client import APART
+from icejax.sandbox.client import SANDBOX
 
 CHARACTERS = 2**24  # characters that a template may add to its messages
 
@@ -38,7 +38,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], *, now: float | N
     variables = tokenizer.special_tokens_map | dict(tools=None, documents=None, messages=messages, add_generation_prompt=True)
     now = time.time() if now is None else now
     limit = CHARACTERS + sum(len(message["content"]) for message in messages)
-    answer = APART.ask(dict(template=template, variables=variables, now=now, most=limit), most=limit)
+    answer = SANDBOX.ask(dict(template=template, variables=variables, now=now, most=limit), most=limit)
     if "text" not in answer:
         raise InputError(f"the tokenizer's chat template {answer['fault']}")
     return answer["text"]

@@ -45,7 +45,7 @@ def test_a_filled_clustered_cache_is_whole(model):
     found, lengths = stored(pool, state.cache.table), state.cache.lengths
     held = int(lengths.seen[0])
     assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.seen) == held).all()
-    beside = policy.window_of.sinks + policy.window_of.fill
+    beside = policy.window_layout.sinks + policy.window_layout.fill
     for layer, kept in enumerate(state.cache.layers):
         counts = np.asarray(kept.index.levels[0].count)
         assert (counts.sum(-1) + beside == held).all()

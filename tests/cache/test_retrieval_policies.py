@@ -56,7 +56,7 @@ def test_arkvale_ranks_a_page_by_its_one_matching_key():
 def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = PQCache(budget=64, sinks=8, bits=4)
-    assert policy.window_of.slots == 28 and policy.num_fetched(1000) == 28
+    assert policy.window_layout.slots == 28 and policy.num_fetched(1000) == 28
     own = dict(count=28, parts=2, centroids=16, iterations=10, sinks=8, fill=12)
 
     def check(layer, row, one, q):

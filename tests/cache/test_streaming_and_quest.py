@@ -71,7 +71,7 @@ def test_snapkv_chooses_anew_after_more_text():
 def test_quest_chooses_pages_for_every_query_head():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = Quest(budget=64, page_size=8)
-    assert (policy.num_fetched(1000), policy.window_of.slots) == (7, 8)
+    assert (policy.num_fetched(1000), policy.window_layout.slots) == (7, 8)
     theirs = [reference.Quest(8, pages=7, window=8, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
 
     def check(layer, row, one, q):

@@ -31,7 +31,7 @@ def test_each_middle_token_has_one_page_with_its_own_key(bundled):
     found = attention_map._positions(model, prompt, plan)
     state, _, pool = prefill(model, [prompt], plan)
     keys = stored(pool, state.cache.table)[0, :, :, :, 0]  # P L K p H
-    wanted = set(range(policy.window_of.sinks, len(prompt) - policy.window_of.fill))
+    wanted = set(range(policy.window_layout.sinks, len(prompt) - policy.window_layout.fill))
     for layer, positions in found.items():
         counts = np.asarray(state.cache.layers[layer].index.levels[0].count)[0]
         for head in range(len(positions)):

@@ -205,7 +205,7 @@ def test_gemma_4_says_its_head_sizes_in_two_ways():
     both = GEMMA4 | dict(attention_k_eq_v=True)
     config = read(**both, num_global_key_value_heads=1)
     assert config == read(**both, per_layer_config={"2": {"head_dim": 32, "num_key_value_heads": 1}})
-    assert [(x.window, x.kv_heads, x.head_dim, x.rope.size, x.keys_alone) for x in config.layers[1:]] == [
+    assert [(x.window, x.kv_heads, x.head_dim, x.rope.size, x.values_from_keys) for x in config.layers[1:]] == [
         (8, 2, 16, 16, False), (None, 1, 32, 32, True)
     ]  # fmt: skip
     assert read(**GEMMA4 | dict(global_head_dim=...)).head_dim == 512
@@ -242,7 +242,7 @@ INERT = {
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "norm_places",
-    "sinks", "keys_alone", "layer_scalar",
+    "sinks", "values_from_keys", "layer_scalar",
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ PUBLISHED = {
               moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4, output_router_logits=False,
               rope_theta=1000000.0, router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
               tie_word_embeddings=False, use_sliding_window=False),
-        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, routing=replace(SOFTMAX, normed=False), shared=5632, shared_gated=True), sliding_window=None),
+        dict(qkv_bias=True, experts=Experts(count=60, chosen=4, size=1408, routing=replace(SOFTMAX, normalised=False), shared=5632, shared_gated=True), sliding_window=None),
     ),
     "GLM-4.5-Air": (
         sizes(4096, 10944, 46, 96, 8, 151552, 131072, model_type="glm4_moe", attention_bias=True, head_dim=128, pad_token_id=151329,
@@ -159,7 +159,7 @@ PUBLISHED = {
         dict(
             head_dim=576, num_key_value_heads=1, rotary_dim=64, rope_interleave=True, value_dim=512, dense_layers=(0,), context_length=163840,
             latent=Latent(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128),
-            experts=Experts(count=64, chosen=6, size=1408, routing=replace(SOFTMAX, group_best=1, normed=False), shared=2816, shared_gated=False),
+            experts=Experts(count=64, chosen=6, size=1408, routing=replace(SOFTMAX, group_best=1, normalised=False), shared=2816, shared_gated=False),
         ),
     ),
     "DeepSeek-V3": (  # without its quantization_config

@@ -30,7 +30,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(lax, "platform_dependent", chosen)
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     monkeypatch.setattr(choose, "ORDER", {"cpu": ("triton",)})
-    monkeypatch.setattr(choose, "APART", ())
+    monkeypatch.setattr(choose, "PROBED_BACKENDS", ())
     caches = (decode_step._programs, choose.fetch_backend)
     for cache in caches:
         cache.cache_clear()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from icejax.ops.attention import key_attention_sums as module
 from icejax.ops.attention.dense import EINSUM, Scoring, causal
-from icejax.ops.attention.key_attention_sums import column_sums
-from icejax.ops.attention.recent_attention import observed
+from icejax.ops.attention.key_attention_sums import key_attention_sums
+from icejax.ops.attention.recent_attention import recent_attention_sums
 from tests import tolerances
 from tests.helpers import dense
 from tests.helpers.run import jitted
@@ -39,7 +39,7 @@ def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, softca
 
 def found(q, k, lse, lengths, window=None, softcap=None):
     options = dict(lengths=jnp.asarray(lengths, jnp.int32), window=window, scoring=Scoring(q.shape[-1] ** -0.5, softcap))
-    return np.asarray(jitted(lambda *arrays: column_sums(*arrays, **options), q, k, lse))
+    return np.asarray(jitted(lambda *arrays: key_attention_sums(*arrays, **options), q, k, lse))
 
 
 @pytest.mark.parametrize("window", [None, 1, 16, 50])
@@ -61,7 +61,7 @@ def test_sums_over_the_last_queries_equal_float64(softcap):
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (1, 2, length))
     asking, scoring = positions[:, 0, -last:], Scoring(SIZE**-0.5, softcap)
     sums = jitted(
-        lambda q, lse, k: observed(q, lse, k, asking=asking, positions=positions, scoring=scoring),
+        lambda q, lse, k: recent_attention_sums(q, lse, k, asking=asking, positions=positions, scoring=scoring),
         q[:, -last:],
         lse[:, -last:],
         k.swapaxes(1, 2),

@@ -157,13 +157,13 @@ def test_every_number_of_the_experts_is_read(tmp_path):
     def shapes(config):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
-    numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normed=False, factor=1.0)
-    assert {*numbers, "corrected", "biased", "scaled"} == {field.name for field in dataclasses.fields(experts.routing)}
+    numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normalised=False, factor=1.0)
+    assert {*numbers, "choice_bias", "biased", "per_expert_scale"} == {field.name for field in dataclasses.fields(experts.routing)}
     for field, value in numbers.items():
         other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
         assert np.abs(said(other) - said(experts)).max() > 1e-3, field
     of_shape = dict(count=16, size=24, shared=8, shared_gated=True)
-    of_shape["routing"] = dataclasses.replace(experts.routing, corrected=False, biased=True)
+    of_shape["routing"] = dataclasses.replace(experts.routing, choice_bias=False, biased=True)
     of_shape["form"] = LIMITED
     assert {*of_shape, "chosen", "beside"} == {field.name for field in dataclasses.fields(experts)}
     assert said(dataclasses.replace(experts, chosen=2)).shape != said(experts).shape

@@ -121,7 +121,7 @@ def test_experts_are_brought_as_tokens_take_them(name, tmp_path):
         np.testing.assert_allclose(logits[:, row], expected[len(prompt) - 1 :], rtol=0, atol=tolerances.LOGITS)
         ids.append(taken)
     assert not counts[0].any()
-    stacks, wanted = [x.hosted for x in model.model.layers if x.hosted is not None], np.zeros_like(counts)
+    stacks, wanted = [x.offloaded for x in model.model.layers if x.offloaded is not None], np.zeros_like(counts)
     for layer, stack in enumerate(stacks):
         takes = [
             np.bincount(own[layer][: len(p)].ravel(), minlength=len(stack.slot)) for own, p in zip(ids, PROMPTS, strict=True)

@@ -36,7 +36,7 @@ def held(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np.ndarra
     state, pages = layer.state, stored(layer.pool, layer.table)[row, :, 0, head, 0]
     counts = np.asarray(state.index.levels[0].count)[row, head]
     pages = [page[:count] for page, count in zip(pages, counts, strict=False)]
-    masks = layer.policy.window_of.masks(state.window, layer.lengths, seen=layer.lengths.seen)
+    masks = layer.policy.window_layout.masks(state.window, layer.lengths, seen=layer.lengths.seen)
     near = (state.window.sinks[0], state.window.newest[0])
     resident = [np.asarray(x)[row, head][np.asarray(mask)[row]] for x, mask in zip(near, masks, strict=True)]
     return pages, np.concatenate(resident)

@@ -7,7 +7,7 @@ import pytest
 from icejax import InputError
 from icejax.models.hf.rope_scaling import ROPE_FIELDS
 from icejax.models.registry import family
-from icejax.ops.rope import cos_sin, inverse_frequencies, rotate, turn
+from icejax.ops.rope import cos_sin, inverse_frequencies, rerotate, rotate
 from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import jitted
@@ -55,7 +55,7 @@ def test_every_rope_type_is_here():
 def test_a_turned_key_is_that_of_its_new_position(name, dtype):
     config = CONFIGS[name]
     x, by = keys(config), BY.astype(dtype)
-    found = jitted(lambda x, by: turn(x, by, rope=config.layers[0].rope), at(x, AT, config), by)
+    found = jitted(lambda x, by: rerotate(x, by, rope=config.layers[0].rope), at(x, AT, config), by)
     expected = float64(x, AT + BY, config)
     angles = (np.abs(AT) + np.abs(BY))[..., None, None]  # the highest frequency is 1
     allowed = np.abs(expected).max() * (tolerances.EXACT + tolerances.ANGLE * angles)
@@ -66,21 +66,21 @@ def test_a_turned_key_is_that_of_its_new_position(name, dtype):
 def test_whatever_stands_before_the_positions_is_a_batch():
     config = CONFIGS["llama-yarn"]
     x = keys(config)
-    expected = jitted(lambda x: turn(x, jnp.asarray(BY), rope=config.layers[0].rope), x)
-    one = jitted(lambda x: turn(x, jnp.asarray(BY[1]), rope=config.layers[0].rope), x[1])
-    more = jitted(lambda x: turn(x, jnp.asarray(BY[None]), rope=config.layers[0].rope), x[None])
+    expected = jitted(lambda x: rerotate(x, jnp.asarray(BY), rope=config.layers[0].rope), x)
+    one = jitted(lambda x: rerotate(x, jnp.asarray(BY[1]), rope=config.layers[0].rope), x[1])
+    more = jitted(lambda x: rerotate(x, jnp.asarray(BY[None]), rope=config.layers[0].rope), x[None])
     for found, theirs in ((one, expected[1]), (more[0], expected)):
         np.testing.assert_allclose(found, theirs, rtol=0, atol=tolerances.EXACT)
 
 
 def test_keys_keep_their_dtype():
     config = CONFIGS["llama-gqa"]
-    assert turn(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(BY), rope=config.layers[0].rope).dtype == jnp.bfloat16
+    assert rerotate(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(BY), rope=config.layers[0].rope).dtype == jnp.bfloat16
 
 
 def test_dynamic_frequencies_turn_nothing():
     with pytest.raises(InputError) as error:
-        turn(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), rope=DYNAMIC.layers[0].rope)
+        rerotate(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), rope=DYNAMIC.layers[0].rope)
     assert str(error.value) == (
         "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where "
         "they change with the length: use a cache that leaves keys at their positions"

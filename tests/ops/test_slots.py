@@ -49,7 +49,7 @@ class TopTokens(Retrieval):
     page_size = PAGE
     compact_every = 32
     by_slot = True
-    window_of = Window(SINKS, PAGE + 8, PAGE)
+    window_layout = Window(SINKS, PAGE + 8, PAGE)
     index = Keys()
 
     def num_fetched(self, pages):
@@ -70,7 +70,7 @@ class TopTokens(Retrieval):
 
 def reference(prompt, new, row: int, step: int, wanted: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the keys [n, H] that every KV head is to choose, and the attention [N, H] to them, sinks and window, in float64."""
-    length, fill = LENGTHS[row], TopTokens.window_of.fill
+    length, fill = LENGTHS[row], TopTokens.window_layout.fill
     q = new[0][step, row].astype(np.float64)
     k, v = (np.concatenate([x[row, :length], y[: step + 1, row]]) for x, y in zip(prompt[1:], new[1:], strict=True))
     sinks, start = min(SINKS, length), length - fill + step // PAGE * PAGE
@@ -125,7 +125,7 @@ def test_an_answer_counts_and_explains_single_tokens(bundled):
     pieces = list(icejax.stream_generate(model, tokenizer, text, cache=policy, max_new_tokens=6, watch=explanation.watch))
     (expected,) = icejax.generate(model, tokenizer, text, cache=Full(), max_new_tokens=6)
     assert [token for piece in pieces for token in piece.token_ids] == list(expected.token_ids)
-    paged = len(tokens) - SINKS - policy.window_of.fill
+    paged = len(tokens) - SINKS - policy.window_layout.fill
     assert paged < policy.wanted
     heads = config.num_hidden_layers * config.num_key_value_heads
     assert pieces[-1].pages_fetched == pieces[-1].pages_selected == 5 * heads * paged

@@ -7,7 +7,7 @@ import pytest
 
 from icejax.cache.registry import Clustered
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.pages.value_fit import RIDGE, fitted, sums_of, unfitted
+from icejax.ops.pages.value_fit import RIDGE, empty_fit, page_sums, update_fit
 from tests import tolerances
 from tests.helpers.layer import KV_HEADS, SIZE, Layer, draw
 from tests.reference.clustered import Fit
@@ -18,7 +18,7 @@ MIX = np.random.default_rng(5).standard_normal((SIZE, SIZE)).astype(np.float32) 
 @jax.jit
 def fit_of(*pages):
     shape = pages[0].shape[:2]
-    return fitted(unfitted(*shape, SIZE, SIZE), jnp.zeros((*shape, SIZE, SIZE)), sums_of(*pages))
+    return update_fit(empty_fit(*shape, SIZE, SIZE), jnp.zeros((*shape, SIZE, SIZE)), page_sums(*pages))
 
 
 def pages_of(count: int, *, mixed: float, noise: float, rank: int = SIZE, seed: int = 0):
@@ -88,9 +88,9 @@ def test_texts_add_up():
 
     @jax.jit
     def both(first, more):
-        before = sums_of(*first)
-        fit = fitted(unfitted(1, 1, SIZE, SIZE), jnp.zeros((1, 1, SIZE, SIZE)), before)
-        return fitted(fit, before.keys.sum(2), sums_of(*more))
+        before = page_sums(*first)
+        fit = update_fit(empty_fit(1, 1, SIZE, SIZE), jnp.zeros((1, 1, SIZE, SIZE)), before)
+        return update_fit(fit, before.keys.sum(2), page_sums(*more))
 
     found = both(first, more)
     expected = Fit(SIZE, SIZE)

@@ -128,9 +128,9 @@ class Reference:
         self.factors = factors_of(q[:length], k[:length]) if policy.balance else np.ones(k.shape[1])
         k, policy = k * self.factors, policy.for_platform("cpu", latent=False)
         self.policy, self.k, self.v = policy, k[:length].astype(np.float64), v[:length].astype(np.float64)
-        fill = policy.window_of.fill
-        start = max(length - fill, min(policy.window_of.sinks, length))
-        self.sinks, self.window = list(range(min(policy.window_of.sinks, length))), list(range(start, length))
+        fill = policy.window_layout.fill
+        start = max(length - fill, min(policy.window_layout.sinks, length))
+        self.sinks, self.window = list(range(min(policy.window_layout.sinks, length))), list(range(start, length))
         middle = start - len(self.sinks)
         padded = np.zeros_like(k)
         padded[:middle] = k[len(self.sinks) : start]
@@ -199,7 +199,7 @@ class Reference:
         out, _ = self.look(q, np.asarray([*self.sinks, *self.window], int))
         self.steps += 1
         if self.steps % self.policy.page_size == 0:
-            end = len(self.k) - self.policy.window_of.fill  # of the window's oldest page
+            end = len(self.k) - self.policy.window_layout.fill  # of the window's oldest page
             page, self.window = [t for t in self.window if t < end], [t for t in self.window if t >= end]
             self.pages.append(np.asarray(page, int))
         if self.policy.compact_every and self.steps % self.policy.compact_every == 0:

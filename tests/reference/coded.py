@@ -60,7 +60,7 @@ class Tokens(Pages):
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         pages, keys, worth, rest = self.looked(q)
         order = np.argsort(-np.concatenate([np.zeros(0), *worth]), kind="stable")
-        slots = self.policy.window_of.sinks + self.policy.window_of.slots
+        slots = self.policy.window_layout.sinks + self.policy.window_layout.slots
         kept = np.concatenate([np.zeros(0, int), *pages])[order[: self.policy.budget - slots]]
         for page, known in zip(pages, keys, strict=True):
             rest += self.of_codes(q, page, known, kept)

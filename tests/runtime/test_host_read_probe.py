@@ -94,16 +94,16 @@ def test_probe_runs_ahead_only_with_cuda_and_before_jax_starts(machine, monkeypa
     monkeypatch.setattr(probe, "probe_error", tried.append)
     monkeypatch.setattr(probe, "_plugins", lambda: ["jax"])
     monkeypatch.setattr(devices, "started", lambda: False)
-    probe.ahead(["triton"])  # the suite is for the CPU alone
+    probe.probe_early(["triton"])  # the suite is for the CPU alone
     monkeypatch.setattr(probe, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda,cpu")))
-    probe.ahead(["triton"])
+    probe.probe_early(["triton"])
     assert tried == ["triton"]
     monkeypatch.setattr(devices, "started", lambda: True)
-    probe.ahead(["triton"])
+    probe.probe_early(["triton"])
     monkeypatch.setattr(devices, "started", lambda: False)
     (machine[0] / "version").unlink()
     (machine[0] / "gpus" / "0" / "information").unlink()
-    probe.ahead(["triton"])
+    probe.probe_early(["triton"])
     assert tried == ["triton"]
 
 
@@ -112,6 +112,6 @@ def test_the_process_tells_what_is_wrong_here(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     probe.probe_error.cache_clear()
     assert probe.probe_error("triton").startswith("fails: ")
-    monkeypatch.setattr(choose, "APART", ("slices",))
+    monkeypatch.setattr(choose, "PROBED_BACKENDS", ("slices",))
     assert choose.backend_error("slices") is None
     assert not list(tmp_path.iterdir())

@@ -68,14 +68,14 @@ def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, monkeypatch, ca
     session, estimates = Session(*bundled, cache=cache, context_length=3000), []
     monkeypatch.setattr(Claim, "check_room", lambda _, need: estimates.append(need))
     with claim(tmp_path / "kept", mark=ABOUT) as held:
-        session.ask(text + questions[0].text, max_new_tokens=40, kept_in=held)
+        session.ask(text + questions[0].text, max_new_tokens=40, save_to=held)
         session.save(held)
         loaded = Session.load(tmp_path / "kept", *bundled)
         for question in questions[1:3]:
             session.save(held)
             assert 0.5 * estimates[-1] < (tmp_path / "kept" / ARRAYS).stat().st_size <= estimates[-1]
             for each in (session, loaded):
-                each.last = each.ask(question.text, max_new_tokens=20, kept_in=held)
+                each.last = each.ask(question.text, max_new_tokens=20, save_to=held)
             assert estimates[-1] == estimates[-2] and len(estimates) % 2
             assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
             np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)

@@ -119,7 +119,7 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
 
 def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
     render(holding("begun"), TALK)
-    process = client.APART._process
+    process = client.SANDBOX._process
     monkeypatch.setattr(process, "poll", lambda: None)  # it ends just after it was looked at
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -131,7 +131,7 @@ def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
 
 def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
     render(holding("begun"), TALK)
-    process = client.APART._process
+    process = client.SANDBOX._process
 
     def interrupted(_):
         raise KeyboardInterrupt

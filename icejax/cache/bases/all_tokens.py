@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
-from icejax.ops.slots import apart, append, by_head, joined, per_head
+from icejax.ops.slots import append, by_head, merge_heads, per_head, split_heads
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ def attend_extended(state: TokenState, heads: Heads, lengths: Lengths, *, positi
     """
     filled = (position >= 0) & (position < lengths.seen[:, None])
     num_heads = heads.k.shape[2]
-    keys, values = (apart(x, num_heads) for x in (state.k, state.values))
+    keys, values = (split_heads(x, num_heads) for x in (state.k, state.values))
     mask = per_head(filled, num_heads)
     in_window = None
     if window is not None:
@@ -74,14 +74,14 @@ def appended(
     """Returns the state with the new token in `slot`, and the mask of the slots up to `last`, which hold tokens."""
     with jax.named_scope("append"):
         state = state.each(lambda old, x: append(old, x[:, 0], slot), heads)
-    return state, joined(per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2]))
+    return state, merge_heads(per_head(jnp.arange(state.k.shape[1])[None, :] <= last[:, None], heads.k.shape[2]))
 
 
 def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: jax.Array) -> Outcome:
     """Appends the new token at `slot` i32[B] and attends to the slots up to `last` i32[B]."""
     state, mask = appended(state, heads, slot=slot, last=last)
     with jax.named_scope("attend"):
-        out, lse = attend_with_lse(joined(heads.by_group()), state.k, state.values, mask, scoring=heads.scoring)
+        out, lse = attend_with_lse(merge_heads(heads.by_group()), state.k, state.values, mask, scoring=heads.scoring)
         shape, out = heads.q.shape[:3], out[..., : heads.v.shape[-1]]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
     tokens = mask.sum(-1).reshape(shape[0], -1).mean(1)
@@ -101,7 +101,9 @@ def with_new_tokens(state: TokenState, heads: Heads, at: jax.Array) -> TokenStat
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         new = jnp.where(is_new, jnp.take_along_axis(x, index, axis=1), 0)
-        return jnp.where(joined(by_head(jnp.broadcast_to(is_new, new.shape))), joined(by_head(new)).astype(old.dtype), old)
+        return jnp.where(
+            merge_heads(by_head(jnp.broadcast_to(is_new, new.shape))), merge_heads(by_head(new)).astype(old.dtype), old
+        )
 
     return state.each(put, heads)
 
@@ -123,7 +125,7 @@ class AllTokens(CachePolicy):
         valid = (jnp.arange(heads.k.shape[1])[None, :] < heads.lengths[:, None])[:, :, None, None]
 
         def put(old: jax.Array, x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice(old, joined(by_head(jnp.where(valid, x, 0))), (0, 0, 0))
+            return jax.lax.dynamic_update_slice(old, merge_heads(by_head(jnp.where(valid, x, 0))), (0, 0, 0))
 
         return Outcome(state.each(put, heads))
 

@@ -131,7 +131,7 @@ class DigestPages(Retrieval):
         return sinks, min(2 * self.page_size, budget // 8 + self.page_size) if self.window is None else self.window
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(*self._sinks_and_window(self.budget), self.page_size)
 
     @property
@@ -141,9 +141,9 @@ class DigestPages(Retrieval):
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
         return pack(k, valid, page_size=self.page_size)
 
-    def most_exact(self, budget: int) -> int:
+    def max_page_tokens(self, budget: int) -> int:
         """Returns the largest number of page tokens attended exactly: no sink is filled, and the window is at its smallest."""
-        return budget - self.window_of.fill - 1
+        return budget - self.window_layout.fill - 1
 
     def pages_for(self, budget: int, pages: int, *, times: int = 1) -> int:
         """Returns how many of `pages` pages are ranked for a budget, `times` as many if they exist.
@@ -154,14 +154,14 @@ class DigestPages(Retrieval):
             their pages          13, and one more
             ranked pages         56, by `reranking.pages_for(14, 16, None)`; 112 for times=2
         """
-        wanted = -(-(self.most_exact(budget) - self.window_of.sinks) // self.page_size) + 1
+        wanted = -(-(self.max_page_tokens(budget) - self.window_layout.sinks) // self.page_size) + 1
         return min(pages, times * pages_for(wanted, self.page_size, self.candidates))
 
     def num_ranked(self, pages: int) -> int:
         """Returns how many of `pages` pages have their tokens ranked."""
         return self.pages_for(self.budget, pages)
 
-    def walked(self, heads: Heads, index: Digested, view: View, fetched: int) -> Selection:
+    def walk_pages(self, heads: Heads, index: Digested, view: View, fetched: int) -> Selection:
         """Returns the best `fetched` pages, best first, by a walk that opens nodes for at least `num_ranked` pages."""
         num_candidates = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)

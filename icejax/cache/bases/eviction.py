@@ -17,7 +17,7 @@ from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, 
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import LARGEST
 from icejax.ops.attention.dense import EINSUM, Attended, attend_all, causal_with_lse, masked_scores, merge_by_lse
-from icejax.ops.slots import apart, append_apart, by_head, joined, per_head
+from icejax.ops.slots import append_apart, by_head, merge_heads, per_head, split_heads
 from icejax.ops.topk import largest
 
 NO_TOKEN = -1
@@ -54,7 +54,9 @@ class Slots:
         def gather(x: jax.Array, fill: float = 0) -> jax.Array:
             return jnp.take_along_axis(x, indices, axis=2, mode="fill", fill_value=fill)
 
-        k, v = (jnp.take_along_axis(x, joined(indices)[..., None], axis=1, mode="fill", fill_value=0) for x in (self.k, self.v))
+        k, v = (
+            jnp.take_along_axis(x, merge_heads(indices)[..., None], axis=1, mode="fill", fill_value=0) for x in (self.k, self.v)
+        )
         return Slots(k, v, gather(self.positions, NO_TOKEN), gather(self.scores), self.room)
 
     def then(self, others: Slots) -> Slots:
@@ -88,7 +90,7 @@ def _text_slots(heads: Heads, view: View) -> Slots:
     """Returns the tokens of a text in slots, with scores of 0; padding becomes empty slots."""
     indices = jnp.arange(heads.k.shape[1], dtype=jnp.int32)[None, None]
     is_token = per_head(indices[0] < heads.lengths[:, None], heads.k.shape[2])
-    k, v = (jnp.where(joined(is_token)[..., None], joined(by_head(x)), 0) for x in (heads.k, heads.v))
+    k, v = (jnp.where(merge_heads(is_token)[..., None], merge_heads(by_head(x)), 0) for x in (heads.k, heads.v))
     positions = jnp.where(is_token, view.lengths.seen[:, None, None] + indices, NO_TOKEN)
     return Slots(k, v, positions, jnp.zeros(is_token.shape), is_token.sum(-1, dtype=jnp.int32))
 
@@ -153,7 +155,7 @@ class Eviction(CachePolicy):
     def extend(self, state: Slots, heads: Heads, view: View) -> Outcome:
         with jax.named_scope("attend"):
             to_text = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=None, scoring=heads.scoring)
-            keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(state, view), state.v))
+            keys, values = (split_heads(x, heads.k.shape[2]) for x in (self.keys(state, view), state.v))
             to_slots = attend_all(heads.q, keys, values, state.there, scoring=heads.scoring)
             attended = Attended(*merge_by_lse(*to_text, *to_slots))
         with jax.named_scope("evict"):
@@ -192,8 +194,8 @@ class Eviction(CachePolicy):
     def decode(self, state: Slots, heads: Heads, view: View) -> Outcome:
         state = self.appended(state, heads, view)
         with jax.named_scope("attend"):
-            mask = joined(state.there)[:, None]
-            scores = masked_scores(joined(heads.by_group()), self.keys(state, view), mask, scoring=heads.scoring)
+            mask = merge_heads(state.there)[:, None]
+            scores = masked_scores(merge_heads(heads.by_group()), self.keys(state, view), mask, scoring=heads.scoring)
             highest = scores.max(-1, keepdims=True)
             weights = jnp.exp(scores - highest)
             total = weights.sum(-1, keepdims=True)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from icejax.cache.bases.all_tokens import AllTokens, TokenState, appended
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.ops.attention.dense import EINSUM, Attended, masked_scores
-from icejax.ops.slots import apart, joined
+from icejax.ops.slots import merge_heads, split_heads
 
 
 class Oracle(AllTokens):
@@ -33,10 +33,10 @@ class Oracle(AllTokens):
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen, kv_heads = view.lengths.seen, heads.k.shape[2]
         state, mask = appended(state, heads, slot=seen, last=seen)
-        scores = masked_scores(joined(heads.by_group()), state.k, mask[:, None], scoring=heads.scoring)
+        scores = masked_scores(merge_heads(heads.by_group()), state.k, mask[:, None], scoring=heads.scoring)
         with jax.named_scope("select"):
-            scores = self.weighed(apart(scores, kv_heads), seen)
-            chosen, scores = scores > -jnp.inf, joined(scores)
+            scores = self.weighed(split_heads(scores, kv_heads), seen)
+            chosen, scores = scores > -jnp.inf, merge_heads(scores)
         with jax.named_scope("attend"):
             lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
             out = EINSUM("rgs,rsh->rgh", jnp.exp(scores - lse).astype(state.k.dtype), state.values)[..., : heads.v.shape[-1]]
@@ -54,5 +54,5 @@ class TokenOracle(Oracle):
         """Returns the mask of the tokens to attend to; g is 1 or G. Empty slots may be in it: their scores are -inf."""
 
     def weighed(self, scores: Float[Array, "B K G S"], newest: Int[Array, " B"]) -> Float[Array, "B K G S"]:
-        chosen = apart(self.chosen(joined(scores), jnp.repeat(newest, scores.shape[1])), scores.shape[1])
+        chosen = split_heads(self.chosen(merge_heads(scores), jnp.repeat(newest, scores.shape[1])), scores.shape[1])
         return jnp.where(chosen, scores, -jnp.inf)

@@ -30,7 +30,7 @@ def attend_pages(attended: Attended, heads: Heads, view: View, counts: Int[Array
         planes = view.pool.fetch(jnp.broadcast_to(jnp.minimum(ids, last)[None, None], (batch, num_heads, block)))
         filled = jnp.where((ids <= last)[None, None], jnp.take(counts, ids, axis=2, mode="clip"), 0)
         mask = (jnp.arange(planes[0].shape[3])[None, None, None] < filled[..., None]).reshape(batch, num_heads, -1)
-        keys, values = (x.reshape(*mask.shape, -1) for x in heads.of_planes(planes))
+        keys, values = (x.reshape(*mask.shape, -1) for x in heads.from_planes(planes))
         values = jnp.where(mask[..., None], values, 0)
         return Attended(*merge_by_lse(*attended, *attend_all(heads.q, keys, values, mask, scoring=heads.scoring)))
 

@@ -20,10 +20,10 @@ from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.digests import Digests
 from icejax.ops.pages.paged_attention import attend_paged
 from icejax.ops.pages.ranked_attention import rank_tokens
-from icejax.ops.slots import joined
+from icejax.ops.slots import merge_heads
 
 LEAST_FETCHED = 896  # least tokens of fetched pages; with a quarter of that look-ups failed (bench/results/pages.md)
-TWICE = 2  # pages whose keys take the bytes of one page of keys and values
+KEY_ONLY_FACTOR = 2  # pages whose keys take the bytes of one page of keys and values
 KEYS, VALUES = range(2)  # planes of a page
 
 
@@ -46,13 +46,13 @@ def attend_best(
         tail: whether all other tokens count by their pages.
     """
     attended = attend_paged(
-        joined(heads.by_group()),
-        tuple(map(joined, near)),
-        tuple(map(joined, pages)),
-        tuple(map(joined, found.tail)),
-        jax.tree.map(joined, found.from_keys),
+        merge_heads(heads.by_group()),
+        tuple(map(merge_heads, near)),
+        tuple(map(merge_heads, pages)),
+        tuple(map(merge_heads, found.tail)),
+        jax.tree.map(merge_heads, found.from_keys),
         scoring=heads.scoring,
-        room=joined(budget - near[2].sum(-1)),
+        room=merge_heads(budget - near[2].sum(-1)),
         most=most,
         tail=tail,
     )
@@ -81,14 +81,14 @@ def attend_keys_first(
         (keys,), pages = replace(pool, plane=KEYS).fetch_live(ids, found.counts > 0)
     with jax.named_scope("attend"):
         ranked = rank_tokens(
-            joined(heads.by_group()),
-            (joined(near[0]), joined(near[2])),
-            joined(keys[..., : heads.k.shape[-1]]),
-            jax.tree.map(joined, replace(at(digests, ids), count=found.counts)),
-            Attended(*map(joined, found.tail)),
-            jax.tree.map(joined, found.from_keys),
+            merge_heads(heads.by_group()),
+            (merge_heads(near[0]), merge_heads(near[2])),
+            merge_heads(keys[..., : heads.k.shape[-1]]),
+            jax.tree.map(merge_heads, replace(at(digests, ids), count=found.counts)),
+            Attended(*map(merge_heads, found.tail)),
+            jax.tree.map(merge_heads, found.from_keys),
             scoring=heads.scoring,
-            room=joined(budget - near[2].sum(-1)),
+            room=merge_heads(budget - near[2].sum(-1)),
             most=most,
         )
         best, counts = (x.reshape(*ids.shape[:2], -1) for x in (ranked.best, ranked.there.astype(jnp.int32)))
@@ -97,10 +97,10 @@ def attend_keys_first(
         (values,), single = replace(pool, plane=VALUES, single_slots=True).fetch_live(slots, counts > 0)
     with jax.named_scope("attend"):
         values = values[..., 0, : heads.v.shape[-1]]
-        attended = ranked.attended(joined(near[1]), joined(values))
+        attended = ranked.attended(merge_heads(near[1]), merge_heads(values))
         attended = Attended(*(x.reshape(*ids.shape[:2], *x.shape[1:]) for x in attended))
         weights = jnp.where(ranked.there, jnp.maximum(ranked.weights.sum(1), jnp.finfo(jnp.float32).tiny), 0)
-    fetched = (pages * p + single + 1) // TWICE  # in slots of keys and values, rounded up
+    fetched = (pages * p + single + 1) // KEY_ONLY_FACTOR  # in slots of keys and values, rounded up
     return attended, replace(found, ids=slots, counts=counts), weights, fetched
 
 

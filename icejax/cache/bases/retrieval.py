@@ -26,7 +26,7 @@ from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.pages.paged_attention import attend_whole
-from icejax.ops.slots import joined, per_head
+from icejax.ops.slots import merge_heads, per_head
 
 NOTHING = np.int32(-1)
 PAGE = 16  # page size of policies that select single slots: to them it is only how many tokens leave the window at once
@@ -85,7 +85,7 @@ class Retrieval(CachePolicy):
 
     @property
     @abc.abstractmethod
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         """Sinks and window."""
 
     @property
@@ -98,7 +98,7 @@ class Retrieval(CachePolicy):
 
         Default: as many as fit the budget beside sinks and window: 12 pages of 16 for a budget of 256, 32 sinks and 32 slots.
         """
-        room = self.budget - self.window_of.sinks - self.window_of.slots
+        room = self.budget - self.window_layout.sinks - self.window_layout.slots
         return min(pages * self.page_size, room) // self._unit
 
     @abc.abstractmethod
@@ -115,11 +115,11 @@ class Retrieval(CachePolicy):
 
         Default: attends to all selected pages and merges the tail. Assumes that every row has a token in sinks or window.
         """
-        parts = (joined(heads.by_group()), tuple(map(joined, near)), tuple(map(joined, pages)))
-        bias = None if found.bias is None else joined(found.bias)
+        parts = (merge_heads(heads.by_group()), tuple(map(merge_heads, near)), tuple(map(merge_heads, pages)))
+        bias = None if found.bias is None else merge_heads(found.bias)
         attended, weights = attend_whole(*parts, bias, scoring=heads.scoring)
         if found.tail is not None:
-            attended = merge_by_lse(*attended, *map(joined, found.tail))
+            attended = merge_by_lse(*attended, *map(merge_heads, found.tail))
         shape = pages[2].shape
         return Attended(*(x.reshape(*shape[:2], *x.shape[1:]) for x in attended)), weights.reshape(shape)
 
@@ -138,7 +138,7 @@ class Retrieval(CachePolicy):
             unit=self._unit,
             planes=len(spec.planes),
             dtype=self.page_dtype or spec.dtype,
-            leaving=self.window_of.slots,
+            leaving=self.window_layout.slots,
             compact_every=self.compact_every,
         )
 
@@ -151,11 +151,11 @@ class Retrieval(CachePolicy):
         slots = (*heads, fetched if self.resident else 0, self._unit, max(spec.planes))
         held = (jnp.zeros(slots, spec.dtype),) * len(spec.planes)
         zeros = jnp.zeros(spec.batch_size, jnp.int32)
-        return PagedState(self.window_of.init(spec), index, ids, weights, held, zeros)
+        return PagedState(self.window_layout.init(spec), index, ids, weights, held, zeros)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         lengths = Lengths.of(heads.lengths)
-        window, middle = self.window_of.after_prompt(heads.planes(len(state.window.sinks)), lengths)
+        window, middle = self.window_layout.after_prompt(heads.planes(len(state.window.sinks)), lengths)
         pages, described, shared = self._packed(*middle, view.shared)
         return Outcome(
             replace(state, window=window, index=self.index.of_prompt(state.index, described)), pages=pages, shared=shared
@@ -164,10 +164,10 @@ class Retrieval(CachePolicy):
     def decode(self, state: PagedState, heads: Heads, view: View) -> Outcome:
         lengths, num_heads = view.lengths, heads.k.shape[2]
         with jax.named_scope("append"):
-            window = self.window_of.append(state.window, heads, lengths)
-            masks = tuple(per_head(x, num_heads) for x in self.window_of.masks(window, lengths, seen=lengths.seen + 1))
+            window = self.window_layout.append(state.window, heads, lengths)
+            masks = tuple(per_head(x, num_heads) for x in self.window_layout.masks(window, lengths, seen=lengths.seen + 1))
         *planes, mask = (jnp.concatenate(x, axis=2) for x in (*zip(window.sinks, window.newest, strict=True), masks))
-        near = (*heads.of_planes(tuple(planes)), mask)
+        near = (*heads.from_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
             selection = self.find(heads, state.index, view)
         attended, selection, state = self.fetch_and_attend(replace(state, window=window), heads, near, selection, view)
@@ -193,14 +193,14 @@ class Retrieval(CachePolicy):
 
     def _of_planes(self, heads: Heads, pages: Fetched, counts: Int[Array, "B K M"]) -> Pages:
         """Returns keys, values and mask of fetched pages that hold `counts` tokens."""
-        return *heads.of_planes(pages), jnp.arange(self._unit)[None, None, None, :] < counts[..., None]  # tokens come first
+        return *heads.from_planes(pages), jnp.arange(self._unit)[None, None, None, :] < counts[..., None]  # tokens come first
 
     def extend(self, state: PagedState, heads: Heads, view: View) -> Outcome:
         """Appends new text, which attends exactly to all earlier tokens: pages come from the pool in blocks."""
         with jax.named_scope("attend"):
             attended = self._attend_all(state, heads, view)
         with jax.named_scope("pack"):
-            window, leaving = self.window_of.extended(state.window, heads, view.lengths)
+            window, leaving = self.window_layout.extended(state.window, heads, view.lengths)
             pages, described, shared = self._packed(*leaving, view.shared)
             first = view.lengths.next_page
             index = self.index.with_pages(state.index, described, first)
@@ -209,9 +209,9 @@ class Retrieval(CachePolicy):
 
     def _attend_all(self, state: PagedState, heads: Heads, view: View) -> Attended:
         attended = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=None, scoring=heads.scoring)
-        masks = self.window_of.masks(state.window, view.lengths, seen=view.lengths.seen)
+        masks = self.window_layout.masks(state.window, view.lengths, seen=view.lengths.seen)
         for planes, mask in zip((state.window.sinks, state.window.newest), masks, strict=True):
-            near = (*heads.of_planes(planes), per_head(mask, heads.k.shape[2]))
+            near = (*heads.from_planes(planes), per_head(mask, heads.k.shape[2]))
             attended = merge_by_lse(*attended, *attend_all(heads.q, *near, scoring=heads.scoring))
         return attend_pages(Attended(*attended), heads, view, self.index.counts(state.index))
 
@@ -244,7 +244,7 @@ class Retrieval(CachePolicy):
 
         Called between steps whenever `page_size` tokens have been decoded.
         """
-        page, mask = self.window_of.oldest(state.window, lengths)
+        page, mask = self.window_layout.oldest(state.window, lengths)
         described = self._described([x[:, :, None] for x in page], mask[:, :, None])
         return stack_planes(page), self.index.page_update(state.index, described, lengths.next_page)
 
@@ -253,7 +253,7 @@ class Retrieval(CachePolicy):
 
         Separate from `flush`, because XLA copies a large array that one program both reads and writes: this one only writes.
         """
-        window = self.window_of.without_oldest(state.window)
+        window = self.window_layout.without_oldest(state.window)
         return replace(state, window=window, index=self.index.apply_update(state.index, prepared, lengths.next_page))
 
     def compact(self, state: PagedState, pages: Float[Array, "P B K planes p W"], view: View) -> Outcome:
@@ -286,12 +286,12 @@ class Retrieval(CachePolicy):
         return replace(state, index=self.index.after_move(state.index, ids, there, first, behind=behind))
 
     def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:
-        return replace(state, window=self.window_of.joining(state.window, lengths, clock))
+        return replace(state, window=self.window_layout.joining(state.window, lengths, clock))
 
     def report(self, state: PagedState, lengths: Lengths) -> Report:
         selected, needed = (state.weights > 0).any(-1), state.ids != NOTHING
         pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
-        masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
+        masks = self.window_layout.masks(state.window, lengths, seen=lengths.seen)
         heads = state.window.sinks[0].shape[1]
         slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
         described = (state.index, state.window.first, state.ids, state.weights, state.fetched)

@@ -16,8 +16,8 @@ from icejax.cache.index.base import PageIndex, move_pages
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests, digest, empty, put
-from icejax.ops.pages.key_scatter import added
-from icejax.ops.pages.value_fit import FromKeys, Sums, ValueFit, fitted, sums_of, unfitted
+from icejax.ops.pages.key_scatter import add_scatter
+from icejax.ops.pages.value_fit import FromKeys, Sums, ValueFit, empty_fit, page_sums, update_fit
 
 Described = tuple[Digests, Sums, *tuple[Any, ...]]  # digests, sums for the fit, and what a subclass adds
 
@@ -57,7 +57,7 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
         levels = tree.build(empty(shape, spec.head_dim, value_size, self.dtype or spec.dtype))
         scatter, fit = jnp.zeros((*shape[:2], spec.head_dim, spec.head_dim)), None
         if self.value_fit and not spec.latent:
-            fit = unfitted(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
+            fit = empty_fit(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
             is_small = 4 * _bytes(fit) <= _bytes(levels)
             fit = fit if is_small else None
         return Digested(levels, scatter, fit)
@@ -74,7 +74,7 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
     ) -> Described:
-        return digest(k, v, mask, self.dtype), sums_of(k, v if self.value_fit else None, mask)
+        return digest(k, v, mask, self.dtype), page_sums(k, v if self.value_fit else None, mask)
 
     def after_move(
         self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
@@ -99,8 +99,8 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
 
 
 def _fitted(index: Digested, sums: Sums) -> Digested:
-    fit = None if index.fit is None else fitted(index.fit, index.scatter, sums)
-    return replace(index, scatter=added(index.scatter, sums.keys.sum(2)), fit=fit)
+    fit = None if index.fit is None else update_fit(index.fit, index.scatter, sums)
+    return replace(index, scatter=add_scatter(index.scatter, sums.keys.sum(2)), fit=fit)
 
 
 def _bytes(arrays: object) -> int:

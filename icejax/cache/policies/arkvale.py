@@ -77,7 +77,7 @@ class ArkVale(Retrieval):
         check_dense_layers(self.dense_layers)
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(self.sinks * self.page_size, self.window * self.page_size, self.page_size)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float
 
 from icejax.cache.bases.digest_pages import DigestPages, ScaledState
-from icejax.cache.bases.reranking import TWICE, attend_best, attend_keys_first
+from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, attend_best, attend_keys_first
 from icejax.cache.bases.retrieval import Near, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.index.digest_tree import Digested
@@ -88,16 +88,16 @@ class Clustered(DigestPages):
         return bool(self.keys_first)
 
     def num_ranked(self, pages: int) -> int:
-        return self.pages_for(self.budget, pages, times=TWICE if self.keys_first else 1)
+        return self.pages_for(self.budget, pages, times=KEY_ONLY_FACTOR if self.keys_first else 1)
 
     def num_fetched(self, pages: int) -> int:
         if self.keys_first:
-            return min(self.num_ranked(pages) * self.page_size, self.most_exact(self.budget))
+            return min(self.num_ranked(pages) * self.page_size, self.max_page_tokens(self.budget))
         return self.num_ranked(pages) if self.rerank else super().num_fetched(pages)
 
     def find(self, heads: Heads, index: Digested, view: View) -> Selection:
         pages = index.levels[0].count.shape[-1]
-        return self.walked(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
+        return self.walk_pages(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
 
     def fetch_and_attend(
         self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View
@@ -114,7 +114,7 @@ class Clustered(DigestPages):
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank:
             return super().attend(heads, near, pages, found)
-        max_tokens = self.most_exact(self.budget)
+        max_tokens = self.max_page_tokens(self.budget)
         return attend_best(heads, near, pages, found, self.budget, most=max_tokens, tail=self.tail)[:2]
 
     def report(self, state: ScaledState, lengths: Lengths) -> Report:

@@ -59,7 +59,7 @@ class ClusterKV(Retrieval):
     per_query_head = True
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(self.sinks, PAGE, PAGE)  # the window is empty after a text
 
     @property

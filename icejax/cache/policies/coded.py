@@ -22,9 +22,11 @@ from icejax.ops.attention.dense import Attended
 from icejax.ops.pages import key_codes
 from icejax.ops.pages.code_reranking import rerank_by_codes
 from icejax.ops.pages.digests import Score
-from icejax.ops.slots import joined
+from icejax.ops.slots import merge_heads
 
-LOOKED = 4  # times as many pages are ranked as `clustered` fetches; with 2 times the error was larger (bench/results/pages.md)
+OVERSAMPLING = (
+    4  # times as many pages are ranked as `clustered` fetches; with 2 times the error was larger (bench/results/pages.md)
+)
 
 
 @dataclass(frozen=True)
@@ -72,24 +74,24 @@ class Coded(DigestPages):
         return Retrieval.num_fetched(self, pages) if self.singly else self.pages_for(self.budget, pages)
 
     def num_ranked(self, pages: int) -> int:
-        return self.pages_for(self.budget, pages, times=LOOKED)
+        return self.pages_for(self.budget, pages, times=OVERSAMPLING)
 
     def find(self, heads: Heads, index: CodedIndex, view: View) -> Selection:
-        selection = self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
+        selection = self.walk_pages(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
         ids, p = selection.ids, self.page_size
         pages = replace(at(index.levels[0], ids), count=selection.counts)
         keys = key_codes.decode_keys(at(index.codes, ids), p, self.codes)
         guess = self.guess(heads, view)
         reranked = rerank_by_codes(
-            joined(heads.by_group()),
-            joined(keys),
-            jax.tree.map(joined, pages),
-            Attended(*map(joined, selection.tail)),
-            jax.tree.map(joined, selection.from_keys),
+            merge_heads(heads.by_group()),
+            merge_heads(keys),
+            jax.tree.map(merge_heads, pages),
+            Attended(*map(merge_heads, selection.tail)),
+            jax.tree.map(merge_heads, selection.from_keys),
             scoring=heads.scoring,
             wanted=self.num_fetched(index.levels[0].count.shape[-1]),
             whole=not self.singly,
-            guess=None if guess is None else joined(guess),
+            guess=None if guess is None else merge_heads(guess),
         )
         best, counts, tail = jax.tree.map(lambda x: x.reshape(*ids.shape[:2], *x.shape[1:]), reranked)
         page = jnp.take_along_axis(ids, best // p if self.singly else best, axis=2, mode="promise_in_bounds")
@@ -98,5 +100,5 @@ class Coded(DigestPages):
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if self.singly:
             return super().attend(heads, near, pages, found)
-        max_tokens = self.most_exact(self.budget)
+        max_tokens = self.max_page_tokens(self.budget)
         return attend_best(heads, near, pages, found, self.budget, most=max_tokens, tail=True)[:2]

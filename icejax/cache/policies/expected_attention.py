@@ -17,7 +17,7 @@ from icejax.cache.bases.eviction import Eviction, Slots
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring
-from icejax.ops.slots import apart
+from icejax.ops.slots import split_heads
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ExpectedAttention(Eviction):
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         mean, covariance = self._expected_queries(heads, view)
-        keys = apart(self.keys(tokens, view), heads.k.shape[2])
+        keys = split_heads(self.keys(tokens, view), heads.k.shape[2])
 
         def log_weights(keys: jax.Array) -> jax.Array:
             return log_mean_exp(keys, mean, covariance, scoring=heads.scoring)
@@ -65,7 +65,7 @@ class ExpectedAttention(Eviction):
         logits = jnp.moveaxis(jax.lax.map(log_weights, jnp.moveaxis(keys, 2, 0), batch_size=BLOCK), 0, -1)  # B K G S
         beyond_sinks = (tokens.positions >= self.sinks)[:, :, None]
         weights = jax.nn.softmax(jnp.where(beyond_sinks, logits, jnp.finfo(jnp.float32).min), axis=-1).mean(2)
-        norms = jnp.linalg.norm(apart(tokens.v, heads.k.shape[2]).astype(jnp.float32), axis=-1)
+        norms = jnp.linalg.norm(split_heads(tokens.v, heads.k.shape[2]).astype(jnp.float32), axis=-1)
         return jnp.where(tokens.positions < self.sinks, jnp.inf, (weights + self.epsilon) * norms)
 
     def _expected_queries(self, heads: Heads, view: View) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H H"]]:

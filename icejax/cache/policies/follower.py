@@ -69,7 +69,7 @@ class PositionFollower(Retrieval):
     by_slot = True
     resident = True
     follows = True
-    window_of = Window(0, PAGE, PAGE)
+    window_layout = Window(0, PAGE, PAGE)
     index = PlacesIndex()
 
     def num_fetched(self, pages: int) -> int:

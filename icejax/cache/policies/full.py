@@ -22,7 +22,7 @@ from icejax.cache.bases.all_tokens import (
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import by_head, joined
+from icejax.ops.slots import by_head, merge_heads
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Ring(CachePolicy):
         position = _ring_positions(heads.lengths, state.k.shape[1])
         index = jnp.maximum(position, 0)[:, :, None, None]
         filled = position[:, :, None, None] >= 0
-        ring = state.each(lambda _, x: joined(by_head(jnp.where(filled, jnp.take_along_axis(x, index, axis=1), 0))), heads)
+        ring = state.each(lambda _, x: merge_heads(by_head(jnp.where(filled, jnp.take_along_axis(x, index, axis=1), 0))), heads)
         return Outcome(ring)
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:

@@ -17,9 +17,9 @@ from icejax.cache.bases.eviction import Eviction, ScoreGroup, Slots, grouped
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import BLOCK, Attended
-from icejax.ops.attention.key_attention_sums import column_sums
-from icejax.ops.attention.recent_attention import observed
-from icejax.ops.slots import apart
+from icejax.ops.attention.key_attention_sums import key_attention_sums
+from icejax.ops.attention.recent_attention import recent_attention_sums
+from icejax.ops.slots import split_heads
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class H2O(Eviction):
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         batch, text, num_heads, _ = heads.k.shape
         q, lse, scoring = heads.q, attended.lse, heads.scoring
-        text_scores = column_sums(q, heads.k, lse, lengths=heads.lengths, window=None, scoring=scoring)
+        text_scores = key_attention_sums(q, heads.k, lse, lengths=heads.lengths, window=None, scoring=scoring)
         text_scores = grouped(text_scores.reshape(batch, num_heads, -1, text), self.group)
         num_kept = tokens.positions.shape[2] - text
         if not num_kept:
             return text_scores
         indices = jnp.arange(text)[None]
         query_positions = jnp.where(indices < heads.lengths[:, None], view.lengths.seen[:, None] + indices, -1)
-        keys, positions = apart(self.keys(tokens, view), num_heads)[:, :, :num_kept], tokens.positions[..., :num_kept]
+        keys, positions = split_heads(self.keys(tokens, view), num_heads)[:, :, :num_kept], tokens.positions[..., :num_kept]
 
         def block_weights(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-            return observed(*part[:2], keys, asking=part[2], positions=positions, scoring=scoring)
+            return recent_attention_sums(*part[:2], keys, asking=part[2], positions=positions, scoring=scoring)
 
         block = math.gcd(BLOCK, text)
         parts = tuple(x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (q, lse, query_positions))

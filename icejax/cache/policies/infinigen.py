@@ -58,7 +58,7 @@ class InfiniGen(Retrieval):
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        integer("budget", self.budget, least=self.window_of.slots + 1)
+        integer("budget", self.budget, least=self.window_layout.slots + 1)
         number("ratio", self.ratio, least=0, most=1, above=True)
         number("alpha", self.alpha, least=0, most=1e9)
         if not isinstance(self.prefetch, bool):
@@ -70,7 +70,7 @@ class InfiniGen(Retrieval):
     per_query_head = True
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(0, PAGE + 1, PAGE)
 
     @property

@@ -14,7 +14,7 @@ from icejax.cache.bases.eviction import Eviction, Slots
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import apart
+from icejax.ops.slots import split_heads
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KeyDiff(Eviction):
     on_top = True
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
-        keys = apart(self.keys(tokens, view), heads.k.shape[2]).astype(jnp.float32)
+        keys = split_heads(self.keys(tokens, view), heads.k.shape[2]).astype(jnp.float32)
         directions = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)  # 0 in an empty slot
         # The length of the mean direction scales all scores of a KV head alike, so that it is left out.
         return -(directions * directions.sum(2, keepdims=True)).sum(-1)

@@ -17,7 +17,7 @@ from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import LARGEST, integer
 from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import apart, by_head, joined, order
+from icejax.ops.slots import by_head, merge_heads, order, split_heads
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class LaCache(Eviction):
             return tokens.k
         positions, filled = tokens.positions[:, 0], tokens.there[:, 0]
         first = positions.max(1, keepdims=True) + 1 - filled.sum(1, keepdims=True, dtype=jnp.int32)
-        keys = apart(tokens.k, tokens.positions.shape[1]).transpose(0, 2, 1, 3)
-        return joined(by_head(view.rerotate(keys, jnp.where(filled, first + order(positions, filled) - positions, 0))))
+        keys = split_heads(tokens.k, tokens.positions.shape[1]).transpose(0, 2, 1, 3)
+        return merge_heads(by_head(view.rerotate(keys, jnp.where(filled, first + order(positions, filled) - positions, 0))))
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
         """Returns the scores; if slots are full and no token is marked to leave, marks all but one token of the next rung."""

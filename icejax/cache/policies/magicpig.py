@@ -77,7 +77,7 @@ class MagicPIG(Retrieval):
     per_query_head = True
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(self.sinks, self.window, PAGE)
 
     @property

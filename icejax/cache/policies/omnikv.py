@@ -20,7 +20,7 @@ from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, 
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, masked_scores
-from icejax.ops.slots import joined
+from icejax.ops.slots import merge_heads
 from icejax.ops.topk import best
 
 NOWHERE = -1  # stands for a position where no token is chosen
@@ -108,7 +108,7 @@ class OmniKV(Full):
         """Returns the positions of the best tokens before `first` and of all tokens from `first` on; NOWHERE for padding."""
         positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
         mask = jnp.repeat(positions < first[:, None], heads.k.shape[2], axis=0)
-        scores = masked_scores(joined(heads.by_group()), k, mask[:, None], scoring=heads.scoring)
+        scores = masked_scores(merge_heads(heads.by_group()), k, mask[:, None], scoring=heads.scoring)
         worth = scores.reshape(len(first), -1, k.shape[1]).max(1)
         ranked, *_ = best(worth, min(self.budget, k.shape[1]))
         newest = first[:, None] + jnp.arange(self.generated, dtype=jnp.int32)[None]

@@ -68,7 +68,7 @@ class ParisKV(Retrieval):
     by_slot = True
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(self.sinks, self.window, PAGE)
 
     @property

@@ -73,7 +73,7 @@ class PQCache(Retrieval):
         return super().pool(spec)
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         window = max(PAGE + 1, (self.budget - self.sinks) // 2) if self.window is None else self.window
         return Window(self.sinks, window, PAGE)
 

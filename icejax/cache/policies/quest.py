@@ -91,7 +91,7 @@ class Quest(Retrieval):
     per_query_head = True
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(0, self.page_size, self.page_size)  # the window is empty after a text
 
     @property

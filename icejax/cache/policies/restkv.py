@@ -16,9 +16,9 @@ from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import BLOCK, EINSUM, Attended, Scoring, masked_scores
-from icejax.ops.attention.recent_attention import observed
+from icejax.ops.attention.recent_attention import recent_attention_sums
 from icejax.ops.pooling import shifted_mean
-from icejax.ops.slots import apart, joined
+from icejax.ops.slots import merge_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ReSTKV(Eviction):
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         q, lse, query_positions = last_queries(heads, attended, view, self.window)
-        keys, values = (apart(x, heads.k.shape[2]) for x in (self.keys(tokens, view), tokens.v))
+        keys, values = (split_heads(x, heads.k.shape[2]) for x in (self.keys(tokens, view), tokens.v))
         count = jnp.minimum(heads.lengths, self.window)[:, None].astype(jnp.float32)
         age = jnp.arange(self.window, dtype=jnp.float32)[None, ::-1]
         # The moving average begins with the oldest query. lse - log(share) multiplies a query's weights by its share.
@@ -76,7 +76,7 @@ class ReSTKV(Eviction):
         )
         first = (view.lengths.seen + jnp.maximum(heads.lengths - self.window, 0))[:, None, None]
         inside = tokens.there & (tokens.positions < first)
-        weights = jnp.where(inside[:, :, None], observed(q, lse, keys, **options), 0.0)
+        weights = jnp.where(inside[:, :, None], recent_attention_sums(q, lse, keys, **options), 0.0)
         odds = weights / jnp.maximum(1 - weights, jnp.finfo(jnp.float32).eps)
         half = count // 2
         halves = jnp.where(age < half, -1.0, jnp.where((age >= count - half) & (age < count), 1.0, 0.0)) / jnp.maximum(half, 1)
@@ -96,8 +96,8 @@ class ReSTKV(Eviction):
             q, position = part  # B N H, B
             seen = (positions >= 0) & (positions <= position[:, None, None])
             q = q.reshape(keys.shape[0] * keys.shape[1], -1, keys.shape[3])
-            scores = masked_scores(q, joined(keys), joined(seen)[:, None], scoring=scoring)
-            return apart(jax.lax.top_k(scores, count)[1].astype(jnp.float32).mean(-1), keys.shape[1])
+            scores = masked_scores(q, merge_heads(keys), merge_heads(seen)[:, None], scoring=scoring)
+            return split_heads(jax.lax.top_k(scores, count)[1].astype(jnp.float32).mean(-1), keys.shape[1])
 
         return jax.lax.map(places_of_query, (q.swapaxes(0, 1), asking.T))
 

@@ -17,7 +17,7 @@ from icejax.cache.policies.snapkv import Pooling, SnapKV
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, attend_with_lse
-from icejax.ops.slots import apart, joined
+from icejax.ops.slots import merge_heads, split_heads
 from icejax.ops.topk import best
 
 
@@ -80,7 +80,7 @@ class RocketKV(SnapKV):
             worth = jnp.where(state.there, self.approximate(heads.by_group(), state, heads.scoring), -jnp.inf)
             chosen = state.at(best(worth, min(self.budget, worth.shape[-1]))[0])
         with jax.named_scope("attend"):
-            parts = joined(heads.by_group()), chosen.k, chosen.v, joined(chosen.there)
+            parts = merge_heads(heads.by_group()), chosen.k, chosen.v, merge_heads(chosen.there)
             out, lse = attend_with_lse(*parts, scoring=heads.scoring)
         shape, tokens = heads.q.shape[:3], chosen.there.sum(-1).mean(1)
         attended = Attended(out.reshape(*shape, -1).astype(heads.q.dtype), lse.reshape(shape))
@@ -90,7 +90,7 @@ class RocketKV(SnapKV):
         """Returns the softmax weights of the slots by their pages' scores, summed over query heads."""
         q, filled = q.astype(jnp.float32), tokens.there[..., None]
         signs = jnp.where(q.sum(2) > 0, 1.0, -1.0)[:, :, None]  # 1: a page's largest key counts in this channel, -1: its least
-        keys = jnp.where(filled, apart(tokens.k, q.shape[1]).astype(jnp.float32) * signs, -jnp.inf)
+        keys = jnp.where(filled, split_heads(tokens.k, q.shape[1]).astype(jnp.float32) * signs, -jnp.inf)
         slots = keys.shape[2]
         keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -slots % self.page_size), (0, 0)), constant_values=-jnp.inf)
         pages = keys.reshape(*keys.shape[:2], -1, self.page_size, keys.shape[3]).max(3)

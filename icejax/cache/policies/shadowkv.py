@@ -81,7 +81,7 @@ class ShadowKV(Retrieval):
         return self.budget // self.page_size - self.window - 1 - self._outliers
 
     @property
-    def window_of(self) -> Window:
+    def window_layout(self) -> Window:
         return Window(0, (self.window + 1) * self.page_size, self.page_size)
 
     @property

@@ -18,8 +18,8 @@ from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
-from icejax.ops.attention.recent_attention import observed
-from icejax.ops.slots import apart
+from icejax.ops.attention.recent_attention import recent_attention_sums
+from icejax.ops.slots import split_heads
 
 Pooling = Literal["avg", "max"]
 
@@ -61,8 +61,8 @@ class SnapKV(Eviction):
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         q, lse, query_positions = last_queries(heads, attended, view, self.window)
-        keys = apart(self.keys(tokens, view), heads.k.shape[2])
-        weights = observed(q, lse, keys, asking=query_positions, positions=tokens.positions, scoring=heads.scoring)
+        keys = split_heads(self.keys(tokens, view), heads.k.shape[2])
+        weights = recent_attention_sums(q, lse, keys, asking=query_positions, positions=tokens.positions, scoring=heads.scoring)
         first = (view.lengths.seen + jnp.maximum(heads.lengths - self.window, 0))[:, None, None]
         inside = (tokens.there & (tokens.positions < first))[:, :, None]
         outside, total = (0.0, jax.lax.add) if self.pooling == "avg" else (-jnp.inf, jax.lax.max)

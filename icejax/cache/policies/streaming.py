@@ -15,7 +15,7 @@ from icejax.cache.protocol import Heads, View
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import apart, by_head, joined
+from icejax.ops.slots import by_head, merge_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Streaming(Eviction):
             return tokens.k
         gap = tokens.positions.max((1, 2)) + 1 - tokens.there[:, 0].sum(1)  # number of evicted tokens
         # Sinks never leave the first slots.
-        sinks = apart(tokens.k[:, : self.sinks], tokens.positions.shape[1]).transpose(0, 2, 1, 3)
+        sinks = split_heads(tokens.k[:, : self.sinks], tokens.positions.shape[1]).transpose(0, 2, 1, 3)
         rotated = view.rerotate(sinks, jnp.broadcast_to(gap[:, None], sinks.shape[:2]))
         # Not written in place: XLA:CPU would then rotate in place, and read halves that it has already rotated.
-        return jnp.concatenate([joined(by_head(rotated)), tokens.k[:, self.sinks :]], axis=1)
+        return jnp.concatenate([merge_heads(by_head(rotated)), tokens.k[:, self.sinks :]], axis=1)

@@ -85,12 +85,12 @@ class Tolerant(DigestPages):
         return self.num_ranked(pages)
 
     def find(self, heads: Heads, index: Digested, view: View) -> Selection:
-        return self.walked(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
+        return self.walk_pages(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
 
     def _attended(
         self, heads: Heads, near: Near, pages: Pages, selection: Selection, budget: int | Int[Array, "B K"]
     ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
-        return attend_best(heads, near, pages, selection, budget, most=self.most_exact(self.largest_budget), tail=True)
+        return attend_best(heads, near, pages, selection, budget, most=self.max_page_tokens(self.largest_budget), tail=True)
 
     def init(self, spec: CacheSpec) -> EstimatedState:
         zeros = jnp.zeros(spec.batch_size)
@@ -110,7 +110,7 @@ class Tolerant(DigestPages):
                 exact = _exact_attention(heads, q, seen)
             token = Heads(q, k, v, jnp.ones_like(heads.lengths), heads.scoring)
             near = self._near_when(state, token, lengths, seen)
-            selection = self.walked(token, state.index, view, self._num_first(state))
+            selection = self.walk_pages(token, state.index, view, self._num_first(state))
             pages = (jnp.take_along_axis(x, selection.ids[..., None, None], axis=2) for x in planes)
             pages = self._of_planes(token, tuple(pages), selection.counts)
             approximate, _, uneven = self._attended(token, near, pages, selection, self.budget)
@@ -119,7 +119,7 @@ class Tolerant(DigestPages):
             norms = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).mean((1, 2))
             return sums + jnp.stack([error.mean((1, 2)), _unevenness(approximate, uneven, selection).mean((1, 2)), norms])
 
-        count = min(TOLD_BY, self.window_of.fill)  # all of these tokens stand in the window
+        count = min(TOLD_BY, self.window_layout.fill)  # all of these tokens stand in the window
         true, estimate, norms = jax.lax.fori_loop(0, count, add_token, jnp.zeros((3, len(heads.lengths))))
         # Without unevenness the gain is the values' norm, as if keys did not predict them and their mean were 0.
         gain = jnp.where(
@@ -136,17 +136,17 @@ class Tolerant(DigestPages):
     def _near_when(self, state: PagedState, heads: Heads, lengths: Lengths, seen: jax.Array) -> Near:
         """Returns keys, values and mask of sinks and window as they were after `seen` tokens."""
         window = state.window
-        masks = (per_head(x, heads.k.shape[2]) for x in self.window_of.masks(window, lengths, seen=seen))
+        masks = (per_head(x, heads.k.shape[2]) for x in self.window_layout.masks(window, lengths, seen=seen))
         parts = zip(window.sinks, window.newest, strict=True)
         planes = tuple(jnp.concatenate(pair, axis=2) for pair in parts)
-        return *heads.of_planes(planes), jnp.concatenate(tuple(masks), axis=2)
+        return *heads.from_planes(planes), jnp.concatenate(tuple(masks), axis=2)
 
     def fetch_and_attend(
         self, state: EstimatedState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, EstimatedState]:
         first = self._num_first(state)
         with jax.named_scope("select"):
-            initial = self.walked(heads, state.index, view, first)
+            initial = self.walk_pages(heads, state.index, view, first)
         with jax.named_scope("fetch"):
             pages, fetched = view.pool.fetch_live(initial.ids, initial.counts > 0)
         with jax.named_scope("attend"):
@@ -186,7 +186,7 @@ class Tolerant(DigestPages):
 
     def report(self, state: EstimatedState, lengths: Lengths) -> Report:
         report = super().report(state, lengths)
-        masks = self.window_of.masks(state.window, lengths, seen=lengths.seen)
+        masks = self.window_layout.masks(state.window, lengths, seen=lengths.seen)
         tokens = sum(mask.sum(1, dtype=jnp.float32) for mask in masks)
         tokens += (state.weights > 0).sum((2, 3), dtype=jnp.float32).mean(1)
         return replace(report, estimates=jnp.stack([state.error, tokens]))

@@ -16,8 +16,8 @@ from icejax.cache.bases.eviction import Eviction, Slots, grouped, last_queries
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
-from icejax.ops.attention.recent_attention import observed
-from icejax.ops.slots import apart
+from icejax.ops.attention.recent_attention import recent_attention_sums
+from icejax.ops.slots import split_heads
 
 Agreed = Literal["layer", "mean", "max", "sum"]
 
@@ -47,9 +47,10 @@ class TOVA(Eviction):
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         q, lse, query_positions = last_queries(heads, attended, view, 1)
-        keys = apart(self.keys(tokens, view), heads.k.shape[2])
+        keys = split_heads(self.keys(tokens, view), heads.k.shape[2])
         return self.update(
-            tokens, observed(q, lse, keys, asking=query_positions, positions=tokens.positions, scoring=heads.scoring)
+            tokens,
+            recent_attention_sums(q, lse, keys, asking=query_positions, positions=tokens.positions, scoring=heads.scoring),
         )
 
     def update(self, tokens: Slots, weights: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:

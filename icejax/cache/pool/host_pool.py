@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from icejax.cache.pool.page_format import bits_dtype, decode_pages, encode_pages
 from icejax.runtime import devices
-from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
+from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
 
 EXTENT = 64  # pages
 MISSING = 32  # pages read at a time by `fetch_missing`
@@ -68,7 +68,7 @@ class PoolLayer:
         """
         wanted = there if self.ended is None else there & ~self.ended[:, None, None]
         num_fetched = wanted.sum((1, 2), dtype=jnp.int32)
-        if self.backend in CHOOSING:
+        if self.backend in MASKED_BACKENDS:
             return self._fetch_wanted(page_ids, wanted), num_fetched
         return self.fetch(page_ids) if self.ended is None else self._fetch_live_rows(page_ids), num_fetched
 
@@ -118,7 +118,7 @@ class PoolLayer:
         num_fetched = missing.sum((1, 2), dtype=jnp.int32)
         held_at = same.argmax(-1)[..., None, None]
         reused = [jnp.take_along_axis(x, held_at, axis=2, mode="promise_in_bounds") for x in held]
-        if self.backend in CHOOSING:
+        if self.backend in MASKED_BACKENDS:
             pages = self._fetch_wanted(page_ids, missing)
             return tuple(jnp.where(missing[..., None, None], x, y) for x, y in zip(pages, reused, strict=True)), num_fetched
         table, rows = self._page_table(page_ids)

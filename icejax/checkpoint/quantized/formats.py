@@ -21,7 +21,7 @@ from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import finish
-from icejax.sandbox.client import APART
+from icejax.sandbox.client import SANDBOX
 
 SOURCE = "config.json: quantization_config"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -261,7 +261,7 @@ class _Matcher:
         return any(self._fits(pattern[3:], names) if pattern.startswith("re:") else pattern in names for pattern in patterns)
 
     def _fits(self, expression: str, names: Sequence[str]) -> bool:
-        answer = APART.ask(dict(expression=expression, names=list(names)), most=0)  # it may loop for ever
+        answer = SANDBOX.ask(dict(expression=expression, names=list(names)), most=0)  # it may loop for ever
         self._seconds += answer.get("seconds", 0.0)
         if self._seconds > MOST_SECONDS:
             answer = {"fault": f"and those before it took more than {MOST_SECONDS} s"}

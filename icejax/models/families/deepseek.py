@@ -58,7 +58,7 @@ def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
     numbers.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
     values["mlp_bias"] = fields.take("mlp_bias", bool, default=False)
     values |= mixture(fields, values["num_hidden_layers"], routing=replace(SOFTMAX, group_best=1))
-    if values["experts"].routing.normed:
+    if values["experts"].routing.normalised:
         raise InputError("config.json: norm_topk_prob=True is not supported (only False: transformers does not read it)")
     finish(fields, neutral=FIXED | {"scoring_func": ("softmax",)}, irrelevant=UNUSED)
     return ModelConfig(**values)
@@ -122,7 +122,7 @@ def mixture(fields: Fields, layers: int, *, routing: Routing) -> dict[str, Any]:
         routing,
         groups=groups,
         chosen_groups=fields.whole("topk_group", most=groups, default=1),
-        normed=fields.take("norm_topk_prob", bool, default=True),
+        normalised=fields.take("norm_topk_prob", bool, default=True),
         factor=fields.number("routed_scaling_factor", least=0, most=1e6, above=True, default=1.0),
     )
     size = "moe_intermediate_size"

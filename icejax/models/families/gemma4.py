@@ -50,11 +50,11 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         head_dim=early.whole("head_dim", most=2**12), num_key_value_heads=early.whole("num_key_value_heads", most=heads)
     )
     layers = early.whole("num_hidden_layers", most=1024)
-    keys_alone = early.take("attention_k_eq_v", bool, default=False)
+    values_from_keys = early.take("attention_k_eq_v", bool, default=False)
     types = layer_types(early, layers, window=early.whole("sliding_window", default=512), sliding=_sliding(layers))
     if types["layer_types"][-1] != "full_attention":
         raise InputError("config.json: layer_types must end with full_attention, got sliding_attention")
-    full_sizes = _full(early, types["layer_types"], sliding_sizes, keys_alone)
+    full_sizes = _full(early, types["layer_types"], sliding_sizes, values_from_keys)
     ropes = raw.get("rope_parameters") or ROPE
     fields, values = common_by_type(raw | full_sizes | {"rope_parameters": ropes}, full=1e6, sliding=1e4)
     check_rotated(sliding_sizes["head_dim"])
@@ -69,7 +69,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         mlp_bias=False,
         qk_norm="head",
         v_norm=True,
-        keys_alone=keys_alone,
+        values_from_keys=values_from_keys,
         norm="wide",
         norm_places="both",
         hidden_act="gelu_pytorch_tanh",
@@ -92,13 +92,15 @@ def _sliding(layers: int) -> list[int]:
     return [i for i in range(layers) if (i + 1) % 6 and i + 1 < layers]
 
 
-def _full(fields: Fields, types: tuple[str, ...], sliding_sizes: dict[str, int], keys_alone: bool) -> dict[str, int]:
+def _full(fields: Fields, types: tuple[str, ...], sliding_sizes: dict[str, int], values_from_keys: bool) -> dict[str, int]:
     """Returns head size and number of KV heads of full-attention layers, by the names of their config fields.
 
     They come from the `global_` fields, or from `per_layer_config`, as transformers 5 writes them.
     """
     size, count = (fields.whole(name, most=2**14, default=None) for name in ("global_head_dim", "num_global_key_value_heads"))
-    defaults = sliding_sizes | dict(head_dim=size or 512) | (dict(num_key_value_heads=count) if keys_alone and count else {})
+    defaults = (
+        sliding_sizes | dict(head_dim=size or 512) | (dict(num_key_value_heads=count) if values_from_keys and count else {})
+    )
     by_layer = fields.take("per_layer_config", dict, default=None)
     if by_layer is None:
         return defaults
@@ -118,5 +120,5 @@ def _full(fields: Fields, types: tuple[str, ...], sliding_sizes: dict[str, int],
 
 def _experts(fields: Fields) -> Experts:
     names = dict(count="num_experts", size="moe_intermediate_size", chosen="top_k_experts")
-    mixture = experts(fields, **names, routing=replace(SOFTMAX, scaled=True))
+    mixture = experts(fields, **names, routing=replace(SOFTMAX, per_expert_scale=True))
     return replace(mixture, form=ExpertForm(act="gelu_pytorch_tanh"), beside=True)

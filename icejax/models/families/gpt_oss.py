@@ -25,7 +25,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     values |= dict(qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=None, norm="wide", sinks=True)
     values |= layer_types(fields, layers, window=fields.whole("sliding_window", default=128), sliding=range(0, layers, 2))
     limit, alpha = (fields.number(f"swiglu_{x}", **LIMIT, default=y) for x, y in (("limit", 7.0), ("alpha", 1.702)))
-    # A softmax over the chosen logits equals the softmax over all logits, normed over the chosen.
+    # A softmax over the chosen logits equals the softmax over all logits, normalised over the chosen.
     mixture = experts(fields, count="num_local_experts", size="intermediate_size", routing=replace(SOFTMAX, biased=True))
     mixture = replace(mixture, form=ExpertForm(limit=limit, alpha=alpha, biased=True))
     fields.taken.add("initial_context_length")

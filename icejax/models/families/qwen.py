@@ -88,7 +88,7 @@ def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
         fields,
         count="num_local_experts" if "num_local_experts" in fields.raw else "num_experts",  # of transformers 5, of 4
         size="moe_intermediate_size",
-        routing=replace(SOFTMAX, normed=fields.take("norm_topk_prob", bool, default=False)),
+        routing=replace(SOFTMAX, normalised=fields.take("norm_topk_prob", bool, default=False)),
         shared=shared,
         shared_gated=bool(shared),
     )

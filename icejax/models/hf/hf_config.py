@@ -17,8 +17,8 @@ from icejax.models.hf.rope_scaling import by_type, rope
 LOG = logging.getLogger(__name__)
 MOST_EXPERTS = 1024
 ROTARY_TABLES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in old checkpoints; computed from the config here
-SOFTMAX = Routing(score="softmax", corrected=False, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
-SIGMOID = Routing(score="sigmoid", corrected=True, groups=1, chosen_groups=1, group_best=2, normed=True, factor=1.0)
+SOFTMAX = Routing(score="softmax", choice_bias=False, groups=1, chosen_groups=1, group_best=2, normalised=True, factor=1.0)
+SIGMOID = Routing(score="sigmoid", choice_bias=True, groups=1, chosen_groups=1, group_best=2, normalised=True, factor=1.0)
 # Fields that change no logit here; `checkpoint/quantized/formats.py` reads quantization_config.
 IRRELEVANT = frozenset(
     """architectures attention_dropout _attn_implementation attn_implementation _attn_implementation_autoset auto_map

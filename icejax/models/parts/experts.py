@@ -25,9 +25,9 @@ class Router(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((experts.count, features), dtype))
         if experts.routing.biased:
             self.bias = nnx.Param(jnp.zeros((experts.count,), dtype))
-        if experts.routing.scaled:
+        if experts.routing.per_expert_scale:
             self.per_expert_scale = nnx.Param(jnp.zeros((experts.count,), dtype))
-        if experts.routing.corrected:  # fp32 in every model: close scores differ by less than bf16 resolves
+        if experts.routing.choice_bias:  # fp32 in every model: close scores differ by less than bf16 resolves
             self.e_score_correction_bias = nnx.Param(jnp.zeros((experts.count,), "float32"))
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
@@ -37,12 +37,12 @@ class Router(nnx.Module):
             if routing.biased:
                 logits = logits + self.bias[...].astype(jnp.float32)[None, :]
             scores = jax.nn.softmax(logits, axis=-1) if routing.score == "softmax" else jax.nn.sigmoid(logits)
-            worth = scores + self.e_score_correction_bias[...][None, :] if routing.corrected else scores
+            worth = scores + self.e_score_correction_bias[...][None, :] if routing.choice_bias else scores
             ids = best(_in_groups(worth, routing) if routing.groups > 1 else worth, self.chosen)[0]
             weights = jnp.take_along_axis(scores, ids, axis=-1)
-            if routing.normed:
+            if routing.normalised:
                 weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # all sigmoids may be zero
-            if routing.scaled:
+            if routing.per_expert_scale:
                 weights = weights * self.per_expert_scale[...].astype(jnp.float32)[ids]
             return ids, weights * routing.factor
 
@@ -90,7 +90,7 @@ class ExpertStack(nnx.Module):
         return self.gate_proj, self.up_proj, self.down_proj
 
     @property
-    def hosted(self) -> OffloadedExperts | None:
+    def offloaded(self) -> OffloadedExperts | None:
         """The gate matrices, if the experts are in host memory; else None."""
         experts = self.gate_proj.weight.get_value()
         return experts if isinstance(experts, OffloadedExperts) else None
@@ -98,9 +98,9 @@ class ExpertStack(nnx.Module):
     @property
     def bytes_from_host(self) -> int:
         """Bytes that a fetch of one expert reads from host memory; 0 if all experts are on the device."""
-        return 0 if self.hosted is None else sum(part.weight.get_value().expert_bytes for part in self._parts)
+        return 0 if self.offloaded is None else sum(part.weight.get_value().expert_bytes for part in self._parts)
 
-    def settle(self, whole: ExpertStack, taken: Int[Array, " E"]) -> None:
+    def update_resident(self, whole: ExpertStack, taken: Int[Array, " E"]) -> None:
         """Puts the most chosen experts on the device, as many as were there.
 
         Args:
@@ -123,7 +123,7 @@ class ExpertsBeside(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
-        """Returns the sum of the normed MLP and expert outputs, and the experts that each token used.
+        """Returns the sum of the normalised MLP and expert outputs, and the experts that each token used.
 
         Args:
             x: tokens before any norm.

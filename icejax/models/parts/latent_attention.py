@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from icejax.config import LayerConfig, ModelConfig
 from icejax.models.parts.linear import Linear, RMSNorm
 from icejax.ops.attention.dense import EINSUM
-from icejax.ops.rope import cos_sin, grow, halves, rotate, turn
+from icejax.ops.rope import cos_sin, deinterleave, rerotate, rotate, scale_queries
 
 EPS = 1e-6  # of the norms of latents; the config's epsilon is for the other norms
 BY_HEAD = ".kv_b_proj.weight"  # end of the keys of matrices that are multiplied head by head
@@ -76,9 +76,9 @@ class LatentAttention(nnx.Module):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
             rope_parts = (q[..., plain:], compressed[..., rank:])
             if self.interleaved:
-                rope_parts = (halves(y, self.rope.size) for y in rope_parts)
+                rope_parts = (deinterleave(y, self.rope.size) for y in rope_parts)
             rotated, key = (rotate(y, cos, sin) for y in rope_parts)
-            q = grow(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope)
+            q = scale_queries(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope)
         with jax.named_scope("qkv"):
             absorbed = EINSUM("btnh,nhc->btnc", q[..., :plain], self._made[:, :plain]).astype(x.dtype)
             absorbed = jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
@@ -87,7 +87,7 @@ class LatentAttention(nnx.Module):
     def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Returns cached keys, or absorbed queries, as if their tokens stood `by` positions later."""
         rank = self.config.kv_lora_rank
-        return jnp.concatenate([heads[..., :rank], turn(heads[..., rank:], by, rope=self.rope)], axis=-1)
+        return jnp.concatenate([heads[..., :rank], rerotate(heads[..., rank:], by, rope=self.rope)], axis=-1)
 
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the attention block's output from attended latents, or from attended values if `expanded`."""

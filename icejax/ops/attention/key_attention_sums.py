@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from icejax.ops.attention.dense import BLOCK, EINSUM, Scoring
 
 
-def column_sums(
+def key_attention_sums(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     lse: Float[Array, "B T N"],

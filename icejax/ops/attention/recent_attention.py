@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from icejax.ops.attention.dense import BLOCK, EINSUM, Scoring
 
 
-def observed(
+def recent_attention_sums(
     q: Float[Array, "B W N H"],
     lse: Float[Array, "B W N"],
     k: Float[Array, "B K S H"],

@@ -106,7 +106,7 @@ def merge(parts: Digests, dtype: str | jnp.dtype | None = None) -> Digests:
     (20, 10), make a node with the outliers (20, 0), and 9 and 10 enter its mean and width.
     """
     outliers, mean = jnp.stack([x.read() for x in parts.outliers], axis=-2), parts.mean.read()
-    valid, inliers = apart_of(parts.count, len(parts.outliers)), _num_inliers(parts.count)
+    valid, inliers = distinct_outliers(parts.count, len(parts.outliers)), _num_inliers(parts.count)
     outliers, valid = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in (outliers, valid))
     count = parts.count.sum(-1, dtype=jnp.int32)
     chosen, rest = _split_outliers(outliers, valid, _mean((inliers, mean), (valid, outliers)))
@@ -120,7 +120,7 @@ def merge(parts: Digests, dtype: str | jnp.dtype | None = None) -> Digests:
     return Digests(count, chosen, centre, width, value)
 
 
-def apart_of(count: Int[Array, "*P"], outliers: int = OUTLIERS) -> Float[Array, "*P {outliers}"]:
+def distinct_outliers(count: Int[Array, "*P"], outliers: int = OUTLIERS) -> Float[Array, "*P {outliers}"]:
     """Returns which stored outliers are distinct keys, as 0 or 1; a page of one token stores its key twice.
 
     Counts 0, 1 and 4 give [0, 0], [1, 0] and [1, 1].
@@ -231,7 +231,7 @@ def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array,
 
 def _num_keys(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
     """Returns how many keys of a page its mean stands for, and each of its outliers: 2, 1 and 1 for a page of 4 keys."""
-    return _num_inliers(count)[:, :, None], *jnp.moveaxis(apart_of(count), -1, 0)[:, :, :, None]
+    return _num_inliers(count)[:, :, None], *jnp.moveaxis(distinct_outliers(count), -1, 0)[:, :, :, None]
 
 
 def _sums(weights: Float[Array, "B K G P"], vectors: Vectors) -> Float[Array, "B K G _"]:

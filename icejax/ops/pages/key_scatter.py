@@ -64,7 +64,7 @@ def along(q: Float[Array, "B K G H"], scatter: Float[Array, "B K H H"], *, scori
     return Along(moved / variances.sum(-1, keepdims=True), widths(jnp.square(scaled) * variances) / widths(variances))
 
 
-def added(scatter: Float[Array, "B K H H"], new: Float[Array, "B K H H"]) -> Float[Array, "B K H H"]:
+def add_scatter(scatter: Float[Array, "B K H H"], new: Float[Array, "B K H H"]) -> Float[Array, "B K H H"]:
     """Returns the scatter with `new` added; 0 for a head whose sums overflow."""
     scatter += new
     finite = jnp.isfinite(jnp.trace(scatter, axis1=-2, axis2=-1))

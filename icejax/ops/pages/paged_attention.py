@@ -84,7 +84,7 @@ def attend_paged(
     keys, values, mask = resident
     near_scores = masked_scores(q, keys, mask[:, None], scoring=scoring)
     keys, values_paged, slots = pages
-    keys, *rest = none_waits(keys, *rest)
+    keys, *rest = separate_kernels(keys, *rest)
     flat = slots.reshape(rows, -1)
     # Tokens in one axis: with two axes XLA:CPU would transpose the keys first.
     keys = keys.reshape(rows, -1, size)
@@ -114,7 +114,7 @@ def attend_paged(
     return Attended(*merge_by_lse(*attended, *rest)) if tail else attended, weights, uneven
 
 
-def none_waits(*parts: jax.Array) -> tuple[jax.Array, ...]:
+def separate_kernels(*parts: jax.Array) -> tuple[jax.Array, ...]:
     """Returns its arguments, behind a barrier except on CPU.
 
     Without it XLA:GPU would compute the rest in the kernel of the keys' scores, which waits for the keys.

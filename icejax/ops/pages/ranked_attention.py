@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
 from icejax.ops.pages.digests import Digests
-from icejax.ops.pages.paged_attention import none_waits
+from icejax.ops.pages.paged_attention import separate_kernels
 from icejax.ops.pages.tail import attend_tail
 from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best
@@ -69,7 +69,7 @@ def rank_tokens(
         from_keys: estimator of values from keys; None: a token counts as the mean of its page.
         most: an upper bound of `room`.
     """
-    keys, *rest = none_waits(keys, *rest)
+    keys, *rest = separate_kernels(keys, *rest)
     slots = jnp.arange(keys.shape[2])[None, None] < pages.count[..., None]
     flat, keys = slots.reshape(len(q), -1), keys.reshape(len(q), -1, q.shape[-1])
     near_scores = masked_scores(q, resident[0], resident[1][:, None], scoring=scoring)

@@ -67,13 +67,13 @@ class FromKeys:
         return keys if self.matrix is None else EINSUM("...gh,...hv->...gv", keys, self.matrix)
 
 
-def unfitted(batch: int, heads: int, size: int, value_size: int) -> ValueFit:
+def empty_fit(batch: int, heads: int, size: int, value_size: int) -> ValueFit:
     """Returns the fit before any text, which estimates every value by the mean."""
     zeros = jnp.zeros((batch, heads, size, value_size))
     return ValueFit(zeros, jnp.zeros((batch, heads, 2)), zeros)
 
 
-def sums_of(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]) -> Sums:
+def page_sums(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]) -> Sums:
     """Returns two sums (`*n` = 2), over the tokens of even pages and of odd pages; slots outside `mask` are not read."""
     at_once = min(AT_ONCE, k.shape[2] + k.shape[2] % 2)
     missing = -k.shape[2] % at_once
@@ -93,7 +93,7 @@ def sums_of(k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, 
     return jax.lax.fori_loop(0, pages[0].shape[2] // at_once, add, zeros)
 
 
-def fitted(fit: ValueFit, scatter: Float[Array, "B K H H"], new: Sums) -> ValueFit:
+def update_fit(fit: ValueFit, scatter: Float[Array, "B K H H"], new: Sums) -> ValueFit:
     """Returns the fit with new pages added.
 
     The agreement is measured on tokens that the predicting matrix was not fitted to: a matrix of all earlier tokens and the new
@@ -101,7 +101,7 @@ def fitted(fit: ValueFit, scatter: Float[Array, "B K H H"], new: Sums) -> ValueF
 
     Args:
         scatter: sums of products of keys over all earlier tokens.
-        new: sums of the new pages, from `sums_of`.
+        new: sums of the new pages, from `page_sums`.
     """
     before = Sums(scatter, fit.values)
     total = Sums(*(x[:, :, None] for x in before))

@@ -131,4 +131,4 @@ BACKENDS: dict[str, Callable[..., PagePlanes]] = {
     "slices": _slices,
     "triton": _triton,
 }
-CHOOSING = ("triton",)  # backends that take `wanted` and read no other pages
+MASKED_BACKENDS = ("triton",)  # backends that take `wanted` and read no other pages

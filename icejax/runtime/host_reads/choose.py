@@ -20,17 +20,17 @@ ORDER = {
     "gpu": ("triton", "gather", "host_compute", "slices"),
     "cpu": ("gather_flat", "host_compute", "slices"),
 }
-APART = ("triton",)  # backends that a child process tries, because a fault in a kernel ends the process
+PROBED_BACKENDS = ("triton",)  # backends that a child process tries, because a fault in a kernel ends the process
 
 
 def try_ahead() -> None:
-    """Tries the backends of `APART` before JAX starts, unless the environment names another backend."""
-    probe.ahead([name for name in APART if os.environ.get(CHOICE, name) == name])
+    """Tries the backends of `PROBED_BACKENDS` before JAX starts, unless the environment names another backend."""
+    probe.probe_early([name for name in PROBED_BACKENDS if os.environ.get(CHOICE, name) == name])
 
 
 def backend_error(name: str) -> str | None:
     """Returns the error of a backend on this platform, from the self-test; None if it reads exact bits."""
-    return probe.probe_error(name) if name in APART else selftest(name)
+    return probe.probe_error(name) if name in PROBED_BACKENDS else selftest(name)
 
 
 def candidates() -> tuple[str, ...]:

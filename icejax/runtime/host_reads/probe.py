@@ -35,7 +35,7 @@ SOURCES = ("../devices.py", "backends.py", "selftest.py")
 ANSWER = "found: "  # prefix of the child's line of results; CUDA may print other lines
 
 
-def ahead(names: Sequence[str]) -> None:
+def probe_early(names: Sequence[str]) -> None:
     """Tries backends if there is a CUDA device and JAX has not started: once it has, it may hold all GPU memory."""
     platforms = jax.config.jax_platforms or "cuda"
     wanted = "cuda" in platforms or "gpu" in platforms

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
+from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Reader:
         Example: runs [[0, 1], [6, 7]] and wanted [False, True] return zeros and pages 6 and 7, shape [2, 2, rows, W].
         """
         read, shape = BACKENDS[self.backend], (*runs.shape, *table.shape[2:])
-        if self.backend in CHOOSING:
+        if self.backend in MASKED_BACKENDS:
             return read(table, runs.reshape(-1), jnp.repeat(wanted, runs.shape[1]))[0].reshape(shape)
         order = jnp.flatnonzero(wanted, size=len(wanted), fill_value=0)
 

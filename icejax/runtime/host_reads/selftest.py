@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.runtime import devices
-from icejax.runtime.host_reads.backends import BACKENDS, CHOOSING
+from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
 
 
 def selftest(name: str) -> str | None:
@@ -21,7 +21,7 @@ def selftest(name: str) -> str | None:
         pinned, page_ids = jax.device_put(table, devices.host_sharding()), jnp.asarray(pages)
         try:
             results = [(jax.jit(BACKENDS[name])(pinned, page_ids), table[pages])]
-            if name in CHOOSING:
+            if name in MASKED_BACKENDS:
                 masked = jax.jit(BACKENDS[name])(pinned, page_ids, jnp.asarray(wanted))
                 results.append((masked, np.where(wanted[:, None, None, None], table[pages], 0)))
             exact = all(np.array_equal(np.stack(planes, axis=1), expected) for planes, expected in results)
