@@ -1,21 +1,22 @@
-"""What a step can know of its own error: ``python -m bench.calibrate [--panel]``.
+"""How well a decode step can estimate its own error: ``python -m bench.calibrate [--panel]``.
 
-On the queries, keys and values of a model where it answers and reads on, the true relative error of the default clustered
-cache beside estimates made of what a step has at hand: digests, scores, the keys and values of the pages it fetched. With W
-for the weight of what is not attended exactly, n for a page's tokens and d for the deviation of their scores by its digest:
+The command compares the true relative error of the clustered cache (whole pages) with estimates from what a step has: digests,
+scores, and the keys and values of fetched pages. It captures queries, keys and values where a model answers and where it reads
+on. W is the weight of all that is not attended exactly, n the tokens of a page, d the deviation of their scores by its digest:
 
-- `share`: W, times the deviation of values inside pages.
-- `spread`: as if values that keys do not tell were independent of the scores: their deviation times the root of the summed
-  squares of how far each token's weight is from its page's mean, of pages not fetched W^2 (exp(d^2) - 1) / n each.
-- `width`: as if they all erred in one direction: the deviation of values times the sum of W d over pages not fetched, and
-  of the roots of those squares over pages fetched.
+- `share`: W times the deviation of values inside pages.
+- `spread`: assumes that the part of a value that keys do not predict is independent of the scores. It is that part's deviation
+  times the root of a sum of squares: how far each token's weight is from its page's mean weight. A page that is not fetched
+  adds W^2 (exp(d^2) - 1) / n.
+- `width`: assumes that all errors point in one direction. It is the deviation of values times a sum: W d of every page that is
+  not fetched, and the roots of those squares of every fetched page.
 
-Each is divided by the norm of the output, and told by one of three measures: `constant`, one number for all models; `last
-token` and `last 4 tokens`, the true error over the estimate at the last tokens of the prompt, mean over a layer's heads, and
-then a number. The number is what covers the true error of 99% of the first seed's steps on the first model at the first length:
-these rows say `chosen`, all others test it. A step's error is the mean over layers and heads. Every row has the rank
-correlation of estimates with true errors, the share of steps whose true error is below the estimate (`coverage`), and the
-median of estimate over true error (`ratio`); the same of single heads as `head_...`.
+Each estimate is divided by the norm of the output and scaled by one of three measures and a number. `constant` is the number
+alone; `last token` and `last 4 tokens` multiply it by the true error over the estimate at the last tokens of the prompt, mean
+over a layer's heads. The number covers the true error of 99% of steps on the first model, first seed and first length; these
+rows say `chosen`, all others test it. A step's error is the mean over layers and heads. Every row has the rank correlation of
+estimates with true errors, the share of steps whose true error is below the estimate (`coverage`), and the median of estimate
+over true error (`ratio`); fields `head_...` are the same for single heads.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
 TASKS = ("multikey-4", "hops", "text")
-MEASURES = {"constant": 0, "last token": 1, "last 4 tokens": 4}  # by how many tokens of the prompt an estimate is told
+MEASURES = {"constant": 0, "last token": 1, "last 4 tokens": 4}  # last tokens of the prompt that scale an estimate
 LAST = max(MEASURES.values())
-ON = 64  # tokens read on behind a text; every fourth is a step
+ON = 64  # tokens that the model reads after a text; every fourth is a step
 ESTIMATES = ("share", "spread", "width")
-COVERED = 0.99  # of the steps that the number is chosen on, so that 0.95 are covered elsewhere
+COVERED = 0.99  # share of steps on which the number is chosen, so that 0.95 of other steps are covered
 
 
 class Step(NamedTuple):
-    """What was measured of the steps of one prompt, at one budget.
+    """True errors and estimates of the steps of one prompt, at one budget.
 
     Attributes:
-        told: the seed, the task and the length of the prompt, and the budget.
+        told: seed, task and length of the prompt, and the budget.
         true: relative errors f32[steps, layers, heads]; the first `LAST` steps are the prompt's last tokens.
-        estimates: of each name, of the same shape.
+        estimates: the estimates by name, of the same shape.
     """
 
     told: dict
@@ -75,35 +76,35 @@ class Step(NamedTuple):
 
 
 def prompt(rng: np.random.Generator, *, length: int, name: str) -> tuple[list[int], list[int]]:
-    """Returns a held-out prompt of `length` bytes and what stands behind it: an answer, or of `text` how it goes on."""
+    """Returns a held-out prompt of `length` bytes and the tokens after it: an answer, or for `text` its next `ON` bytes."""
     if name == "text":
         text = task.corpus("heldout", task.KINDS[rng.choice(len(task.KINDS), p=task.SHARES)])
         first = int(rng.integers(0, len(text) - length - ON))
         return list(text[first : first + length]), list(text[first + length : first + length + ON])
-    kind = task.TASKS[name]
-    context = task.context(rng, length=length - len(task.question("ab")), facts=kind.facts, split="heldout")
-    questions = context.asked(kind)
-    asked = questions[rng.integers(len(questions))]
-    return list(context.text + asked.text.encode()), list(asked.answer[:-1].encode())
+    form = task.TASKS[name]
+    context = task.context(rng, length=length - len(task.question("ab")), facts=form.facts, split="heldout")
+    questions = context.asked(form)
+    question = questions[rng.integers(len(questions))]
+    return list(context.text + question.text.encode()), list(question.answer[:-1].encode())
 
 
 def steps(layers: Sequence[Captured], *, budget: int, every: int, told: dict) -> Step:
-    """Returns the true errors of a prompt's steps and their estimates."""
-    found = [_of_layer(x, budget, every) for x in layers]
-    names = found[0][0].keys()
-    whole = {name: np.stack([np.stack([step[name] for step in steps]) for steps in found], axis=1) for name in names}
-    return Step(told | dict(budget=budget), whole.pop("true"), whole)
+    """Returns the true errors and the estimates of a prompt's steps; `every` takes one in so many steps after the prompt."""
+    by_layer = [_of_layer(x, budget, every) for x in layers]
+    names = by_layer[0][0].keys()
+    stacked = {name: np.stack([np.stack([step[name] for step in steps]) for steps in by_layer], axis=1) for name in names}
+    return Step(told | dict(budget=budget), stacked.pop("true"), stacked)
 
 
-def _of_layer(layer: Captured, budget: int, every: int) -> list[dict[str, np.ndarray]]:
+def _of_layer(layer: Captured, budget: int, stride: int) -> list[dict[str, np.ndarray]]:
     pages = form(layer, FORMATION, PAGE, *residents(budget))
     index = index_of(pages)
     if len(index.levels) > 1:
         raise InputError(f"estimates are of prompts whose pages are all scored, got {layer.k.shape[1]} tokens: take fewer")
-    missing = index.levels[0].count.shape[2] - pages[2].shape[2]
-    pages = tuple(jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in pages)
+    padding = index.levels[0].count.shape[2] - pages[2].shape[2]
+    pages = tuple(jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in pages)
     deviations = _deviations(pages, index.fit.matrix)
-    grouped = jnp.concatenate([layer.q[:LAST], layer.q[LAST::every]]).reshape(
+    grouped = jnp.concatenate([layer.q[:LAST], layer.q[LAST::stride]]).reshape(
         -1, layer.k.shape[0], layer.q.shape[1] // layer.k.shape[0], layer.q.shape[-1]
     )
     return [jax.device_get(_step(q, layer.k, layer.v, pages, index, deviations, budget)) for q in grouped]
@@ -111,14 +112,14 @@ def _of_layer(layer: Captured, budget: int, every: int) -> list[dict[str, np.nda
 
 @jax.jit
 def _deviations(pages, matrix) -> tuple[jax.Array, jax.Array]:
-    """Returns the deviations f32[K] of values inside pages, and of what keys do not tell of them."""
+    """Returns two deviations f32[K] inside pages: of the values, and of the part that keys do not predict."""
     k, v, mask = (x[0] for x in pages)
     count = jnp.maximum(mask.sum(-1, dtype=jnp.float32), 1)
     k, v = (jnp.where(mask[..., None], x, 0) for x in (k, v))
     k, v = (jnp.where(mask[..., None], x - (x.sum(2) / count[..., None])[:, :, None], 0) for x in (k, v))
     freedom = (count - 1).sum(-1)
-    untold = v - jnp.einsum("kpsh,khv->kpsv", k, matrix[0])
-    return tuple(jnp.sqrt(jnp.square(x).sum((1, 2, 3)) / freedom) for x in (v, untold))
+    unpredicted = v - jnp.einsum("kpsh,khv->kpsv", k, matrix[0])
+    return tuple(jnp.sqrt(jnp.square(x).sum((1, 2, 3)) / freedom) for x in (v, unpredicted))
 
 
 @jax.jit(static_argnames="budget")
@@ -127,74 +128,74 @@ def _step(q, k, v, pages, index, deviations, budget: int) -> dict[str, jax.Array
     sinks, window = residents(budget)
     digests, scale = index.levels[0], q.shape[-1] ** -0.5
     fetched = icejax.Clustered(budget=budget).num_fetched(digests.count.shape[2])
-    found = select(q[None], pages, index, fetched=fetched, method=WHOLE)
-    out, inside = attention(q[None], k, v, pages, found, from_keys_of(index), budget=budget, tail=True)
+    selection = select(q[None], pages, index, fetched=fetched, method=WHOLE)
+    out, exact_logits = attention(q[None], k, v, pages, selection, from_keys_of(index), budget=budget, tail=True)
     norm = jnp.linalg.norm(out, axis=-1)
 
-    # The weights of all there is, as the step has them.
-    ids = found.page_ids[0]
+    # Weights of all tokens, pages and nodes, as the step knows them.
+    ids = selection.page_ids[0]
     keys, mask = (jnp.take_along_axis(x[0], ids.reshape(*ids.shape, *(1,) * (x.ndim - 3)), axis=1) for x in pages[::2])
-    near = jnp.concatenate([k[:, :sinks], k[:, k.shape[1] - window :]], axis=1)
-    near = jnp.einsum("kgh,ksh->kgs", q, near) * scale
-    tokens = jnp.where(mask[:, None], jnp.einsum("kgh,kmsh->kgms", q, keys) * scale, -jnp.inf)
-    taken = mask_of(found.path[-1], digests.count.shape[2])[0]
-    lies = along(q[None], index.scatter, scoring=Scoring(scale))
-    scores = score(q[None], digests, lies, scoring=Scoring(scale))
-    scores = scores._replace(weight=jnp.where(taken[:, None], -jnp.inf, scores.weight))
-    left, wide = scores.weight[0], scores.wide[0]
-    parts = (near, tokens.reshape(*tokens.shape[:2], -1), left)
+    near_scores = jnp.concatenate([k[:, :sinks], k[:, k.shape[1] - window :]], axis=1)
+    near_scores = jnp.einsum("kgh,ksh->kgs", q, near_scores) * scale
+    token_scores = jnp.where(mask[:, None], jnp.einsum("kgh,kmsh->kgms", q, keys) * scale, -jnp.inf)
+    fetched_mask = mask_of(selection.path[-1], digests.count.shape[2])[0]
+    spans = along(q[None], index.scatter, scoring=Scoring(scale))
+    scores = score(q[None], digests, spans, scoring=Scoring(scale))
+    scores = scores._replace(weight=jnp.where(fetched_mask[:, None], -jnp.inf, scores.weight))
+    page_weights, page_variances = scores.weight[0], scores.wide[0]
+    parts = (near_scores, token_scores.reshape(*token_scores.shape[:2], -1), page_weights)
     lse = jax.nn.logsumexp(jnp.concatenate(parts, -1), -1)[..., None]
-    uneven = uneven_of([(scores, digests)], lse[None, ..., 0])[0]
-    left = jnp.exp(left - lse)
+    unevenness = uneven_of([(scores, digests)], lse[None, ..., 0])[0]
+    page_weights = jnp.exp(page_weights - lse)
 
-    others = mask & ~(inside[:, 0] > -jnp.inf).reshape(mask.shape)
-    weights = jnp.where(others[:, None], jnp.exp(tokens - lse[..., None]), 0)
-    mean = weights.sum(-1, keepdims=True) / jnp.maximum(others.sum(-1, dtype=jnp.float32), 1)[:, None, :, None]
-    apart = jnp.where(others[:, None], jnp.square(weights - mean), 0).sum(-1)
+    inexact_mask = mask & ~(exact_logits[:, 0] > -jnp.inf).reshape(mask.shape)
+    token_weights = jnp.where(inexact_mask[:, None], jnp.exp(token_scores - lse[..., None]), 0)
+    mean = token_weights.sum(-1, keepdims=True) / jnp.maximum(inexact_mask.sum(-1, dtype=jnp.float32), 1)[:, None, :, None]
+    deviation_sums = jnp.where(inexact_mask[:, None], jnp.square(token_weights - mean), 0).sum(-1)
 
-    of_values, untold = (x[:, None] for x in deviations)
-    found = dict(
+    value_deviation, unpredicted_deviation = (x[:, None] for x in deviations)
+    figures = dict(
         true=error(out, exact(q, k, v, budget=budget)[0]),
-        share=of_values * (left.sum(-1) + weights.sum((-1, -2))) / norm,
-        spread=untold * jnp.sqrt(uneven + apart.sum(-1)) / norm,
-        width=of_values * ((left * jnp.sqrt(wide)).sum(-1) + jnp.sqrt(apart).sum(-1)) / norm,
+        share=value_deviation * (page_weights.sum(-1) + token_weights.sum((-1, -2))) / norm,
+        spread=unpredicted_deviation * jnp.sqrt(unevenness + deviation_sums.sum(-1)) / norm,
+        width=value_deviation * ((page_weights * jnp.sqrt(page_variances)).sum(-1) + jnp.sqrt(deviation_sums).sum(-1)) / norm,
     )
-    return {name: x.reshape(-1) for name, x in found.items()}
+    return {name: x.reshape(-1) for name, x in figures.items()}
 
 
 def calibrated(step: Step, name: str, by: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the estimates of all steps behind the prompt and their true errors, as one of `MEASURES` tells them."""
+    """Returns the estimates and the true errors of all steps after the prompt, scaled by one of `MEASURES`."""
     estimates, tokens = step.estimates[name], MEASURES[by]
     if tokens:
-        told = [x[LAST - tokens : LAST].mean((0, 2), keepdims=True) for x in (step.true, estimates)]
-        estimates = estimates * (told[0] / np.maximum(told[1], 1e-9))
+        prompt_means = [x[LAST - tokens : LAST].mean((0, 2), keepdims=True) for x in (step.true, estimates)]
+        estimates = estimates * (prompt_means[0] / np.maximum(prompt_means[1], 1e-9))
     return estimates[LAST:], step.true[LAST:]
 
 
 def constant(found: Sequence[Step], name: str, by: str) -> float:
-    """Returns what an estimate is to be multiplied by to be above the true error of the share `COVERED` of steps."""
+    """Returns the factor that puts an estimate above the true error of a share `COVERED` of steps."""
     pairs = (calibrated(step, name, by) for step in found)
     return float(np.quantile(np.concatenate([true.mean((1, 2)) / x.mean((1, 2)) for x, true in pairs]), COVERED))
 
 
 def row(found: Sequence[Step], name: str, by: str, factor: float) -> dict:
-    """Returns how estimates times a `factor` stand to true errors."""
-    told: dict[str, float] = {}
-    heads = [np.concatenate(each) * times for each, times in zip(_pairs(found, name, by), (factor, 1.0), strict=True)]
-    for of, (estimates, true) in (("", [x.mean((1, 2)) for x in heads]), ("head_", [x.ravel() for x in heads])):
-        told |= {} if of else dict(steps=len(true), error=round(float(true.mean()), 4))
-        told[f"{of}spearman"] = round(rank_correlation(estimates, true), 3)
-        told[f"{of}coverage"] = round(float((estimates >= true).mean()), 3)
-        told[f"{of}ratio"] = round(float(np.median(estimates / np.maximum(true, 1e-9))), 2)
-    return told
+    """Returns the figures of estimates times a `factor` against true errors."""
+    figures: dict[str, float] = {}
+    heads = [np.concatenate(arrays) * scale for arrays, scale in zip(_pairs(found, name, by), (factor, 1.0), strict=True)]
+    for prefix, (estimates, true) in (("", [x.mean((1, 2)) for x in heads]), ("head_", [x.ravel() for x in heads])):
+        figures |= {} if prefix else dict(steps=len(true), error=round(float(true.mean()), 4))
+        figures[f"{prefix}spearman"] = round(rank_correlation(estimates, true), 3)
+        figures[f"{prefix}coverage"] = round(float((estimates >= true).mean()), 3)
+        figures[f"{prefix}ratio"] = round(float(np.median(estimates / np.maximum(true, 1e-9))), 2)
+    return figures
 
 
-def _pairs(found: Sequence[Step], name: str, by: str) -> Iterator[tuple[np.ndarray, ...]]:
-    return zip(*(calibrated(step, name, by) for step in found), strict=True)
+def _pairs(all_steps: Sequence[Step], name: str, measure: str) -> Iterator[tuple[np.ndarray, ...]]:
+    return zip(*(calibrated(step, name, measure) for step in all_steps), strict=True)
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns Spearman's, of numbers that are all different."""
+    """Returns Spearman's rank correlation of numbers that are all different; of (1, 5, 7) and (2, 9, 4) it is 0.5."""
     return float(np.corrcoef(*(values.argsort().argsort() for values in (x, y)))[0, 1])
 
 
@@ -215,25 +216,27 @@ def measured(model: CausalLM, arguments: argparse.Namespace, console: Console) -
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[dict]:
-    """Yields a row per model, estimate, measure, length, budget and seed; InputError for options that are not sound."""
+    """Yields a row per model, estimate, measure, length, budget and seed; InputError for invalid options."""
     factors: dict[tuple[str, str], float] = {}
-    for which, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
-        found = list(measured(model, arguments, Console(stderr=True)))
-        least = found[0].told["length"]
-        groups = sorted({(step.told["length"], step.told["budget"], step.told["seed"]) for step in found})
-        for by, name in itertools.product(MEASURES, ESTIMATES):
-            first = [step for step in found if step.told["seed"] == 0 and step.told["length"] == least]
-            chosen_here = (name, by) not in factors
-            factor = factors.setdefault((name, by), constant(first, name, by))
+    for model_name, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
+        all_steps = list(measured(model, arguments, Console(stderr=True)))
+        first_length = all_steps[0].told["length"]
+        groups = sorted({(step.told["length"], step.told["budget"], step.told["seed"]) for step in all_steps})
+        for measure, name in itertools.product(MEASURES, ESTIMATES):
+            first = [step for step in all_steps if step.told["seed"] == 0 and step.told["length"] == first_length]
+            chosen_here = (name, measure) not in factors
+            factor = factors.setdefault((name, measure), constant(first, name, measure))
             for length, budget, seed in groups:
-                of = dict(length=length, budget=budget, seed=seed)
-                some = [step for step in found if of.items() <= step.told.items()]
-                told = dict(model=which, estimate=name, by=by, factor=round(factor, 4)) | of
-                told |= dict(chosen=chosen_here and (length, seed) == (least, 0)) | row(some, name, by, factor)
-                for kind in dict.fromkeys(step.told["task"] for step in some):
-                    alone = [step for step in some if step.told["task"] == kind]
-                    told[f"coverage_{kind}"] = row(alone, name, by, factor)["coverage"]
-                yield told
+                group = dict(length=length, budget=budget, seed=seed)
+                group_steps = [step for step in all_steps if group.items() <= step.told.items()]
+                figures = dict(model=model_name, estimate=name, by=measure, factor=round(factor, 4)) | group
+                figures |= dict(chosen=chosen_here and (length, seed) == (first_length, 0)) | row(
+                    group_steps, name, measure, factor
+                )
+                for task_name in dict.fromkeys(step.told["task"] for step in group_steps):
+                    task_steps = [step for step in group_steps if step.told["task"] == task_name]
+                    figures[f"coverage_{task_name}"] = row(task_steps, name, measure, factor)["coverage"]
+                yield figures
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -248,10 +251,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")
     arguments = parser.parse_args(argv)
-    where = dict(device=str(devices.device().device_kind), jax=jax.__version__)
+    environment = dict(device=str(devices.device().device_kind), jax=jax.__version__)
     try:
-        for found in rows(arguments):
-            print(json.dumps(found | where), flush=True)
+        for figures in rows(arguments):
+            print(json.dumps(figures | environment), flush=True)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0

@@ -1,13 +1,17 @@
-"""Time per output token against context length: ``python -m bench.decode --shape attention --contexts 4096,131072``.
+"""Time per output token by context length: ``python -m bench.decode --shape attention --contexts 4096,131072``.
 
-Caches are filled with keys and values of a short real prefill, tiled with noise (`--prefill` runs the whole prompt instead).
-All subjects of a context stand side by side and take turns of 16 steps behind one that is not timed, so that what disturbs one
-disturbs all; each has had its warm-up. A step is started before the tokens of the one before are read, as `icejax.generate`
-does it. One JSON line per subject and context: seconds per token (median, 10th and 90th percentiles, and the mean, in which
-pages that leave the window count), bytes by part over the batch, bytes moved from the host per token, the seconds of the first
-step beyond a median one (compilation), those of filling the cache, and the largest memory of the process so far, on the host
-and, where it is told, on the device. A table goes to stderr. `--profile` adds a line per subject of where a step's time goes:
-milliseconds by named scope of the program, and what Python takes beside the programs it calls (`python_ms`).
+Caches are filled with the keys and values of a short prefill, tiled with noise; `--prefill` runs the whole prompt instead. All
+subjects (caches) of a context are in memory together. After a warm-up they take turns of 16 timed steps, each after one step
+that is not timed, so a disturbance of the machine hits all of them. A step is started before the tokens of the previous step
+are read, as in `icejax.generate`. The output is one JSON line per subject and context:
+
+- seconds per token: median, 10th and 90th percentiles, and the mean, which includes steps in which a page leaves the window
+- bytes by part over the batch, and bytes moved from the host per token
+- seconds of compilation (the first step minus a median step) and of filling the cache
+- peak memory of the process so far, on the host and, where the platform reports it, on the device
+
+A table goes to stderr. `--profile` adds a line per subject with a step's milliseconds by named scope, and the time of Python
+outside the programs that it calls (`python_ms`).
 """
 
 from __future__ import annotations
@@ -36,60 +40,60 @@ from icejax.checks.numbers import integer
 from icejax.runtime import compiler_options, devices
 from icejax.runtime.host_reads.choose import try_ahead
 
-TURN = 16  # steps
-OURS = ("clustered", "coded")  # caches that --cache-option is for
+TURN = 16  # timed steps
+OURS = ("clustered", "coded")  # caches that take --cache-option
 SUBJECTS = ("full", "clustered", "coded", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
 
 
 def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Callable]:
-    """Returns what makes each subject, given context, batch, steps and whether it is filled."""
-    found: dict[str, Callable] = {}
+    """Returns a function per subject that makes it from `context`, `batch`, `steps` and `filled`."""
+    makers_by_name: dict[str, Callable] = {}
     for name in names:
         if name.startswith("transformers-"):
             kind = name.removeprefix("transformers-")
             peer = functools.partial(Transformers, config, kind, budget=options["budget"])
-            found[name] = lambda peer=peer, *, filled, **sizes: peer(**sizes)
+            makers_by_name[name] = lambda peer=peer, *, filled, **sizes: peer(**sizes)
             continue
         policy = DotProduct() if name == "dot-product" else make_policy(name, options if name in OURS else {})
-        found[name] = lambda policy=policy, **sizes: Icejax(model, policy, **sizes)
-    return found
+        makers_by_name[name] = lambda policy=policy, **sizes: Icejax(model, policy, **sizes)
+    return makers_by_name
 
 
 def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int, filled: bool) -> Iterator[dict]:
-    """Yields a row per subject; those that do not fit, or are not installed, are told on stderr and left out."""
-    made, first, turns = {}, {}, -(-steps // TURN)
+    """Yields a row per subject; one that does not fit or is not installed is left out, with a line on stderr."""
+    instances, first_seconds, turns = {}, {}, -(-steps // TURN)
     for name, make in subjects.items():
         try:
-            made[name] = make(context=context, batch=batch, steps=turns * (TURN + 1), filled=filled)
+            instances[name] = make(context=context, batch=batch, steps=turns * (TURN + 1), filled=filled)
         except (InputError, ImportError, MemoryError, jax.errors.JaxRuntimeError) as error:
             print(f"{name}, {context}: left out: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
             continue
         started = time.perf_counter()
-        made[name].step()
-        made[name].rest()
-        first[name] = time.perf_counter() - started
-        for _ in range(made[name].warm_up - 1):
-            made[name].step()
-        made[name].rest()
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+        instances[name].step()
+        instances[name].rest()
+        first_seconds[name] = time.perf_counter() - started
+        for _ in range(instances[name].warm_up - 1):
+            instances[name].step()
+        instances[name].rest()
+    seconds: dict[str, list[float]] = {name: [] for name in instances}
     for _ in range(turns):
-        for name, subject in made.items():
+        for name, subject in instances.items():
             subject.step()
             for _ in range(TURN):
                 started = time.perf_counter()
                 subject.step()
                 seconds[name].append(time.perf_counter() - started)
             subject.rest()
-    for name, subject in made.items():
+    for name, subject in instances.items():
         low, tpot, high = np.quantile(seconds[name], (0.1, 0.5, 0.9))
         mean = np.mean(seconds[name])
-        times = dict(tpot_s=tpot, tpot_low_s=low, tpot_high_s=high, tpot_mean_s=mean, compile_s=first[name] - tpot)
+        times = dict(tpot_s=tpot, tpot_low_s=low, tpot_high_s=high, tpot_mean_s=mean, compile_s=first_seconds[name] - tpot)
         times = {key: round(float(value), 6) for key, value in times.items()} | dict(tokens_per_s=round(batch / tpot, 2))
         yield dict(policy=name, context=context, batch=batch, filled=filled) | times | subject.row()
 
 
 def profile(make: Callable, folder: Path, sizes: dict) -> dict:
-    """Traces 16 steps of a subject into `folder`; returns the milliseconds of a step by named scope, and Python's own."""
+    """Traces 16 steps of a subject into `folder`; returns a step's milliseconds by named scope, and Python's."""
     subject = make(**sizes | dict(steps=TURN))
     scopes = subject.scopes()
     for _ in range(subject.warm_up):
@@ -103,12 +107,12 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     return dict(scope_ms=by_scope(events, scopes, module="jit_step", steps=TURN), python_ms=python_ms(events))
 
 
-def _table(found: list[dict]) -> Table:
+def _table(printed: list[dict]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     times, slots = ("ms/token", "10%", "90%"), ("slots used", "allocated")
     for name in ("policy", "context", *times, *slots, "KV device", "digests", "KV host", "moved/step"):
         table.add_column(name, justify="left" if name == "policy" else "right")
-    for row in found:
+    for row in printed:
         times = (f"{1e3 * row[key]:.2f}" for key in ("tpot_s", "tpot_low_s", "tpot_high_s"))
         sizes = ("device_kv_bytes", "digest_bytes", "host_kv_bytes", "moved_bytes_per_step")
         slots = (f"{row[key]:.0f}" if row.get(key) else "" for key in ("slots_used", "slots_allocated"))
@@ -124,18 +128,20 @@ def plot(found: list[dict], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, (time_axes, memory_axes) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for name in dict.fromkeys(row["policy"] for row in found):
-        of = [row for row in found if row["policy"] == name]
-        contexts = [row["context"] for row in of]
-        left.plot(contexts, [1e3 * row["tpot_s"] for row in of], marker="o", label=name)
-        right.plot(contexts, [(row["device_kv_bytes"] + row["digest_bytes"]) / 2**20 for row in of], marker="o", label=name)
-    left.set(title="time per token, ms", xlabel="context, tokens", yscale="log")
-    right.set(title="cache on the device, MiB", xlabel="context, tokens", yscale="log")
-    for axes in (left, right):
+        policy_rows = [row for row in found if row["policy"] == name]
+        contexts = [row["context"] for row in policy_rows]
+        time_axes.plot(contexts, [1e3 * row["tpot_s"] for row in policy_rows], marker="o", label=name)
+        memory_axes.plot(
+            contexts, [(row["device_kv_bytes"] + row["digest_bytes"]) / 2**20 for row in policy_rows], marker="o", label=name
+        )
+    time_axes.set(title="time per token, ms", xlabel="context, tokens", yscale="log")
+    memory_axes.set(title="cache on the device, MiB", xlabel="context, tokens", yscale="log")
+    for axes in (time_axes, memory_axes):
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
-    left.legend()
+    time_axes.legend()
     figure.savefig(picture, dpi=110)
 
 
@@ -164,8 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = dict(map(flag, arguments.flag))
         if flags:
-            chosen = compiler_options.OPTIONS.get(devices.platform(), {}) | flags
-            compiler_options.OPTIONS[devices.platform()] = {name: value for name, value in chosen.items() if value != ""}
+            compiler_flags = compiler_options.OPTIONS.get(devices.platform(), {}) | flags
+            compiler_options.OPTIONS[devices.platform()] = {
+                name: value for name, value in compiler_flags.items() if value != ""
+            }
         options = cache_options(arguments.cache_option, budget=arguments.budget)
         names, contexts = listed("--policies", arguments.policies, SUBJECTS), numbers("--contexts", arguments.contexts)
         batch, steps = (integer(f"--{name}", getattr(arguments, name)) for name in ("batch", "steps"))
@@ -179,25 +187,25 @@ def main(argv: list[str] | None = None) -> int:
         subjects = makers(names, options, model, config)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    where = dict(shape=arguments.shape, layers=arguments.layers, device=devices.device_name())
-    where |= dict(flags=flags, options=arguments.cache_option)
-    found = []
+    environment = dict(shape=arguments.shape, layers=arguments.layers, device=devices.device_name())
+    environment |= dict(flags=flags, options=arguments.cache_option)
+    printed = []
     for context in contexts:
         sizes = dict(context=context, batch=batch, steps=steps, filled=not arguments.prefill)
         for row in rows(subjects, **sizes):
-            row |= where | dict(
+            row |= environment | dict(
                 peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 peak_device_bytes=(devices.device().memory_stats() or {}).get("peak_bytes_in_use"),
             )
             print(json.dumps(row), flush=True)
-            found.append(row)
+            printed.append(row)
     if arguments.profile is not None:
         for name in (name for name in names if not name.startswith("transformers-")):
-            row = dict(policy=name, context=context) | where | profile(subjects[name], arguments.profile / name, sizes)
+            row = dict(policy=name, context=context) | environment | profile(subjects[name], arguments.profile / name, sizes)
             print(json.dumps(row), flush=True)
-    Console(stderr=True, width=140).print(_table(found))
+    Console(stderr=True, width=140).print(_table(printed))
     if arguments.plot is not None:
-        plot(found, arguments.plot)
+        plot(printed, arguments.plot)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What command lines of several benches take: lists, and compiler options as ``--flag NAME=VALUE``."""
+"""Command-line values that several benches parse: lists, and compiler options as ``--flag NAME=VALUE``."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from icejax.checks.numbers import integer
 
 
 def flag(text: str) -> tuple[str, str | bool]:
-    """Returns an option's name and value; InputError without an equals sign."""
+    """Returns the name and value of `NAME=VALUE`; InputError without an equals sign.
+
+    For example, "xla_flag=TRUE" gives ("xla_flag", True), and "level=2" gives ("level", "2").
+    """
     name, sign, value = text.partition("=")
     if not sign:
         raise InputError(f"--flag must be NAME=VALUE, got {text!r}")
-    return name, {"true": True, "false": False}.get(value.lower(), value)  # XLA takes no text for these
+    return name, {"true": True, "false": False}.get(value.lower(), value)  # XLA refuses text for booleans
 
 
 def listed(option: str, text: str, allowed: Collection[str]) -> list[str]:
-    """Returns the names in a text with commas; InputError for one that is not allowed."""
+    """Returns the names in a comma-separated text; InputError for a name that is not in `allowed`."""
     if unknown := [name for name in text.split(",") if name not in allowed]:
         raise InputError(f"{option} must be of {', '.join(allowed)}, got {', '.join(unknown)!r}")
     return text.split(",")
 
 
 def numbers(option: str, text: str, *, least: int = 1, most: int = 2**30) -> list[int]:
-    """Returns the numbers in a text with commas; InputError for what is none, too small or too large."""
+    """Returns the whole numbers in a comma-separated text; InputError for others, or for one below `least` or above `most`."""
     try:
-        found = [int(part) for part in text.split(",")]
+        values = [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
-    return [integer(option, number, least=least, most=most) for number in found]
+    return [integer(option, number, least=least, most=most) for number in values]
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder for results, where there is none; InputError if that cannot be done."""
+    """Makes a folder for results if there is none; InputError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

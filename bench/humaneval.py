@@ -1,7 +1,7 @@
-"""HumanEval (Chen et al. 2021, arXiv 2107.03374): a model completes 164 functions, and what it wrote is run against tests.
+"""HumanEval (Chen et al. 2021, arXiv 2107.03374) for `bench.weights`: a model completes 164 functions, tests run on them.
 
-One greedy answer for each, so that pass@1 is the share that passes. The file of problems is that of openai/human-eval, and
-completions are written in its form, for its own evaluator to take.
+The model gives one greedy answer per function, so pass@1 is the share of answers that pass. The file of problems is
+openai/human-eval's, and completions are written in the form that its evaluator reads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bench.needle.evaluate import wilson
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import parse
 
-STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # §3.2 of the paper: what begins behind the function
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # §3.2 of the paper: lines that begin after the function
 ASKED = "Complete this Python function. Answer with the whole function, in one block of code.\n\n```python\n{}```"
 BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A function to complete; the fields are those of the file."""
+    """A function to complete, with the fields of the file."""
 
     task_id: str
     prompt: str
@@ -39,7 +39,7 @@ class Problem:
     test: str
 
     def program(self, completion: str) -> str:
-        """Returns what is run, as openai/human-eval puts it together."""
+        """Returns the program to run: prompt, completion and test, as in openai/human-eval."""
         return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})"
 
 
@@ -48,10 +48,10 @@ class Asking:
     """How a model is asked.
 
     Attributes:
-        chat: in the tokenizer's chat template, where the answer's last block of code counts; else the model goes on with the
-            prompt up to one of STOPS.
-        new_tokens: of an answer, at most.
-        batch: problems at a time.
+        chat: whether to ask in the tokenizer's chat template and take the answer's last block of code; else the model
+            continues the prompt up to one of STOPS.
+        new_tokens: most tokens of an answer.
+        batch: problems per batch.
     """
 
     chat: bool
@@ -60,7 +60,7 @@ class Asking:
 
 
 def read(path: str) -> list[Problem]:
-    """Returns the problems of a file of JSON lines, plain or gzip; InputError for what is none."""
+    """Returns the problems of a file of JSON lines, plain or gzip; InputError for another file."""
     try:
         data = Path(path).read_bytes()
         text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
@@ -72,22 +72,22 @@ def read(path: str) -> list[Problem]:
     return [_problem(line, f"--humaneval {path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _problem(line: str, where: str) -> Problem:
-    raw, names = parse(line, source=where), [field.name for field in fields(Problem)]
+def _problem(line: str, source: str) -> Problem:
+    raw, names = parse(line, source=source), [field.name for field in fields(Problem)]
     if not all(isinstance(raw.get(name), str) for name in names):
-        raise InputError(f"{where}: expected {', '.join(names)}, all of them text")
+        raise InputError(f"{source}: expected {', '.join(names)}, all of them text")
     return Problem(**{name: raw[name] for name in names})
 
 
 def check_sandbox() -> None:
-    """Raises InputError where programs cannot be run, or not with the standard library."""
+    """Raises InputError if the sandbox cannot run programs that import the standard library."""
     try:
         if (end := sandbox.run("import collections, decimal, hashlib, heapq, json, math, random, re, typing")) == "passed":
             return
-        missing = f"a program that only imports of the standard library {end}"
+        fault = f"a program that only imports of the standard library {end}"
     except sandbox.Unsafe as error:
-        missing = str(error)
-    raise InputError(f"--run-code has no way to run programs safely here: {missing}; without it completions are only written")
+        fault = str(error)
+    raise InputError(f"--run-code has no way to run programs safely here: {fault}; without it completions are only written")
 
 
 def complete(
@@ -97,36 +97,36 @@ def complete(
     console = Console(stderr=True)
     starts = range(0, len(problems), asking.batch)
     for start in track(starts, "HumanEval", console=console, disable=not console.is_terminal):
-        some = problems[start : start + asking.batch]
+        batch = problems[start : start + asking.batch]
         if asking.chat:
-            asked = [icejax.chat(tokenizer, ASKED.format(each.prompt)) for each in some]
+            texts = [icejax.chat(tokenizer, ASKED.format(problem.prompt)) for problem in batch]
         else:
-            asked = [each.prompt for each in some]
-        prompts = [tokenizer.encode(text, add_special_tokens=not asking.chat) for text in asked]
+            texts = [problem.prompt for problem in batch]
+        prompts = [tokenizer.encode(text, add_special_tokens=not asking.chat) for text in texts]
         limits = dict(max_new_tokens=asking.new_tokens, stop=() if asking.chat else STOPS)
         responses = icejax.generate(model, tokenizer, prompts, cache=policy, **limits)
-        for each, prompt, response in zip(some, prompts, responses, strict=True):
-            # Behind the prompt, or some tokenizers would drop the first space of an indented line.
-            before, text = (
+        for problem, prompt, response in zip(batch, prompts, responses, strict=True):
+            # Decoded with the prompt, because some tokenizers drop the first space of a text.
+            prompt_text, text = (
                 tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 for ids in (prompt, [*prompt, *response.token_ids])
             )
-            yield each, (last_block if asking.chat else cut)(text[len(before) :])
+            yield problem, (last_block if asking.chat else cut)(text[len(prompt_text) :])
 
 
 def cut(text: str) -> str:
-    """Returns a completion up to what ends the function."""
-    return text[: min((at for at in map(text.find, STOPS) if at >= 0), default=len(text))]
+    """Returns a completion up to the first of STOPS; "    return 1\\n\\ndef g" becomes "    return 1\\n"."""
+    return text[: min((position for position in map(text.find, STOPS) if position >= 0), default=len(text))]
 
 
 def last_block(answer: str) -> str:
-    """Returns the last block of code, as a completion: behind the prompt it defines the function anew."""
+    """Returns the last block of code as a completion: after the prompt it defines the function again."""
     blocks = BLOCK.findall(answer)
     return "\n" + blocks[-1] if blocks else ""
 
 
 def score(completions: Iterator[tuple[Problem, str]], file: Path, *, run_code: bool) -> dict[str, Any]:
-    """Writes completions, with how each program ended if they are run, and returns pass@1 with its 95% interval.
+    """Writes completions and, if they are run, the end of each program; returns pass@1 with its 95% Wilson interval.
 
     Raises:
         InputError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Tables in Markdown, of which pages of results are made."""
+"""Tables in Markdown, for the pages of results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NONE = "-"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yields the lines of a table, none without rows; a cell that is None shows a dash."""
+    """Yields the lines of a table, and no lines without rows; a cell that is None becomes a dash."""
     rows = [[NONE if cell is None else str(cell).replace("|", "\\|") for cell in row] for row in rows]
     if rows:
         yield f"| {' | '.join(heads)} |"

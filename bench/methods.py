@@ -1,4 +1,7 @@
-"""What a formation of pages, a score and a budget leave of one layer's attention: for `bench.pages` and `bench.sharing`."""
+"""One layer's attention by page formation, score and budget: for `bench.pages`, `bench.calibrate` and `bench.sharing`.
+
+Shapes: queries of one step [1, K, G, H]; pages are keys and values f32[1, K, P, p, H] and a mask of slots bool[1, K, P, p].
+"""
 
 from __future__ import annotations
 
@@ -20,38 +23,40 @@ from icejax.ops.pages.key_scatter import along
 from icejax.ops.pages.packing import pack
 from icejax.ops.pages.paged_attention import attend_paged, attend_whole
 from icejax.ops.pages.ranked_attention import rank_tokens
-from icejax.ops.pages.value_fit import FromKeys, fitted, sums_of, unfitted
+from icejax.ops.pages.value_fit import FromKeys, empty_fit, page_sums, update_fit
 from icejax.ops.topk import best
 
-STRETCH = 8192  # tokens; long texts are padded to whole ones
+STRETCH = 8192  # tokens; longer texts are padded to a multiple
 FORMATIONS = {
     "positional": None,
     "tree": dict(block=32),
     "greedy": dict(block=8192),
     "tree-1024-greedy": dict(block=1024),
     "tree-2048-greedy": dict(block=2048),  # the default
-    "stretches-tree-2048-greedy": dict(block=2048, stretch=STRETCH),  # each packed on its own
+    "stretches-tree-2048-greedy": dict(block=2048, stretch=STRETCH),  # each stretch is packed separately
 }
 
 
 def residents(budget: int) -> tuple[int, int]:
-    """Returns sinks and window of a budget, as `Clustered` has them; the window full."""
+    """Returns the numbers of sinks and of window slots of `Clustered` at a budget."""
     policy = icejax.Clustered(budget=budget)
-    return policy.window_of.sinks, policy.window_of.slots
+    return policy.window_layout.sinks, policy.window_layout.slots
 
 
 def form(
     layer: Captured, name: str, page_size: int, sinks: int, window: int, leader: Captured | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the paged middle: keys, values [1, K, P, p, H] and the mask of slots [1, K, P, p].
+    """Returns pages of the tokens between sinks and window: keys, values [1, K, P, p, H] and the mask of slots [1, K, P, p].
 
-    By the layer's own keys, or by those of a `leader`.
+    The tokens are packed by the layer's own keys, or by the keys of a `leader`. They are padded to a multiple of 1,024, or of
+    `STRETCH` beyond it: 8,192 tokens without 32 sinks and a window of 32 are 8,128, padded to 8,192 and packed into 512 pages
+    of 16.
     """
     heads, tokens, size = layer.k.shape
     middle = tokens - sinks - window
     padded = -(-middle // 1024) * 1024
     padded = padded if padded <= STRETCH else -(-padded // STRETCH) * STRETCH
-    k, v, by = (
+    k, v, packed_by = (
         jnp.pad(x[None, :, sinks : tokens - window], [(0, 0), (0, 0), (0, padded - middle), (0, 0)])
         for x in (layer.k, layer.v, (leader or layer).k)
     )
@@ -59,7 +64,7 @@ def form(
     if FORMATIONS[name] is None:
         order = jnp.broadcast_to(jnp.arange(padded)[None, None, :], (1, heads, padded))
     else:
-        order = _order(by, valid, page_size=page_size, **FORMATIONS[name])
+        order = _order(packed_by, valid, page_size=page_size, **FORMATIONS[name])
     shape = (1, heads, padded // page_size, page_size)
     k, v = (jnp.take_along_axis(x, order[..., None], axis=2).reshape(*shape, size) for x in (k, v))
     return k, v, jnp.take_along_axis(jnp.broadcast_to(valid[:, None], order.shape), order, axis=2).reshape(shape)
@@ -77,19 +82,22 @@ def _order(k, valid, *, page_size: int, block: int, stretch: int | None = None) 
 
 @dataclass(frozen=True)
 class Method:
-    """How pages are chosen and what becomes of the others.
+    """How pages are chosen, and how tokens that are not attended exactly count.
 
     Attributes:
-        score: `second-order` or a peer's.
-        walk: by the digest tree, as `Clustered` does; else by a flat scan.
-        candidates: pages fetched for each page of tokens attended exactly; None: by the rule of `Clustered`, which counts
-            one or two pages more.
-        fetched: pages fetched, whatever `candidates`; None: by that.
-        opened: nodes of the tree opened per level; None: as many as `Clustered` opens.
-        value_fit: whether the tail's values are fitted to keys.
-        keys_first: whether the keys of twice as many pages are fetched, and the values of their best tokens alone.
-        codes: bits of keys by which tokens of four times the pages are ranked before any is fetched, as `Coded` does.
-        singly: whether these are then fetched one by one, not the pages that hold most.
+        score: `second-order`, or the name of a peer's score.
+        tail: whether tokens that are not attended exactly count by their digests, or are dropped.
+        walk: whether pages are chosen by the digest tree, as in `Clustered`, or by a flat scan.
+        candidates: pages fetched per page of tokens attended exactly; None: the rule of `Clustered`, which fetches one or two
+            pages more.
+        fetched: number of pages fetched, instead of `candidates`; None: by `candidates`.
+        opened: nodes of the tree opened per level; None: as in `Clustered`.
+        value_fit: whether the tail's values are estimated from keys.
+        keys_first: whether the keys of twice as many pages are fetched, and then only the values of the best tokens.
+        codes: bits per channel of key codes that rank the tokens of four times as many pages before the fetch, as in `Coded`.
+        singly: with `codes`, whether single tokens are fetched then, or whole pages.
+        group: how the query heads of a KV head choose pages together (`icejax.ops.pages.tree_walk.PageGroup`).
+        digest_dtype, page_dtype: narrower dtypes of digests and pages; None: fp32.
     """
 
     score: str = "second-order"
@@ -128,7 +136,7 @@ METHODS = (
     replace(RERANKED, group="max"),
     replace(RERANKED, group="interleave"),
 )
-# min-max is Quest's, cuboid ArkVale's, exact-lse the oracle
+# scores of Quest (min-max), ArkVale (cuboid) and the oracle (exact-lse)
 PEERS = tuple(Method(score=name, tail=False, walk=False) for name in ("mean", "min-max", "cuboid", "exact-lse"))
 SETS = dict(all=METHODS + PEERS, default=DEFAULT, ours=METHODS, fewer=FEWER, coded=CODED)
 
@@ -147,38 +155,49 @@ def scores(q: jax.Array, k: jax.Array, mask: jax.Array, index: Digested, name: s
 
 @jax.jit(static_argnames="dtype")
 def index_of(pages, *, dtype: str | None = None) -> Digested:
-    """Returns the digest tree of the pages, with values from keys."""
-    shape, sums = pages[0].shape, sums_of(*pages)
-    none, scatter = unfitted(*shape[:2], shape[-1], pages[1].shape[-1]), sums.keys.sum(2)
-    return Digested(tree.build(digest(*pages, dtype)), scatter, fitted(none, jnp.zeros_like(scatter), sums))
+    """Returns the digest tree of the pages, with the matrix that estimates values from keys."""
+    shape, sums = pages[0].shape, page_sums(*pages)
+    none, scatter = empty_fit(*shape[:2], shape[-1], pages[1].shape[-1]), sums.keys.sum(2)
+    return Digested(tree.build(digest(*pages, dtype)), scatter, update_fit(none, jnp.zeros_like(scatter), sums))
 
 
 def from_keys_of(index: Digested) -> FromKeys | None:
-    """Returns values from keys, if there are any."""
+    """Returns the matrix that estimates values from keys; None without one."""
     return None if index.fit is None else FromKeys(index.fit.matrix)
 
 
 @jax.jit(static_argnames=("fetched", "method"))
 def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=None, path=None) -> tree_walk.WalkResult:
-    """Returns the pages to fetch and the tail of the rest, for one query [1, K, G, H]; `guess` and `path` as in a walk."""
+    """Returns the pages to fetch, and the tail of all others, for one query [1, K, G, H].
+
+    Args:
+        guess, path: as in `icejax.ops.pages.tree_walk.walk`.
+    """
     scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
     if method.walk:
         opened = tree.num_opened(fetched, least=method.opened or icejax.Clustered().opened)
         rules = tree_walk.WalkRules(opened=opened, selected=fetched, tail=method.tail, score=method.score, group=method.group)
-        about = dict(guess=guess, path=path, from_keys=from_keys)
-        return tree_walk.walk(q, index.levels, index.scatter, scoring=scoring, rules=rules, **about)
-    digests, shape = index.levels[0], index.levels[0].count.shape[2]
-    k, mask = (jnp.pad(x, [(0, 0), (0, 0), (0, shape - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2]))
-    found = scores(q, k, mask, index, method.score)
-    chosen, taken, _ = best(jax.nn.softmax(jnp.maximum(found, -1e30), -1).sum(2), fetched)
+        inputs = dict(guess=guess, path=path, from_keys=from_keys)
+        return tree_walk.walk(q, index.levels, index.scatter, scoring=scoring, rules=rules, **inputs)
+    digests, padded_pages = index.levels[0], index.levels[0].count.shape[2]
+    k, mask = (
+        jnp.pad(x, [(0, 0), (0, 0), (0, padded_pages - x.shape[2])] + [(0, 0)] * (x.ndim - 3)) for x in (pages[0], pages[2])
+    )
+    page_scores = scores(q, k, mask, index, method.score)
+    ids, chosen_mask, _ = best(jax.nn.softmax(jnp.maximum(page_scores, -1e30), -1).sum(2), fetched)
     tail_out, tail_lse = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
     if method.tail:
-        lies = along(q, index.scatter, scoring=scoring)
-        weighed = score(q, digests, lies, scoring=scoring)
-        weighed = weighed._replace(weight=jnp.where(taken[:, :, None], -jnp.inf, weighed.weight))
-        tail_out, tail_lse = tree_walk.tail_of([(weighed, digests)], lies, from_keys)
+        spans = along(q, index.scatter, scoring=scoring)
+        tail_scores = score(q, digests, spans, scoring=scoring)
+        tail_scores = tail_scores._replace(weight=jnp.where(chosen_mask[:, :, None], -jnp.inf, tail_scores.weight))
+        tail_out, tail_lse = tree_walk.tail_of([(tail_scores, digests)], spans, from_keys)
     return tree_walk.WalkResult(
-        chosen, jnp.take_along_axis(digests.count, chosen, axis=-1), tail_out, tail_lse, jnp.zeros_like(tail_lse), (chosen,)
+        ids,
+        jnp.take_along_axis(digests.count, ids, axis=-1),
+        tail_out,
+        tail_lse,
+        jnp.zeros_like(tail_lse),
+        (ids,),
     )
 
 
@@ -194,19 +213,19 @@ def look_again(
     wanted: int,
     whole: bool,
 ) -> RerankedTokens:
-    """Returns of the pages found the tokens or the pages to fetch, and the tail with the rest of these."""
+    """Ranks the tokens of the chosen pages by codes; returns the tokens or pages to fetch, and the tail with the others."""
 
-    def at(x: jax.Array) -> jax.Array:
+    def take(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
 
-    pages = replace(jax.tree.map(at, index.levels[0]), count=found.counts[0])
-    keys = key_codes.decode_keys(jax.tree.map(lambda x: at(x)[None], codes), page_size, bits)[0]
-    rest, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
-    return rerank_by_codes(q[0], keys, pages, rest, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
+    pages = replace(jax.tree.map(take, index.levels[0]), count=found.counts[0])
+    keys = key_codes.decode_keys(jax.tree.map(lambda x: take(x)[None], codes), page_size, bits)[0]
+    tail, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
+    return rerank_by_codes(q[0], keys, pages, tail, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
 
 
 def of_pages(found: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.WalkResult:
-    """Returns the pages that a second look has left of those found."""
+    """Returns the walk's result with only the pages that ranking by codes has kept."""
     ids = jnp.take_along_axis(found.page_ids, looked.best[None], axis=2)
     return replace(
         found, page_ids=ids, counts=looked.counts[None], tail_out=looked.tail.out[None], tail_lse=looked.tail.lse[None]
@@ -215,79 +234,85 @@ def of_pages(found: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.W
 
 @jax.jit(static_argnames="budget")
 def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.WalkResult, looked: RerankedTokens, *, budget: int):
-    """Returns `attention` of tokens."""
+    """Returns output and scores as `attention` does, where single tokens are fetched."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
 
-    def at(x: jax.Array) -> jax.Array:
+    def take(x: jax.Array) -> jax.Array:
         x = jnp.take_along_axis(x, found.page_ids[..., None, None], axis=2)[0].reshape(heads, -1, size)
         return jnp.take_along_axis(x, looked.best[..., None], axis=1)
 
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
-    keys, values = (at(x)[:, :, None] for x in pages[:2])
-    near, scoring = (*resident, jnp.ones(resident[0].shape[:2], bool)), Scoring(size**-0.5)
-    attended, _ = attend_whole(q[0], near, (keys, values, looked.counts[..., None] > 0), scoring=scoring)
+    keys, values = (take(x)[:, :, None] for x in pages[:2])
+    resident_slots, scoring = (*resident, jnp.ones(resident[0].shape[:2], bool)), Scoring(size**-0.5)
+    attended, _ = attend_whole(q[0], resident_slots, (keys, values, looked.counts[..., None] > 0), scoring=scoring)
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], keys)[..., 0] * size**-0.5
     return merge_by_lse(*attended, *looked.tail)[0], jnp.where(looked.counts[:, None] > 0, logits, -jnp.inf)
 
 
 @jax.jit(static_argnames="budget")
 def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.WalkResult, *, budget: int):
-    """Returns `attention` where the keys of the pages found come first."""
+    """Returns output and scores as `attention` does, where the keys of the chosen pages are fetched first."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
 
-    def at(x: jax.Array) -> jax.Array:
+    def take(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
 
     near, near_values = (jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all))
-    keys, values = (at(x) for x in pages[:2])
-    known = rank_tokens(
-        q[0], (near, jnp.ones(near.shape[:2], bool)), keys, replace(jax.tree.map(at, index.levels[0]), count=found.counts[0]),
+    keys, values = (take(x) for x in pages[:2])
+    ranked = rank_tokens(
+        q[0], (near, jnp.ones(near.shape[:2], bool)), keys, replace(jax.tree.map(take, index.levels[0]), count=found.counts[0]),
         Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index)),
         scoring=Scoring(size**-0.5), room=jnp.full(heads, budget - sinks - window), most=budget - sinks - window,
     )  # fmt: skip
     flat = values.reshape(heads, -1, size)
-    out = known.attended(near_values, jnp.take_along_axis(flat, known.best[..., None], axis=1)).out
+    out = ranked.attended(near_values, jnp.take_along_axis(flat, ranked.best[..., None], axis=1)).out
     logits = jnp.einsum("kgh,ksh->kgs", q[0], keys.reshape(heads, -1, size)) * size**-0.5
-    logits = jnp.take_along_axis(logits, known.best[:, None], axis=2)
-    return out, jnp.where(known.there[:, None], logits, -jnp.inf)
+    logits = jnp.take_along_axis(logits, ranked.best[:, None], axis=2)
+    return out, jnp.where(ranked.there[:, None], logits, -jnp.inf)
 
 
 @jax.jit(static_argnames=("budget", "tail"))
 def attention(q, k_all, v_all, pages, found: tree_walk.WalkResult, from_keys: FromKeys | None, *, budget: int, tail: bool):
-    """Returns the output per query head, and the scores of the page tokens attended exactly."""
+    """Returns the output [K, G, H], and the scores [K, G, tokens] of page tokens; -inf where not attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
-    taken = [
+    fetched_pages = [
         jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0] for x in pages
     ]
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
     room = jnp.full(heads, budget - sinks - window)
     attended, weights, _ = attend_paged(
-        q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(taken), (found.tail_out[0], found.tail_lse[0]),
+        q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(fetched_pages), (found.tail_out[0], found.tail_lse[0]),
         jax.tree.map(lambda x: x[0], from_keys), scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window,
         tail=tail,
     )  # fmt: skip
-    logits = jnp.einsum("kgh,kmsh->kgms", q[0], taken[0]) * size**-0.5
+    logits = jnp.einsum("kgh,kmsh->kgms", q[0], fetched_pages[0]) * size**-0.5
     return attended.out, jnp.where(weights[:, None] > 0, logits, -jnp.inf).reshape(*q.shape[1:3], -1)
 
 
 @jax.jit(static_argnames="budget")
 def exact(q, k, v, *, budget: int):
-    """Returns dense output, scores of the middle, log-sum-exp of all, and the output of each head's top tokens."""
+    """Returns exact attention of one query [K, G, H], and that of each head's top tokens.
+
+    Returns:
+        The dense output [K, G, H]; the scores [K, G, S], -inf for sinks and window; the lowest score [K, G, 1] among each
+        head's top tokens; the output of sinks, window and top tokens alone; and which heads are sharp, bool[K, G].
+    """
     sinks, window = residents(budget)
-    s = jnp.einsum("kgh,ksh->kgs", q, k) * q.shape[-1] ** -0.5
-    out = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(s, -1), v)
-    middle = jnp.arange(k.shape[1])[None, None, :]
-    inside = (middle >= sinks) & (middle < k.shape[1] - window)
-    outside = jnp.where(inside, s, -jnp.inf)
-    least = jax.lax.top_k(outside, budget - sinks - window)[0][..., -1:]
-    kept = jnp.where(inside & (s < least), -jnp.inf, s)
-    top = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(kept, -1), v)
-    sharp = jnp.exp(jax.nn.logsumexp(jax.lax.top_k(s, 64)[0], -1) - jax.nn.logsumexp(s, -1)) > 0.9
-    return out, outside, least, top, sharp
+    scores = jnp.einsum("kgh,ksh->kgs", q, k) * q.shape[-1] ** -0.5
+    out = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(scores, -1), v)
+    positions = jnp.arange(k.shape[1])[None, None, :]
+    in_middle = (positions >= sinks) & (positions < k.shape[1] - window)
+    middle_scores = jnp.where(in_middle, scores, -jnp.inf)
+    threshold = jax.lax.top_k(middle_scores, budget - sinks - window)[0][..., -1:]
+    kept_scores = jnp.where(in_middle & (scores < threshold), -jnp.inf, scores)
+    top_out = jnp.einsum("kgs,ksh->kgh", jax.nn.softmax(kept_scores, -1), v)
+    sharp = jnp.exp(jax.nn.logsumexp(jax.lax.top_k(scores, 64)[0], -1) - jax.nn.logsumexp(scores, -1)) > 0.9
+    return out, middle_scores, threshold, top_out, sharp
 
 
 def error(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """Returns the relative L2 error along the last axis; of (3, 4) for (3, 0) it is 4 / 3."""
     return jnp.linalg.norm(found - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)

@@ -1,4 +1,4 @@
-"""The models that policies are compared on: the bundled one, and a panel of others that `bench.needle.train` has trained."""
+"""The models that the benches measure: the bundled one, and the panel that `bench.needle.train` has trained."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ FOLDER = Path(__file__).parent / "needle" / "panel"
 
 
 def folders(first: Path | str = ASSETS, *, panel: bool = False) -> dict[str, Path | str]:
-    """Returns the folders of the models by name: the first one, and with `panel` the others."""
-    others = sorted(path.parent for path in FOLDER.glob("*/config.json")) if panel else []
-    return {"bundled" if first == ASSETS else str(first): first} | {path.name: path for path in others}
+    """Returns the folders of models by name: the first model, and with `panel` the models of the panel."""
+    panel_folders = sorted(path.parent for path in FOLDER.glob("*/config.json")) if panel else []
+    return {"bundled" if first == ASSETS else str(first): first} | {path.name: path for path in panel_folders}
 
 
 def models(
     first: Path | str = ASSETS, *, panel: bool = False, only: Collection[str] | None = None, dtype: str | None = None
 ) -> Iterator[tuple[str, CausalLM]]:
-    """Yields the models of `folders`, or only some of them, one after another, each loaded when it is its turn."""
+    """Yields the names and models of `folders`, or those in `only`; each model is loaded when it is its turn."""
     for name, folder in folders(first, panel=panel).items():
         if only is None or name in only:
             yield name, load(folder, dtype=dtype)
 
 
 def load(folder: Path | str, *, dtype: str | None = None) -> CausalLM:
-    """Returns the model of a folder; InputError for one whose tokens are no bytes, which all texts here are of."""
+    """Returns the model of a folder; InputError if its tokens are not bytes, because the texts of the benches are bytes."""
     model, tokenizer = icejax.load(folder, dtype=dtype)
     if not reads_bytes(tokenizer):
         raise InputError(f"{folder} must have a tokenizer of bytes, as the bundled model has and those of bench/needle/panel")
@@ -38,6 +38,6 @@ def load(folder: Path | str, *, dtype: str | None = None) -> CausalLM:
 
 
 def reads_bytes(tokenizer: Any) -> bool:
-    """Says whether the tokens of a text are its bytes."""
+    """Returns whether the tokens of a text are its bytes."""
     text = "Pass key tb: 94864.\n"
     return tokenizer.encode(text, add_special_tokens=False) == list(text.encode())

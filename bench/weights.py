@@ -1,15 +1,14 @@
-"""What rounded weights cost and lose: ``python -m bench.weights``.
+"""Speed, memory and quality of rounded weights: ``python -m bench.weights``.
 
-One JSON line for weights, batch and cache: tokens per second and seconds to the first token (medians; what is compiled is
-compiled before), bytes of weights and of the cache, perplexity per byte of held-out text, and pass keys found. Activations stay
-as they are: only weights have fewer bits. Perplexity is that of the weights with exact attention, and pass keys are asked for
-one by one, so both are the same for every batch. Both are of byte tokens: with another tokenizer they are left out, and
-`left_out` says why.
+The output is one JSON line per format of weights, batch and cache: tokens per second and seconds to the first token (medians,
+without compilation), bytes of weights and of the cache, perplexity per byte of held-out text, and pass keys found. Only weights
+are rounded, not activations. Perplexity is measured with exact attention, and pass keys are asked for one by one, so both are
+the same for every batch. Both need byte tokens: with another tokenizer they are left out, and `left_out` says why.
 
-`--humaneval FILE` adds pass@1 of HumanEval (`bench/humaneval.py`), the same for every batch. Completions are written; what a
-model wrote is run with `--run-code` alone, where `bench/sandbox.py` can keep it from the network and from files. `--shape`
-takes random weights of a published shape instead of a checkpoint: `code_bytes` is what they take on a GPU or TPU, where codes
-of four bits take half a byte and not one.
+`--humaneval FILE` adds pass@1 of HumanEval (`bench/humaneval.py`), the same for every batch. Completions are always written to
+a file. They are run only with `--run-code`, inside `bench/sandbox.py`, which closes the network and files. `--shape` takes
+random weights of a published shape instead of a checkpoint; `code_bytes` is their size on a GPU or TPU, where a four-bit code
+takes half a byte and not one.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ from icejax.checks.errors import InputError
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
-PLAIN = "plain"  # as --dtype says
+PLAIN = "plain"  # weights in the dtype of --dtype
 CACHES = {"full": icejax.Full()} | {f"clustered-{n}": icejax.Clustered(budget=n) for n in (64, 256)}
-TASK, LENGTH = "single", 1024  # pass keys; bytes of a piece of text
+TASK, LENGTH = "single", 1024  # task of the pass keys; bytes of a piece of text
 
 
 def timed(model: CausalLM, policy: icejax.CachePolicy, *, batch: int, prompt: int, steps: int, repeats: int) -> dict[str, Any]:
     """Returns seconds and sizes of a batch of prompts of random tokens."""
     sizes = dict(context=prompt, batch=batch, steps=steps, filled=False)
-    subject, first = Icejax(model, policy, **sizes), []
-    subject.step()  # what is compiled from here on is compiled already
+    subject, ttfts = Icejax(model, policy, **sizes), []
+    subject.step()  # compiles all programs
     subject.rest()
     for _ in range(repeats):
-        subject = None  # or two caches would be there
+        subject = None  # frees the cache, or two would be in memory
         subject = Icejax(model, policy, **sizes)
-        first.append(subject.ttft_s)
+        ttfts.append(subject.ttft_s)
     for _ in range(subject.warm_up):
         subject.step()
     seconds = []
@@ -66,12 +65,12 @@ def timed(model: CausalLM, policy: icejax.CachePolicy, *, batch: int, prompt: in
         subject.step()
         seconds.append(time.perf_counter() - started)
     tpot, row = float(np.median(seconds)), subject.row()
-    kept = {name: row[name] for name in ("weight_bytes", "device_kv_bytes", "digest_bytes", "host_kv_bytes")}
-    return dict(tokens_per_s=round(batch / tpot, 2), tpot_s=round(tpot, 6), ttft_s=float(np.median(first))) | kept
+    sizes_in_bytes = {name: row[name] for name in ("weight_bytes", "device_kv_bytes", "digest_bytes", "host_kv_bytes")}
+    return dict(tokens_per_s=round(batch / tpot, 2), tpot_s=round(tpot, 6), ttft_s=float(np.median(ttfts))) | sizes_in_bytes
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a row per weights, batch and cache; InputError for options that are not sound."""
+    """Yields a row per weights, batch and cache; InputError for invalid options."""
     weights, shape = listed("--weights", arguments.weights, (PLAIN, *METHODS)), arguments.shape
     caches, batches = listed("--caches", arguments.caches, CACHES), numbers("--batches", arguments.batches)
     (prompt,) = numbers("--prompt-tokens", str(arguments.prompt_tokens), least=SHORTEST if shape is None else 1)
@@ -81,31 +80,31 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     problems = _problems(arguments)
     asking = humaneval.Asking(chat=arguments.chat, new_tokens=counts["new-tokens"], batch=max(batches))
-    texts = [piece for _, some in language.pieces(LENGTH, counts["pieces"]) for piece in some]
+    texts = [piece for _, kind_pieces in language.pieces(LENGTH, counts["pieces"]) for piece in kind_pieces]
     model = None
-    called = shape or ("bundled" if arguments.model == ASSETS else Path(arguments.model).resolve().name)
+    model_name = shape or ("bundled" if arguments.model == ASSETS else Path(arguments.model).resolve().name)
     for name in weights:
-        del model  # or two would be there
+        del model  # or two models would be in memory
         model, tokenizer = _load(arguments, name)
         left_out = _left_out(tokenizer)
-        what = dict(model=called, weights=model.dtype if name == PLAIN else name, prompt_tokens=prompt, left_out=left_out)
-        what |= dict(perplexity=None if left_out else round(float(2 ** language.bits(model, texts).mean()), 4))
+        labels = dict(model=model_name, weights=model.dtype if name == PLAIN else name, prompt_tokens=prompt, left_out=left_out)
+        labels |= dict(perplexity=None if left_out else round(float(2 ** language.bits(model, texts).mean()), 4))
         if shape is not None:
-            stored = abstract_model(shape, dtype=model.dtype, rounding=METHODS.get(name))
-            what |= dict(shape=shape, code_bytes=nbytes(nnx.state(stored)))
+            abstract = abstract_model(shape, dtype=model.dtype, rounding=METHODS.get(name))
+            labels |= dict(shape=shape, code_bytes=nbytes(nnx.state(abstract)))
         for cache, policy in ((cache, CACHES[cache]) for cache in caches):
-            found = dict(needle=None if left_out else _keys_found(model, policy, prompt, counts["questions"]))
+            quality = dict(needle=None if left_out else _keys_found(model, policy, prompt, counts["questions"]))
             if problems:
-                file = Path(arguments.completions) / f"{called}-{what['weights']}-{cache}.jsonl"
+                file = Path(arguments.completions) / f"{model_name}-{labels['weights']}-{cache}.jsonl"
                 completed = humaneval.complete(model, tokenizer, problems, policy, asking)
-                found |= dict(humaneval=humaneval.score(completed, file, run_code=arguments.run_code))
+                quality |= dict(humaneval=humaneval.score(completed, file, run_code=arguments.run_code))
             for batch in batches:
                 sizes = dict(batch=batch, prompt=prompt, steps=counts["steps"], repeats=counts["repeats"])
-                yield what | dict(cache=cache, batch=batch) | timed(model, policy, **sizes) | found | versions(model)
+                yield labels | dict(cache=cache, batch=batch) | timed(model, policy, **sizes) | quality | versions(model)
 
 
 def _problems(arguments: argparse.Namespace) -> list[humaneval.Problem]:
-    """Returns what HumanEval asks, nothing without the option; InputError if it cannot be asked, or not run as it should be."""
+    """Returns the problems of `--humaneval`, none without it; InputError if they cannot be asked or safely run."""
     if arguments.humaneval is None:
         if arguments.run_code:
             raise InputError("--run-code runs what a model writes for --humaneval: give its file too")
@@ -119,15 +118,15 @@ def _problems(arguments: argparse.Namespace) -> list[humaneval.Problem]:
 
 
 def _load(arguments: argparse.Namespace, name: str) -> tuple[CausalLM, Any]:
-    """Returns a model whose matrices stand as said, and its tokenizer, which random weights have none of."""
+    """Returns a model with its matrices in the format `name`, and its tokenizer; None for random weights."""
     if arguments.shape is None:
         return icejax.load(arguments.model, dtype=arguments.dtype, quantize=None if name == PLAIN else name)
-    dtype = arguments.dtype or ("float32" if devices.platform() == "cpu" else "bfloat16")  # as a checkpoint would be loaded
+    dtype = arguments.dtype or ("float32" if devices.platform() == "cpu" else "bfloat16")  # the dtypes of a loaded checkpoint
     return shapes.drawn(abstract_model(arguments.shape, dtype=dtype, rounding=METHODS.get(name))), None
 
 
 def _left_out(tokenizer: Any) -> str | None:
-    """Says why there is neither perplexity nor a pass key; None: there are both."""
+    """Returns why perplexity and pass keys are left out; None if they are measured."""
     if tokenizer is None:
         return "weights are random"
     return None if reads_bytes(tokenizer) else "perplexity and pass keys are of byte tokens, this tokenizer has others"
@@ -139,35 +138,35 @@ def _keys_found(model: CausalLM, policy: icejax.CachePolicy, length: int, questi
 
 
 def versions(model: CausalLM) -> dict[str, str]:
-    """Returns on what a row was measured."""
-    named = dict(device=devices.device_name(), dtype=model.dtype, icejax=icejax.__version__, jax=jax.__version__)
-    return named | dict(python=sys.version.split()[0])
+    """Returns the device, dtype and versions of a row."""
+    package_versions = dict(device=devices.device_name(), dtype=model.dtype, icejax=icejax.__version__, jax=jax.__version__)
+    return package_versions | dict(python=sys.version.split()[0])
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
+def _table(printed: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
-    counted = ("batch", "tokens/s", "first token, s", "MiB weights", "MiB KV", "perplexity", "keys found", "pass@1")
-    for name in ("weights", "cache", *counted):
-        table.add_column(name, justify="right" if name in counted else "left")
-    for row in found:
-        kept = sum(row[name] for name in ("device_kv_bytes", "digest_bytes", "host_kv_bytes"))
-        sizes = (f"{row['weight_bytes'] / 2**20:.1f}", f"{kept / 2**20:.1f}")
+    numeric = ("batch", "tokens/s", "first token, s", "MiB weights", "MiB KV", "perplexity", "keys found", "pass@1")
+    for name in ("weights", "cache", *numeric):
+        table.add_column(name, justify="right" if name in numeric else "left")
+    for row in printed:
+        cache_bytes = sum(row[name] for name in ("device_kv_bytes", "digest_bytes", "host_kv_bytes"))
+        sizes = (f"{row['weight_bytes'] / 2**20:.1f}", f"{cache_bytes / 2**20:.1f}")
         speed = (f"{row['tokens_per_s']:.1f}", f"{row['ttft_s']:.3f}")
-        lost = ("", "") if row["left_out"] else (f"{row['perplexity']:.3f}", f"{row['needle']['exact']:.2f}")
+        quality = ("", "") if row["left_out"] else (f"{row['perplexity']:.3f}", f"{row['needle']['exact']:.2f}")
         code = row.get("humaneval")
         passed = "" if code is None else f"{code['pass_at_1']:.3f}" if code["ran"] else "not run"
-        table.add_row(row["weights"], row["cache"], str(row["batch"]), *speed, *sizes, *lost, passed)
+        table.add_row(row["weights"], row["cache"], str(row["batch"]), *speed, *sizes, *quality, passed)
     return table
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.weights", description=__doc__.splitlines()[0])
-    every = ",".join((PLAIN, *METHODS))
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
-    which.add_argument("--shape", choices=tuple(shapes.SHAPES), help="random weights of a published shape")
+    formats = ",".join((PLAIN, *METHODS))
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", default=ASSETS, help="checkpoint folder (default: the bundled one)")
+    source.add_argument("--shape", choices=tuple(shapes.SHAPES), help="random weights of a published shape")
     parser.add_argument("--dtype", help="as icejax.generate has it")
-    parser.add_argument("--weights", default=every, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--weights", default=formats, help="comma-separated (default: %(default)s)")
     parser.add_argument("--caches", default=",".join(CACHES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--batches", default="1,2,4,8,16", help="comma-separated (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=2048, metavar="N", help="default: %(default)s")
@@ -182,15 +181,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--completions", default="humaneval", metavar="DIR", help="where they are written (default: %(default)s)"
     )
-    arguments, found = parser.parse_args(argv), []
+    arguments, printed = parser.parse_args(argv), []
     devices.raise_pinned_limit()
     try:
         for row in rows(arguments):
             print(json.dumps(row), flush=True)
-            found.append(row)
+            printed.append(row)
     except icejax.InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    Console(stderr=True, width=140).print(_table(found))
+    Console(stderr=True, width=140).print(_table(printed))
     return 0
 
 

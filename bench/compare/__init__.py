@@ -1,1 +1,1 @@
-"""Cache policies beside one another: same model, same texts, same budget, same code around them."""
+"""Compares cache policies on the same models, texts and budgets, in the same code."""

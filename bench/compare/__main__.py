@@ -1,16 +1,17 @@
-"""Cache policies beside one another: ``python -m bench.compare [--quick] [--panel] [--out DIR]``.
+"""Answers and errors of cache policies, compared: ``python -m bench.compare [--quick] [--panel] [--out DIR]``.
 
-Every text is prefilled once per model, and its queries, keys and values are given to every policy. Two protocols: **dense**,
-the question stands inside the exact prefill, and the answer's first token comes from it; **sparse**, the question goes through
-the cache token by token. A line per text and policy is added to DIR/lines.jsonl, and a run that was stopped goes on there. The
-rows of the tables are in DIR/compare.jsonl, the tables in DIR/compare-tables.md, the plots in DIR/compare.png. A row of as many
-questions or more is not run again, even where its lines are gone; of one of fewer whose lines are gone all texts are read anew.
-That a policy has changed since is not seen: take its rows and lines out first.
-Tables with intervals go to stderr.
+Every text is prefilled once per model, and every policy gets its queries, keys and values. There are two protocols: with a
+**dense** question, the question stands inside the exact prefill, and the answer's first token comes from that prefill; a
+**sparse** question goes through the cache token by token.
 
-A budget counts the tokens that a KV head of a layer attends to exactly in a step, sinks and window included; a share, as 10%,
-is one of the text. `attended` is what a query head did attend to, mean and 95th percentile over steps and layers; `distinct`
-what any of a KV head's query heads did. Means are over texts, each of which counts alike; `attended_95` is one too.
+A line per text and policy is added to DIR/lines.jsonl; a stopped run continues there. The rows of the tables are in
+DIR/compare.jsonl, the tables in DIR/compare-tables.md, the plots in DIR/compare.png. Tables with intervals go to stderr. A row
+with at least as many questions as asked for now is not run again, even if its lines are gone. If a row has fewer questions and
+its lines are gone, all its texts are read again. A change of a policy's code is not detected: remove its rows and lines first.
+
+A budget is the number of tokens that a KV head of a layer attends to exactly in a step, sinks and window included; a share such
+as 10% is a share of the text. `attended` is the number that a query head attended to, mean and 95th percentile over steps and
+layers; `distinct` the number that any query head of a KV head attended to. Rows are means over texts, `attended_95` too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from icejax.runtime import devices
 from icejax.runtime.compile_cache import keep_programs
 from icejax.runtime.host_reads.choose import try_ahead
 
-LONG = 32768  # tokens from which half as many questions are asked
+LONG = 32768  # tokens; from this length on half as many questions are asked
 QUICK = dict(budgets="64,256", lengths="2048", tasks="multikey-16", questions=16)
 
 
@@ -78,58 +79,60 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.questions < 2:
             raise InputError(f"--questions must be at least 2, got {arguments.questions}")
         times = None if arguments.times is None else rows.read(arguments.times)
-        each = [Cell(n, form, arguments.questions // (1 + (n >= LONG))) for n in lengths for form in tasks]
-        some: dict[int, list[Contender]] = {}
+        all_cells = [Cell(n, form, arguments.questions // (1 + (n >= LONG))) for n in lengths for form in tasks]
+        contenders_by_length: dict[int, list[Contender]] = {}
         refused: list[str] = []
         for n in lengths:
-            some[n], left_out = cells.contenders(policies, budgets, n)
+            contenders_by_length[n], left_out = cells.contenders(policies, budgets, n)
             refused += left_out
-        if not any(some.values()):
+        if not any(contenders_by_length.values()):
             raise InputError(f"--budgets must hold one that a policy can have: {refused[0]}")
         for line in refused:
             print(f"bench.compare: {line}", file=sys.stderr)
-        written, path = arguments.out / "compare.jsonl", arguments.out / "lines.jsonl"
-        before = rows.read(written) if written.exists() else {}
+        rows_path, lines_path = arguments.out / "compare.jsonl", arguments.out / "lines.jsonl"
+        old_rows = rows.read(rows_path) if rows_path.exists() else {}
         if not arguments.dry_run:
             make_folder(arguments.out)
     except InputError as error:
         print(f"bench.compare: error: {error}", file=sys.stderr)
         return 2
-    asked = {(cell.length, cell.task): cell.questions for cell in each}
-    done = {key for key, row in before.items() if row["questions"] >= asked.get((row["length"], row["task"]), math.inf)}
-    units = {
+    num_questions = {(cell.length, cell.task): cell.questions for cell in all_cells}
+    finished = {
+        key for key, row in old_rows.items() if row["questions"] >= num_questions.get((row["length"], row["task"]), math.inf)
+    }
+    num_readings = {
         cell: sum(
-            (name, one.name, one.asked, cell.length, cell.task, protocol) not in done
-            for name, one, protocol in itertools.product(models, some[cell.length], protocols)
+            (name, contender.name, contender.asked, cell.length, cell.task, protocol) not in finished
+            for name, contender, protocol in itertools.product(models, contenders_by_length[cell.length], protocols)
         )
-        for cell in each
+        for cell in all_cells
     }
     console = Console(stderr=True, width=180)
     if arguments.dry_run:
-        count = sum(cell.texts * number for cell, number in units.items())
-        hours = sum(seconds(cell, protocols) * number for cell, number in units.items() if number) / 3600
+        count = sum(cell.texts * number for cell, number in num_readings.items())
+        hours = sum(seconds(cell, protocols) * number for cell, number in num_readings.items() if number) / 3600
         console.print(f"{count} readings of a text by a policy, about {hours:.1f} hours on this machine when it is quiet")
         return 0
     keep_programs(None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("", total=sum(cell.texts * number for cell, number in units.items()))
+        bar = bars.add_task("", total=sum(cell.texts * number for cell, number in num_readings.items()))
         for name, model in panel.models(panel=arguments.panel, only=models, dtype="float32"):
-            for what in run(name, model, each, some, protocols, path, before, done):
-                bars.update(bar, advance=1, description=what)
-    found = list(rows.merged(before, rows.summed(cells.lines(path).values())).values())
+            for description in run(name, model, all_cells, contenders_by_length, protocols, lines_path, old_rows, finished):
+                bars.update(bar, advance=1, description=description)
+    all_rows = list(rows.merged(old_rows, rows.summed(cells.lines(lines_path).values())).values())
     if times is not None:
-        found = rows.timed(found, times)
-    rows.write(written, rows.lines_of(found))
-    rows.write(arguments.out / "compare-tables.md", page.rendered(found))
-    for table in rows.tables(found):
+        all_rows = rows.timed(all_rows, times)
+    rows.write(rows_path, rows.lines_of(all_rows))
+    rows.write(arguments.out / "compare-tables.md", page.rendered(all_rows))
+    for table in rows.tables(all_rows):
         console.print(table)
-    picture.draw(found, arguments.out / "compare.png")
+    picture.draw(all_rows, arguments.out / "compare.png")
     return 0
 
 
 def seconds(cell: Cell, protocols: list[Protocol]) -> float:
-    """Returns how long a policy takes in a cell per protocol, its share of exact attention left out, once it is compiled."""
+    """Returns a compiled policy's seconds for all texts of a cell, per protocol, without the exact attention of the texts."""
     _, model = next(panel.models(dtype="float32"))
     subject = Subject(model, Clustered(), prompt_tokens=cell.length + ROOM, new_tokens=ROOM)
     text = cell.read(model, 0)

@@ -1,4 +1,4 @@
-"""The plots of a comparison."""
+"""The plots of `bench.compare`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from bench.compare.rows import FIRST
 
 OURS = ("coded", "clustered", "tolerant")  # drawn thick, above all others
-NO_ERROR = 1e-4  # an error below which there is none
+NO_ERROR = 1e-4  # smaller errors are not drawn
 COLUMNS = (
     ("tokens", "exact", "budget, tokens", "answers that are right"),
     ("device_bytes", "exact", "bytes of the cache on the device", "answers that are right"),
@@ -21,35 +21,35 @@ TIME = ("length", "tpot_s", "tokens of the text", "seconds per token")
 
 
 def alike(found: list[dict]) -> list[dict]:
-    """Returns the rows of one model and length, of all tasks and protocols that most policies have with most budgets there.
+    """Returns rows that can be compared in one plot: one model and length, and only policies with rows in all its cells.
 
-    Of the policies that have all of these. The model and length are those of most such rows; of as many, the longest text.
-    Where the full cache answers less than half, nothing is told of other caches.
+    A cell is a model, length, task and protocol. Cells where the full cache answers less than half are left out, and cells with
+    fewer rows than the largest cell. The model and length are those with most remaining cells; of equals, the longest text.
     """
     policies, counts, answered = defaultdict(set), Counter(), {}
-    where = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
+    cell_of = lambda row: tuple(row[name] for name in ("model", "length", "task", "protocol"))  # noqa: E731
     for row in found:
-        policies[where(row)].add(row["policy"])
+        policies[cell_of(row)].add(row["policy"])
         if ":" not in row["policy"]:
-            counts[where(row)] += 1
+            counts[cell_of(row)] += 1
         if row["policy"] == "full":
-            answered[where(row)] = row["exact"]
-    can = [cell for cell in policies if answered.get(cell, 1.0) >= 0.5]
-    most = max((counts[cell] for cell in can), default=0)
-    whole = [cell for cell in can if counts[cell] == most]
-    places = Counter(cell[:2] for cell in whole)
-    place = max(places, key=lambda place: (places[place], place[1]), default=None)
-    cells = {cell for cell in whole if cell[:2] == place}
-    everywhere = set.intersection(*(policies[cell] for cell in cells)) if cells else set()
-    return [row for row in found if where(row) in cells and row["policy"] in everywhere]
+            answered[cell_of(row)] = row["exact"]
+    answerable = [cell for cell in policies if answered.get(cell, 1.0) >= 0.5]
+    largest = max((counts[cell] for cell in answerable), default=0)
+    full_cells = [cell for cell in answerable if counts[cell] == largest]
+    cells_by_place = Counter(cell[:2] for cell in full_cells)
+    place = max(cells_by_place, key=lambda place: (cells_by_place[place], place[1]), default=None)
+    cells = {cell for cell in full_cells if cell[:2] == place}
+    in_all_cells = set.intersection(*(policies[cell] for cell in cells)) if cells else set()
+    return [row for row in found if cell_of(row) in cells and row["policy"] in in_all_cells]
 
 
 def draw(found: list[dict], path: Path) -> None:
     """Draws answers against budget, device bytes and bytes moved, error against budget, and time per token against context.
 
-    Of the rows that are `alike`, times of all lengths of their model. A point is the mean over tasks and protocols; a policy
-    without a budget stands at what it attends to. Every policy has its own colour and marker, so that it is told apart in grey
-    too. Names stand in the order of their answers, the exact cache and the oracles first.
+    The plots show the rows of `alike`, the times all lengths of the same model. A point is the mean over tasks and protocols; a
+    policy without a budget is drawn at the number of tokens that it attends to. Every policy has its own colour and marker, so
+    it can be recognised in grey too. The legend lists the exact cache and the oracles first, then policies by their answers.
     """
     import matplotlib
 
@@ -62,25 +62,25 @@ def draw(found: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(18, 10), layout="constrained")
     names = sorted({row["policy"] for row in rows}, key=lambda name: _order([row for row in rows if row["policy"] == name]))
     colours, markers = plt.get_cmap("turbo")(np.linspace(0.02, 0.95, len(names))), "osv^<>DPX*hd"
-    for (of, x, y, xlabel, ylabel), each in zip(panels, axes.flat, strict=False):
+    for (panel_rows, x, y, xlabel, ylabel), panel in zip(panels, axes.flat, strict=False):
         for i, name in enumerate(names):
-            pairs = _points([row for row in of if row["policy"] == name], x, y)
+            pairs = _points([row for row in panel_rows if row["policy"] == name], x, y)
             if pairs:
-                ours = dict(linewidth=3.5, color="black", zorder=3) if name in OURS else dict(linewidth=1.2, color=colours[i])
+                style = dict(linewidth=3.5, color="black", zorder=3) if name in OURS else dict(linewidth=1.2, color=colours[i])
                 dashes = ("-", "--", ":")[i // len(markers) % 3]
-                each.plot(
+                panel.plot(
                     *zip(*pairs, strict=True),
                     label=name,
                     marker=markers[i % len(markers)],
                     markersize=7,
                     linestyle=dashes,
-                    **ours,
+                    **style,
                 )
-        each.set(xlabel=xlabel, ylabel=ylabel, yscale="linear" if y == "exact" else "log")
-        each.set_xscale("symlog", linthresh=1e4) if x == "moved_bytes" else each.set_xscale("log", base=2)
-        each.grid(alpha=0.3)
-    for each in axes.flat[len(panels) :]:
-        each.axis("off")
+        panel.set(xlabel=xlabel, ylabel=ylabel, yscale="linear" if y == "exact" else "log")
+        panel.set_xscale("symlog", linthresh=1e4) if x == "moved_bytes" else panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.3)
+    for panel in axes.flat[len(panels) :]:
+        panel.axis("off")
     if rows:
         tasks = ", ".join(sorted({row["task"] for row in rows}))
         figure.suptitle(f"{rows[0]['model']}, {rows[0]['length']:,} tokens: means of {tasks} and of both forms of question")
@@ -93,15 +93,15 @@ def draw(found: list[dict], path: Path) -> None:
 
 
 def _order(rows: list[dict]) -> tuple:
-    """Returns by what a policy stands among others, given its rows."""
+    """Returns the sort key of a policy in the legend, from its rows."""
     return rows[0]["policy"] not in FIRST, -np.mean([row["exact"] for row in rows]), np.mean([row["error"] for row in rows])
 
 
 def _points(rows: list[dict], x: str, y: str) -> list[list[float]]:
-    """Returns what a policy's rows are in the mean, for each budget or length."""
+    """Returns the mean point of a policy's rows for each budget or length."""
     points = defaultdict(list)
     for row in rows:
         if row[y] is not None and (y != "error" or row[y] > NO_ERROR):
-            at = row["length"] if x == "length" else row["budget"]
-            points[at].append((row[x] or row["attended"] if x == "tokens" else row[x], row[y]))
-    return sorted(np.mean(of, axis=0).tolist() for of in points.values())
+            key = row["length"] if x == "length" else row["budget"]
+            points[key].append((row[x] or row["attended"] if x == "tokens" else row[x], row[y]))
+    return sorted(np.mean(values, axis=0).tolist() for values in points.values())

@@ -1,4 +1,4 @@
-"""Texts that have attended exactly once, of which every policy then keeps what it will."""
+"""Texts whose exact attention is computed once, so that every policy of `bench.compare` can build its cache from it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
 from icejax.engine.layers import run_exact, run_layers
 from icejax.engine.plan import Plan
-from icejax.engine.prefill import kept
+from icejax.engine.prefill import prefill_outcome
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import by_head, joined
+from icejax.ops.slots import by_head, merge_heads
 
-SHORT = 64  # tokens behind a text, at most: a question and its answer
+SHORT = 64  # most tokens after a text: a question and its answer
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text in a model of full-attention layers, and a few tokens behind it.
+    """One text in a model of full-attention layers, and a few tokens after it.
 
     Attributes:
-        tokens: all of them.
-        base: how many are the text's own; those behind it are filled up to SHORT.
-        layers: of every layer the queries, keys and values of the text, and what they attended to; padded on the right.
-        behind: the same of the tokens behind it.
+        tokens: the tokens of the text and the tokens after it.
+        base: number of the text's own tokens; the tokens after it are padded to SHORT.
+        layers: per layer the text's queries, keys and values, and its attention output; padded on the right.
+        behind: the same of the tokens after the text.
         last: the last layer's output for the newest tokens, f32[1, T, D].
-        next: the token that the model chooses next.
-        seconds: that its attention took, that of the tokens behind it too.
+        next: the model's greedy next token.
+        seconds: time of the exact attention over the text and the tokens after it.
     """
 
     model: CausalLM
@@ -52,7 +52,7 @@ class Text:
 
     @classmethod
     def read(cls, model: CausalLM, tokens: Sequence[int]) -> Text:
-        """Runs a text."""
+        """Computes exact attention over a text."""
         started, count = time.perf_counter(), len(tokens)
         padded = np.zeros((1, bucket(count + SHORT)), np.int32)
         padded[0, :count] = tokens
@@ -60,29 +60,29 @@ class Text:
         run = lambda layer, x, _: (*_exact(layer, x, lengths), None)  # noqa: E731
         outputs, layers = zip(*run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
         none = jax.tree.map(lambda x: jnp.zeros((1, SHORT, *x.shape[2:]), x.dtype), layers)
-        chosen = int(_next(model, outputs[-1], lengths))
-        return cls(model, list(tokens), count, layers, none, outputs[-1], chosen, time.perf_counter() - started)
+        next_token = int(_next(model, outputs[-1], lengths))
+        return cls(model, list(tokens), count, layers, none, outputs[-1], next_token, time.perf_counter() - started)
 
     def then(self, tokens: Sequence[int]) -> Text:
-        """Returns the text itself with a few tokens behind it."""
+        """Returns the text with these tokens after it, at most SHORT; they replace earlier ones."""
         started = time.perf_counter()
         padded = np.zeros((1, SHORT), np.int32)
         padded[0, : len(tokens)] = tokens
-        seen, new = (jnp.asarray([n], jnp.int32) for n in (self.base, len(tokens)))
-        run = lambda layer, x, at: (*_behind(layer, x, self.layers[at.number][0], seen, new), None)  # noqa: E731
+        text_length, new_length = (jnp.asarray([n], jnp.int32) for n in (self.base, len(tokens)))
+        run = lambda layer, x, place: (*_behind(layer, x, self.layers[place.number][0], text_length, new_length), None)  # noqa: E731
         outputs, behind = zip(*run_layers(self.model, self.model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
-        chosen = int(_next(self.model, outputs[-1], new))
+        next_token = int(_next(self.model, outputs[-1], new_length))
         seconds = self.seconds + time.perf_counter() - started
-        every = [*self.tokens[: self.base], *tokens]
-        return replace(self, tokens=every, behind=behind, last=outputs[-1], next=chosen, seconds=seconds)
+        all_tokens = [*self.tokens[: self.base], *tokens]
+        return replace(self, tokens=all_tokens, behind=behind, last=outputs[-1], next=next_token, seconds=seconds)
 
     def under(self, plan: Plan) -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
-        """Yields what every layer keeps of the text under a plan, as `keep_layers` takes it."""
+        """Yields the cache state and the pages of every layer of a plan, as `keep_layers` takes them."""
         base, new = (jnp.asarray([n], jnp.int32) for n in (self.base, len(self.tokens)))
         shared = None
         layers = zip(self.model.model.layers, self.layers, self.behind, plan.policies, strict=True)
-        for i, (layer, own, behind, policy) in enumerate(layers):
-            outcome = _kept(layer, own, behind, base, new, shared, policy=policy, spec=plan.spec_of(i))
+        for i, (layer, text_layer, behind, policy) in enumerate(layers):
+            outcome = _kept(layer, text_layer, behind, base, new, shared, policy=policy, spec=plan.spec_of(i))
             shared = outcome.shared or shared
             yield self.last, (outcome.state, outcome.pages)
 
@@ -93,13 +93,13 @@ def _exact(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
 
 
 @jax.jit
-def _behind(layer: DecoderLayer, x: jax.Array, heads, seen: jax.Array, new: jax.Array):
-    positions = seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    own = Heads(*layer.enter(x, positions, seen + new)[:3], new, layer.scoring)
-    there = (jnp.arange(heads[1].shape[1])[None, :] < seen[:, None])[:, :, None, None]
-    state = TokenState(*(joined(by_head(jnp.where(there, y, 0))) for y in heads[1:]))
-    attended = Full().extend(state, own, View(Lengths.of(seen))).attended
-    return layer.leave(x, attended)[0], ((own.q, own.k, own.v), attended)
+def _behind(layer: DecoderLayer, x: jax.Array, heads, text_length: jax.Array, new_length: jax.Array):
+    positions = text_length[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    token_heads = Heads(*layer.enter(x, positions, text_length + new_length)[:3], new_length, layer.scoring)
+    text_mask = (jnp.arange(heads[1].shape[1])[None, :] < text_length[:, None])[:, :, None, None]
+    state = TokenState(*(merge_heads(by_head(jnp.where(text_mask, y, 0))) for y in heads[1:]))
+    attended = Full().extend(state, token_heads, View(Lengths.of(text_length))).attended
+    return layer.leave(x, attended)[0], ((token_heads.q, token_heads.k, token_heads.v), attended)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
@@ -108,7 +108,7 @@ def _kept(layer: DecoderLayer, text, behind, base: jax.Array, new: jax.Array, sh
         return jax.lax.dynamic_update_slice(old, y.astype(old.dtype), (0, base[0], *(0,) * (old.ndim - 2)))
 
     heads, attended = jax.tree.map(put, text, behind)
-    return kept(layer, Heads(*heads, new, layer.scoring), attended, shared, policy=policy, spec=spec)
+    return prefill_outcome(layer, Heads(*heads, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
 
 @jax.jit

@@ -1,8 +1,8 @@
-"""Options that follow from the budget: of adaptive methods so that what a query head attends to is the budget in the mean.
+"""Options that `bench.compare` derives from a budget, so that adaptive methods attend to the budget on average.
 
-What top-p, MagicPIG and vAttention attend to differs from head to head and from step to step. One option of each is searched
-for on a text of a task that stands in no table by default, with the question in the prefill and through the cache. What a
-method's own code takes from the length of a text, which a policy is not told, is given by its rule.
+The number of tokens that top-p, MagicPIG and vAttention attend to differs from head to head and from step to step. One option
+of each is searched for on a text of a task that is in no table by default, with a dense and a sparse question. RocketKV's code
+derives an option from the length of the text, which a policy does not know; `BY_LENGTH` has that rule.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 TASK = "multikey-8"
-CLOSE = 0.02  # of the budget
+CLOSE = 0.02  # share of the budget; the search ends within half of it
 ROUNDS = 10
 
 
 @dataclass(frozen=True)
 class Knob:
-    """What is searched for.
+    """An option to search for, as a function of a place on a line.
 
     Attributes:
-        option: its name.
-        low, high: where the search ends; the higher, the more is attended to.
-        start, stride: where it begins, and how far it goes from there at first.
-        value: the option's value at a place between them.
-        more: the other options that differ from a policy's own defaults, given the budget.
+        option: the option's name.
+        low, high: the ends of the line; a higher place attends to more tokens.
+        start, stride: the first place, and the length of the first stride.
+        value: returns the option's value at a place.
+        more: returns other options that differ from the policy's defaults, given the budget.
     """
 
     option: str
@@ -37,17 +37,17 @@ class Knob:
     more: Callable[[int], dict[str, int]] = lambda tokens: {}
 
     def options(self, at: float, tokens: int) -> dict[str, float]:
-        """Returns the options of a policy at a place."""
+        """Returns the policy's options at a place."""
         return self.more(tokens) | {self.option: self.value(at)}
 
 
-# The two that sample have room for twice the budget: heads that are asked for more than others get it.
+# The two methods that sample have room for twice the budget, because some heads need more than the mean.
 KNOBS = {
     "topp": Knob("mass", -6, 12, 0, 1, lambda at: 1 / (1 + math.exp(-at))),
     "magicpig": Knob(
         "tables", math.log(2), math.log(2048), math.log(192), 0.5, lambda at: round(math.exp(at)), lambda n: dict(budget=2 * n)
     ),
-    # The top tokens have half of what 4 sinks and a window of 16 leave of the budget, the sample the rest in the mean.
+    # Beside 4 sinks and a window of 16, top tokens get half of the budget, and the sample the other half on average.
     "vattention": Knob(
         "epsilon", 0, 8, 1, 0.5, lambda at: math.exp(-at), lambda n: dict(budget=2 * n, top=max(1, (n - 20) // 2))
     ),
@@ -55,9 +55,12 @@ KNOBS = {
 
 
 def _kept(budget: int, length: int) -> dict[str, int]:
-    """Returns how many tokens RocketKV's code keeps of a text of n: n / c^r, where c is n / (2 budget)."""
-    times = max(1.0, length / (2 * budget))
-    return dict(kept=max(budget, int(length / times ** min(0.2 + 0.06 * math.log2(times), 0.8))))
+    """Returns how many tokens RocketKV's code keeps of a text of n tokens: n / c^r, c = n / (2 budget).
+
+    r is 0.2 + 0.06 log2(c), at most 0.8. For example, n = 4,096 and a budget of 256 give c = 8, r = 0.38 and 1,858 tokens.
+    """
+    compression = max(1.0, length / (2 * budget))
+    return dict(kept=max(budget, int(length / compression ** min(0.2 + 0.06 * math.log2(compression), 0.8))))
 
 
 # Options of a policy, given its budget and the length of the text.
@@ -65,30 +68,34 @@ BY_LENGTH: dict[str, Callable[[int, int], dict[str, int]]] = {"rocketkv": _kept}
 
 
 def search(knob: Knob, tokens: int, attended: Callable[[dict[str, float]], float]) -> dict[str, float]:
-    """Returns the options with which `attended`, their mean of tokens, comes closest to a budget.
+    """Returns the options whose mean number of attended tokens is closest to a budget.
 
-    Strides that double find two places with the budget between them; then the Illinois rule (Dowell and Jarratt, 1971) is
-    followed, on the logarithm of tokens over budget.
+    Strides that double find two places with the budget between them. Then the Illinois rule (Dowell and Jarratt, 1971) finds
+    the root of the logarithm of tokens over budget.
+
+    Args:
+        tokens: the budget.
+        attended: returns the mean number of attended tokens, given the options.
     """
-    found: list[tuple[float, dict[str, float]]] = []
-    ends: dict[bool, tuple[float, float]] = {}  # whether it is too much: the newest such place, and by how much it is
-    at, stride, last = knob.start, knob.stride, None
-    while len(found) < ROUNDS:
-        options = knob.options(at, tokens)
-        off = math.log(attended(options) / tokens)
-        found.append((abs(off), options))
-        over = off > 0
-        ends[over] = at, off
-        if abs(off) <= CLOSE / 2 or (at == (knob.low if over else knob.high)):
+    trials: list[tuple[float, dict[str, float]]] = []
+    ends: dict[bool, tuple[float, float]] = {}  # newest place and its log ratio, below (False) and above (True) the budget
+    place, stride, last_over = knob.start, knob.stride, None
+    while len(trials) < ROUNDS:
+        options = knob.options(place, tokens)
+        log_ratio = math.log(attended(options) / tokens)
+        trials.append((abs(log_ratio), options))
+        over = log_ratio > 0
+        ends[over] = place, log_ratio
+        if abs(log_ratio) <= CLOSE / 2 or (place == (knob.low if over else knob.high)):
             break
         if len(ends) == 2:
-            if over == last:
-                place, other = ends[not over]
-                ends[not over] = place, other / 2
-            (low, below), (high, above) = ends[False], ends[True]
-            at = low + (high - low) * below / (below - above)
+            if over == last_over:
+                old_place, old_ratio = ends[not over]
+                ends[not over] = old_place, old_ratio / 2
+            (low, ratio_below), (high, ratio_above) = ends[False], ends[True]
+            place = low + (high - low) * ratio_below / (ratio_below - ratio_above)
         else:
-            at = max(knob.low, at - stride) if over else min(knob.high, at + stride)
+            place = max(knob.low, place - stride) if over else min(knob.high, place + stride)
             stride *= 2
-        last = over
-    return min(found, key=lambda pair: pair[0])[1]
+        last_over = over
+    return min(trials, key=lambda pair: pair[0])[1]

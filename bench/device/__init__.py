@@ -1,1 +1,1 @@
-"""All that is to be known of a device that is lent for minutes, by one command."""
+"""Measures all parts of a benchmark on a device that is lent for minutes, by one command."""

@@ -1,10 +1,10 @@
-"""Everything about a device in minutes: ``python -m bench.device --out DIR --minutes 9``.
+"""All device measurements in a few minutes: ``python -m bench.device --out DIR --minutes 9``.
 
-Needs no network and installs nothing. Parts run one after another, the most valuable first, each in a process of its own with
-a limit of its own; a row is written as soon as it is known, and a page (DIR/device.md) after every part. The next call goes on
-with what is not done yet, also where it was cut off. DIR has at most 8 files of 16 MiB; compiled programs and traces lie in the
-system's temporary folder. What did not fit the minutes, or failed, is told; a part that failed makes the exit status 1. All
-parts take about an hour: on a machine that keeps nothing, carry DIR back and forth.
+The command needs no network and installs nothing. Parts run one after another, the most valuable first, each in a process of
+its own with its own time limit. A row is written as soon as it is measured, and the page DIR/device.md after every part. The
+next call continues with the parts that are not done, also after a crash. Parts that did not fit the minutes or failed are
+reported, and a failed part makes the exit status 1. DIR has at most 8 files of 16 MiB; compiled programs and traces go to the
+system's temporary folder. All parts take about an hour: on a machine that keeps nothing, carry DIR back and forth.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     out = arguments.out.absolute()
     scratch = Path(tempfile.gettempdir()) / f"{out.name}-scratch"
-    jax.config.update("jax_platforms", "cpu")  # the device is for the parts
-    devices.raise_pinned_limit()  # for all of them
-    wanted = parts(TINY if arguments.tiny else Sizes(), scratch)
+    jax.config.update("jax_platforms", "cpu")  # the parts use the device
+    devices.raise_pinned_limit()  # for all parts
+    all_parts = parts(TINY if arguments.tiny else Sizes(), scratch)
     try:
         if not 0 < arguments.minutes <= MOST_MINUTES or math.isnan(arguments.minutes):
             raise InputError(f"--minutes must be above 0 and at most {MOST_MINUTES}, got {arguments.minutes:g}")
-        named = {part.name: part for part in wanted}
-        if unknown := [name for name in arguments.part if name not in named]:
-            raise InputError(f"--part must be one of {'; '.join(named)}, got {quoted(unknown[0])}")
+        by_name = {part.name: part for part in all_parts}
+        if unknown := [name for name in arguments.part if name not in by_name]:
+            raise InputError(f"--part must be one of {'; '.join(by_name)}, got {quoted(unknown[0])}")
         if arguments.page and not [*out.glob("*.jsonl")]:
             raise InputError(f"--page needs results in --out, got none in {out}: run it without --page first")
         results = Results(out, tiny=arguments.tiny)
@@ -55,29 +55,29 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
-    def told(line: str) -> None:
+    def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
-        _write(results, wanted)
+        _write(results, all_parts)
 
     if not arguments.page:
-        asked = [named[name] for name in arguments.part]
-        run(asked or wanted, results, scratch, seconds=60 * arguments.minutes, told=told, again=bool(asked))
-    _write(results, wanted)
+        chosen_parts = [by_name[name] for name in arguments.part]
+        run(chosen_parts or all_parts, results, scratch, seconds=60 * arguments.minutes, told=report, again=bool(chosen_parts))
+    _write(results, all_parts)
     print(out / PAGE)
     return int(any(end["end"] != DONE for end in results.ends().values()))
 
 
-def _write(results: Results, wanted: list[Part]) -> None:
-    names = [part.name for part in wanted]
+def _write(results: Results, all_parts: list[Part]) -> None:
+    names = [part.name for part in all_parts]
     try:
         text = page.rendered(results.rows(), results.ends(), names)
-    except Exception as error:  # a row that the page does not expect must not cost the parts that are still to run
+    except Exception as error:  # an unexpected row must not prevent the remaining parts
         text = f"The page cannot be made of these results: {type(error).__name__}: {error}.\n"
         print(text, end="", file=sys.stderr, flush=True)
     (results.folder / PAGE).write_text(text)
 
 
 if __name__ == "__main__":
-    # Ended from outside, it is to end what it runs.
+    # Ended from outside, the command must also end the part that runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

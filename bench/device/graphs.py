@@ -1,4 +1,4 @@
-"""How many CUDA graphs a decode step is, and what stands outside of them, read from what XLA dumps."""
+"""The number of CUDA graphs in a decode step and the operations outside of them, from XLA's dump: for `bench.device`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ GRAPH = "kCommandBuffer"
 
 
 def counted(dump: Path) -> list[dict]:
-    """Returns of every decode program in a dump, in the order of compilation, its `graphs`, kernels and what is `outside`."""
+    """Returns the counts of `of_listing` for every decode program in a dump, in order of compilation."""
     return [of_listing(file.read_text()) for file in sorted(dump.glob(LISTING), key=_number)]
 
 
 def of_listing(text: str) -> dict:
-    """Returns how many graphs a listing of thunks launches, the kernels in all, and the kinds that stand outside of graphs.
+    """Returns the number of graphs and of all kernels in a listing of thunks, and the kinds outside of graphs with counts.
 
-    What stands inside a condition or a loop outside of a graph counts once.
+    Thunks in a conditional or loop outside of a graph count once. For example, the lines `000: kCommandBuffer`, inside it
+    `001: kKernel`, and then `002: kCopy` give graphs=1, kernels=1 and outside={"kCopy": 1}.
     """
-    found = [*_flat(thunks.parse(text, ""), inside=False)]
-    outside = Counter(kind for kind, inside in found if not inside and kind != GRAPH)
-    kinds = [kind for kind, _ in found]
+    thunk_kinds = [*_flat(thunks.parse(text, ""), inside=False)]
+    outside_counts = Counter(kind for kind, in_graph in thunk_kinds if not in_graph and kind != GRAPH)
+    kinds = [kind for kind, _ in thunk_kinds]
     kernels = sum(kind in thunks.KERNELS for kind in kinds)
-    return dict(graphs=kinds.count(GRAPH), kernels=kernels, outside=dict(outside.most_common()))
+    return dict(graphs=kinds.count(GRAPH), kernels=kernels, outside=dict(outside_counts.most_common()))
 
 
 def _number(file: Path) -> int:
-    """Returns the number of a module, by which names do not sort: they have four digits, and more from 10,000 on."""
+    """Returns a module's number; names do not sort by it, because numbers from 10,000 on have more than four digits."""
     return int(re.match(r"module_(\d+)", file.name)[1])
 
 
-def _flat(some: list[thunks.Thunk], *, inside: bool) -> Iterator[tuple[str, bool]]:
-    """Yields the kind of every thunk, and whether it stands in a graph."""
-    for thunk in some:
+def _flat(thunk_list: list[thunks.Thunk], *, inside: bool) -> Iterator[tuple[str, bool]]:
+    """Yields the kind of every thunk, and whether it is in a graph."""
+    for thunk in thunk_list:
         yield thunk.kind, inside
         yield from _flat(thunk.inner, inside=inside or thunk.kind == GRAPH)

@@ -1,4 +1,4 @@
-"""What the device is, and what its memory and the link to the host give: ``python -m bench.device.machine [MEBIBYTES]``."""
+"""The device's name and versions, and the rates of its memory and link: ``python -m bench.device.machine [MEBIBYTES]``."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ REPEATS = 5
 
 
 def nvidia() -> dict[str, str] | None:
-    """Returns what nvidia-smi tells of the first GPU; None without one."""
+    """Returns the fields `ASKED` of nvidia-smi for the first GPU; None without one."""
     try:
-        asked = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20)
+        command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode or not done.stdout.strip():
+    if process.returncode or not process.stdout.strip():
         return None
-    return dict(zip(ASKED, (text.strip() for text in done.stdout.splitlines()[0].split(",")), strict=False))
+    return dict(zip(ASKED, (text.strip() for text in process.stdout.splitlines()[0].split(",")), strict=False))
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that are there."""
-    found = dict(python=platform.python_version())
+    """Returns the versions of Python and of the installed packages of `PACKAGES`."""
+    by_package = dict(python=platform.python_version())
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def rates(mebibytes: int) -> dict[str, float]:
@@ -55,28 +55,30 @@ def rates(mebibytes: int) -> dict[str, float]:
     pinned = jax.block_until_ready(jax.device_put(device, memory.HOST))
     size = device.nbytes / 1e9
     add = jax.jit(lambda x: x + 1)
-    there = _seconds(lambda: jax.device_put(pinned, memory.DEVICE))
-    back = _seconds(lambda: jax.device_put(device, memory.HOST))
-    both = _seconds(lambda: add(device))
-    found = dict(to_device_gb_per_s=size / there, to_host_gb_per_s=size / back, device_memory_gb_per_s=2 * size / both)
-    return {name: round(rate, 2) for name, rate in found.items()}
+    to_device = _seconds(lambda: jax.device_put(pinned, memory.DEVICE))
+    to_host = _seconds(lambda: jax.device_put(device, memory.HOST))
+    on_device = _seconds(lambda: add(device))
+    measured = dict(
+        to_device_gb_per_s=size / to_device, to_host_gb_per_s=size / to_host, device_memory_gb_per_s=2 * size / on_device
+    )
+    return {name: round(rate, 2) for name, rate in measured.items()}
 
 
 def _seconds(run) -> float:
     jax.block_until_ready(run())
-    found = []
+    durations = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - started)
-    return float(np.median(found))
+        durations.append(time.perf_counter() - started)
+    return float(np.median(durations))
 
 
 def main(argv: list[str]) -> int:
     memory.raise_pinned_limit()
     devices, host = memory.devices(), dict(cores=os.cpu_count(), memory_bytes=psutil.virtual_memory().total)
     measured = rates(int(argv[0]) if argv else 2048)
-    # Asked last: a link that nobody uses is told narrower and slower than it is.
+    # nvidia-smi comes last: it reports an idle link as narrower and slower than it is.
     date = datetime.date.today().isoformat()
     print(
         json.dumps(dict(date=date, versions=versions(), devices=devices, host=host) | measured | dict(nvidia=nvidia())),

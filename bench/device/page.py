@@ -1,4 +1,4 @@
-"""The page of the results, made of their files alone."""
+"""The Markdown page of `bench.device`, made from its result files alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> s
     """Returns the page in Markdown.
 
     Args:
-        names: of all parts, in their order.
+        names: names of all parts, in their order.
     """
     order = {name: i for i, name in enumerate(names)}
     rows = sorted(rows, key=lambda row: order.get(row["part"], len(order)))
@@ -33,9 +33,9 @@ def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> s
     )
     text = ["# A device, measured\n"]
     for title, lines in sections:
-        found = [*lines]
-        if found:
-            text += ["\n".join([f"## {title}\n", *found] if title else found) + "\n"]
+        section_lines = [*lines]
+        if section_lines:
+            text += ["\n".join([f"## {title}\n", *section_lines] if title else section_lines) + "\n"]
     return "\n".join(text)
 
 
@@ -57,14 +57,18 @@ def _machine(rows: list[dict]) -> Iterator[str]:
 
 def _fetch(rows: list[dict]) -> Iterator[str]:
     heads = ("by", "pages", "exact bits", "us", "GB/s")
-    found = []
+    reads = []
     for row in rows:
-        for each in row.get("fetch", ()):
-            found.append((each["backend"], "512 of 8 KiB (doctor)", each))
+        for read in row.get("fetch", ()):
+            reads.append((read["backend"], "512 of 8 KiB (doctor)", read))
         if "table_bytes" in row:
-            found.append((row["backend"], f"448, {row['dtype']}, of {row['table_bytes'] / 1e9:.2f} GB", row))
+            reads.append((row["backend"], f"448, {row['dtype']}, of {row['table_bytes'] / 1e9:.2f} GB", row))
     yield from table(
-        heads, ((name, what, _exact(each), each.get("microseconds"), each.get("gb_per_s")) for name, what, each in found)
+        heads,
+        (
+            (name, description, _exact(read), read.get("microseconds"), read.get("gb_per_s"))
+            for name, description, read in reads
+        ),
     )
 
 
@@ -74,12 +78,12 @@ def _exact(row: dict) -> str:
 
 def _text(rows: list[dict]) -> Iterator[str]:
     heads = ("cache", "dtype", "tokens alike", "logits apart by", "CPU's margin at the first that differs")
-    found = [row for row in rows if "alike" in row]
+    compared = [row for row in rows if "alike" in row]
     yield from table(
         heads,
         (
             (row["policy"], row["dtype"], f"{row['alike']} of {row['tokens']}", f"{row['logits_apart']:.2g}", _margin(row))
-            for row in found
+            for row in compared
         ),
     )
     for row in rows:
@@ -93,7 +97,7 @@ def _margin(row: dict) -> str | None:
 
 def _needles(rows: list[dict]) -> Iterator[str]:
     heads = ("task", "tokens", "cache", "budget", "right", "ms per token")
-    found = [row for row in rows if "task" in row]
+    needle_rows = [row for row in rows if "task" in row]
     yield from table(
         heads,
         (
@@ -101,13 +105,13 @@ def _needles(rows: list[dict]) -> Iterator[str]:
                 row["task"], row["length"], row["cache"], row["budget"],
                 f"{row['exact'] * row['questions']:.0f} of {row['questions']}", f"{1e3 * row['tpot_s']:.2f}",
             )
-            for row in found
+            for row in needle_rows
         ),
     )  # fmt: skip
 
 
 def setting(row: dict) -> str:
-    """Returns what was chosen for a row beside the defaults."""
+    """Returns a row's options and flags that are not defaults."""
     flags = (f"{name}={value}" if value != "" else f"without {name}" for name, value in row.get("flags", {}).items())
     backend = [f"fetch by {row['backend']}"] if "backend" in row else []
     return ", ".join([*row.get("options", ()), *flags, *([row["xla_flags"]] if "xla_flags" in row else ()), *backend])
@@ -126,19 +130,19 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
         "graphs",
         "outside of graphs",
     )
-    of = {(row["part"], row.get("policy"), row.get("context")): row for row in programs}
-    found = []
+    programs_by_row = {(row["part"], row.get("policy"), row.get("context")): row for row in programs}
+    cells = []
     for row in timed:
-        least = floor.floor_ms(row)
+        floor_value = floor.floor_ms(row)
         ms, low, high = (1e3 * row[name] for name in ("tpot_s", "tpot_low_s", "tpot_high_s"))
-        program = of.get((row["part"], row["policy"], row["context"]), {})
+        program = programs_by_row.get((row["part"], row["policy"], row["context"]), {})
         outside = ", ".join(f"{count} {kind}" for kind, count in program.get("outside", {}).items())
-        times = (None, None) if least is None else (f"{least:.2f}", f"{ms / least:.1f}")
-        found.append(
+        times = (None, None) if floor_value is None else (f"{floor_value:.2f}", f"{ms / floor_value:.1f}")
+        cells.append(
             (row["shape"], row["context"], row["batch"], row["policy"], setting(row), f"{ms:.2f} ({low:.2f} - {high:.2f})",
              *times, program.get("graphs"), outside or None)
         )  # fmt: skip
-    yield from table(heads, found)
+    yield from table(heads, cells)
     if any(floor.target(row["device"]) for row in timed):
         yield "\nThe floor is what a step must read over 0.9 of the data sheet's bandwidth, as if no page were at hand."
     for row in programs:
@@ -147,23 +151,23 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
 
 
 def _scopes(rows: list[dict]) -> Iterator[str]:
-    found = [row for row in rows if "scope_ms" in row]
-    names = list(found[0]["scope_ms"]) if found else []
+    profiled = [row for row in rows if "scope_ms" in row]
+    names = list(profiled[0]["scope_ms"]) if profiled else []
     heads = ("tokens", "cache", *names, "Python")
     yield from table(
-        heads, ((row["context"], row["policy"], *(row["scope_ms"][x] for x in names), row["python_ms"]) for row in found)
+        heads, ((row["context"], row["policy"], *(row["scope_ms"][x] for x in names), row["python_ms"]) for row in profiled)
     )
 
 
 def _shares(timed: list[dict]) -> Iterator[str]:
     heads = ("shape", "tokens", "batch", "cache", "setting", "weights", "keys and values", "digests", "pages over the bus")
-    found = []
+    cells = []
     for row in timed:
         shares = [f"{100 * share:.0f}%" for share in floor.shares(row).values()]
         if shares:
-            found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
-    yield from table(heads, found)
-    if found:
+            cells.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *shares))
+    yield from table(heads, cells)
+    if cells:
         yield "\nAt the data sheet's bandwidth. A step reads less: of a digest tree the nodes it opens, of embeddings a row."
 
 
@@ -171,22 +175,22 @@ def _memory(timed: list[dict]) -> Iterator[str]:
     names = ("weight_bytes", "device_kv_bytes", "digest_bytes", "host_kv_bytes", "peak_device_bytes", "peak_rss_bytes")
     sizes = ("weights", "keys and values", "digests", "pool", "device's largest", "process's largest")
     heads = ("shape", "tokens", "batch", "cache", "setting", *sizes)
-    found = []
+    cells = []
     for row in timed:
         sizes = (None if row[name] is None else f"{row[name] / 1e9:.2f}" for name in names)
-        found.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *sizes))
-    yield from table(heads, found)
+        cells.append((row["shape"], row["context"], row["batch"], row["policy"], setting(row), *sizes))
+    yield from table(heads, cells)
 
 
 def _prefill(rows: list[dict]) -> Iterator[str]:
     heads = ("shape", "layers", "tokens", "cache", "attention in blocks", "seconds", "tokens per second")
-    found = [row for row in rows if "prefill_s" in row]
+    prefill_rows = [row for row in rows if "prefill_s" in row]
     yield from table(
         heads,
         (
             (row["shape"], row["layers"], row["length"], row["policy"], "yes" if row["blocks"] else "as the platform has it",
              row["prefill_s"], row["tokens_per_s"])
-            for row in found
+            for row in prefill_rows
         ),
     )  # fmt: skip
 

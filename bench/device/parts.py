@@ -1,4 +1,4 @@
-"""What is found out about a device, the most valuable first."""
+"""The parts of `bench.device`, the most valuable first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from icejax.runtime.host_reads.choose import CHOICE
 
 MACHINE, TEXT, NEEDLE, DECODE, PREFILL = (f"{name}.jsonl" for name in ("machine", "text", "needle", "decode", "prefill"))
 GRAPHS = "--xla_gpu_enable_command_buffer="
-# What a GPU's compiler may be told besides `icejax.runtime.compiler_options.OPTIONS`.
+# Flags for a GPU's compiler besides `icejax.runtime.compiler_options.OPTIONS`.
 XLA_FLAGS = {
     "no graphs": GRAPHS,
     "conditions in graphs": f"{GRAPHS}FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
@@ -21,14 +21,21 @@ XLA_FLAGS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is.
+    """Sizes of all parts.
 
     Attributes:
-        model, cache: shapes of `bench.shapes`: a whole model, and one that is little but its cache.
+        model, cache: shapes of `bench.shapes`: a whole model, and a model with little besides attention.
         short, long, longest: contexts in tokens.
+        needle: context of the needles, in tokens.
+        questions: needle questions per task.
         text: tokens of the prompt and of the answer.
-        layers: of a long prefill, all if None; they are alike.
-        share: of the least seconds that a part needs.
+        some, many: rows of a batch.
+        steps: timed decode steps.
+        layers: layers of a prefill, which are all alike; None: all of the model.
+        mebibytes: size of the array that measures rates.
+        share: factor of the least seconds that a part needs.
+        backends: ways of reading host memory to time.
+        bits: options of `bench.device.bits`.
     """
 
     model: str = "llama-3.1-8b"
@@ -75,43 +82,43 @@ def parts(sizes: Sizes, scratch: Path) -> list[Part]:
     ]
 
 
-def _part(sizes: Sizes, name: str, file: str, command: Sequence[str], *, least: float, most: float, **more) -> Part:
-    return Part(name, file, ("-m", *command), least=sizes.share * least, most=most, **more)
+def _part(sizes: Sizes, name: str, file: str, command: Sequence[str], *, least: float, most: float, **fields) -> Part:
+    return Part(name, file, ("-m", *command), least=sizes.share * least, most=most, **fields)
 
 
 def _needle(sizes: Sizes, cache: str) -> Part:
-    asked = ("--tasks", "single,hops", "--lengths", str(sizes.needle), "--questions", str(sizes.questions), "--cache", cache)
-    command = ("bench.needle.evaluate", *asked, *(("--budget", "64") if cache == "clustered" else ()))
+    options = ("--tasks", "single,hops", "--lengths", str(sizes.needle), "--questions", str(sizes.questions), "--cache", cache)
+    command = ("bench.needle.evaluate", *options, *(("--budget", "64") if cache == "clustered" else ()))
     return _part(sizes, f"needles, {cache}", NEEDLE, command, least=30, most=120)
 
 
 def _decode(
     sizes: Sizes, name: str, shape: str, contexts: Sequence[int], policies: str, *, batch: int = 1, least: float = 90,
-    most: float = 180, options: Sequence[str] = (), flags: Sequence[str] = (), profile: Path | None = None, **more,
+    most: float = 180, options: Sequence[str] = (), flags: Sequence[str] = (), profile: Path | None = None, **fields,
 ) -> Part:  # fmt: skip
     command = ["bench.decode", "--shape", shape, "--contexts", ",".join(map(str, contexts)), "--policies", policies]
     command += ["--batch", str(batch), "--steps", str(sizes.steps), "--dtype", sizes.dtype]
     for option, values in (("--cache-option", options), ("--flag", flags)):
         command += [word for value in values for word in (option, value)]
     command += ["--profile", str(profile)] if profile is not None else []
-    counted = profile is None  # a profile runs without graphs
-    return _part(sizes, name, DECODE, command, least=least, most=most, counted=counted, **more)
+    counted = profile is None  # a profile runs without graphs, so there are none to count
+    return _part(sizes, name, DECODE, command, least=least, most=most, counted=counted, **fields)
 
 
 def _first(sizes: Sizes, scratch: Path) -> Iterator[Part]:
-    """Yields what is asked for first: a whole model at a long context, and where its time goes."""
+    """Yields the first parts: a whole model at a long context, and where its time goes."""
     model, cache, long, short = sizes.model, sizes.cache, sizes.long, sizes.short
     yield _decode(sizes, f"model, {long}, clustered", model, [long], "clustered")
     yield _decode(sizes, f"model, {long}, full", model, [long], "full", least=20)
     yield _decode(sizes, f"model, {long}, coded", model, [long], "coded")
-    flag = XLA_FLAGS["no graphs"]  # kernels of a graph do not tell their scope
-    told = dict(profile=scratch / TRACE, what=dict(xla_flags=flag), xla_flags=(flag,))
-    yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", most=150, **told)
+    flag = XLA_FLAGS["no graphs"]  # kernels in a graph do not report their scope
+    profile_options = dict(profile=scratch / TRACE, what=dict(xla_flags=flag), xla_flags=(flag,))
+    yield _decode(sizes, f"model, {long}, profile", model, [long], "clustered", most=150, **profile_options)
     yield _decode(sizes, "cache alone", cache, [long, short], "full,clustered", least=60, most=120)
 
 
 def _options(sizes: Sizes) -> Iterator[Part]:
-    """Yields the cache alone with every option of the compiler and every way of fetching, one at a time."""
+    """Yields parts with every compiler option and every way of fetching, one at a time, mostly for the cache alone."""
     for name in compiler_options.OPTIONS["gpu"]:
         yield _alone(sizes, f"without {name.removeprefix('xla_gpu_')}", flags=[f"{name}="])
         yield _decode(
@@ -124,18 +131,18 @@ def _options(sizes: Sizes) -> Iterator[Part]:
     yield _alone(sizes, "resident", options=["resident=true"])
 
 
-def _alone(sizes: Sizes, name: str, **more) -> Part:
-    return _decode(sizes, f"cache alone, {name}", sizes.cache, [sizes.long], "clustered", least=35, most=90, **more)
+def _alone(sizes: Sizes, name: str, **fields) -> Part:
+    return _decode(sizes, f"cache alone, {name}", sizes.cache, [sizes.long], "clustered", least=35, most=90, **fields)
 
 
 def _batches(sizes: Sizes) -> Iterator[Part]:
-    """Yields batches, and pages that stay on the device; a large batch has pages of int8, or the host could not hold them."""
-    model, long, short, stays = sizes.model, sizes.long, sizes.short, "resident=true"
-    yield _decode(sizes, f"model, {long}, resident", model, [long], "clustered", options=[stays])
+    """Yields batches, and pages that stay on the device; a large batch has int8 pages, so the host can hold them."""
+    model, long, short, resident = sizes.model, sizes.long, sizes.short, "resident=true"
+    yield _decode(sizes, f"model, {long}, resident", model, [long], "clustered", options=[resident])
     for batch, options in ((sizes.some, []), (sizes.many, ["page_dtype=int8"])):
-        for more, chosen in (("", options), (", resident", [*options, stays])):
-            name = f"model, {long}, batch {batch}{more}"
-            yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=chosen, least=150, most=300)
+        for suffix, part_options in (("", options), (", resident", [*options, resident])):
+            name = f"model, {long}, batch {batch}{suffix}"
+            yield _decode(sizes, name, model, [long], "clustered", batch=batch, options=part_options, least=150, most=300)
     yield _decode(sizes, f"model, {long}, batch {sizes.some}, full", model, [long], "full", batch=sizes.some, least=30)
     yield _decode(
         sizes, f"model, {long}, batch {sizes.some}, coded", model, [long], "coded", batch=sizes.some, least=150, most=300
@@ -148,7 +155,7 @@ def _batches(sizes: Sizes) -> Iterator[Part]:
 
 
 def _prefill(sizes: Sizes) -> Iterator[Part]:
-    """Yields the prefill of two lengths by both attentions; all layers are alike, so that some are enough."""
+    """Yields the prefill of two lengths by both attentions; all layers are alike, so a few of them are enough."""
     layers = () if sizes.layers is None else ("--layers", str(sizes.layers))
     shape = ("--shape", sizes.model, *layers, "--dtype", sizes.dtype)
     for length, most in ((sizes.short, 150), (sizes.long, 240)):

@@ -1,4 +1,4 @@
-"""Runs parts one after another, each in a process of its own, within its own time and that of all."""
+"""Runs the parts of `bench.device` one after another, each in its own process and within time limits."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from bench.device import graphs
 from bench.device.results import DONE, Results
 
 ROOT = Path(__file__).parents[2]
-DUMP, TRACE = "dump", "trace"  # folders of the scratch
+DUMP, TRACE = "dump", "trace"  # folders in the scratch folder
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to find out.
+    """One measurement, by a command.
 
     Attributes:
-        file: where its rows go.
-        command: what Python is given; it prints JSON objects, a line each.
-        least: seconds that must be left for it to start.
-        most: seconds after which it is ended.
-        what: is told in each of its rows.
-        environment: variables of its process.
-        xla_flags: are added to the environment's own.
-        counted: whether the graphs of its decode programs are counted.
+        name: its name in results.
+        file: name of the file for its rows.
+        command: arguments of Python; the command prints JSON objects, one per line.
+        least: seconds that must be left, or the part does not start.
+        most: seconds after which the part is ended.
+        what: fields that are added to each of its rows.
+        environment: environment variables of its process.
+        xla_flags: flags added to the XLA_FLAGS of the environment.
+        counted: whether to count the graphs of its decode programs.
     """
 
     name: str
@@ -52,31 +53,31 @@ class Part:
 def run(
     parts: list[Part], results: Results, scratch: Path, *, seconds: float, told: Callable[[str], None], again: bool = False
 ) -> list[str]:
-    """Runs what has not been done yet, as far as time allows, and returns the names of what is left.
+    """Runs the parts that are not done yet while time is left; returns the names of parts that did not run.
 
-    What was tried before and failed comes after what was not tried yet.
+    Parts that failed in an earlier call come after parts that have not run.
 
     Args:
-        seconds: for all of them.
-        told: is called with a line whenever a part has ended, or cannot start.
-        again: whether to run all as they come, also what is done.
+        seconds: limit for all parts together.
+        told: called with a line whenever a part has ended, or cannot start.
+        again: whether to run all parts in the given order, done or not.
     """
-    deadline, before = time.monotonic() + seconds, {} if again else results.ends()
-    waiting = [part for part in parts if before.get(part.name, {}).get("end") != DONE]
-    left = []
-    for part in sorted(waiting, key=lambda part: part.name in before):
-        there = deadline - time.monotonic()
-        if there < part.least:
-            left.append(part.name)
-            told(f"{part.name}: not run: it needs {part.least:.0f} s, {max(there, 0):.0f} s are left")
+    deadline, earlier_ends = time.monotonic() + seconds, {} if again else results.ends()
+    waiting = [part for part in parts if earlier_ends.get(part.name, {}).get("end") != DONE]
+    not_run = []
+    for part in sorted(waiting, key=lambda part: part.name in earlier_ends):
+        seconds_left = deadline - time.monotonic()
+        if seconds_left < part.least:
+            not_run.append(part.name)
+            told(f"{part.name}: not run: it needs {part.least:.0f} s, {max(seconds_left, 0):.0f} s are left")
             continue
-        told(f"{part.name}: {_one(part, results, scratch, min(part.most, there))}")
-    return left
+        told(f"{part.name}: {_one(part, results, scratch, min(part.most, seconds_left))}")
+    return not_run
 
 
 def _one(part: Part, results: Results, scratch: Path, limit: float) -> str:
-    """Runs a part and returns how it ended."""
-    earlier, rows, beside = results.begin(part.name, part.file), [], []
+    """Runs a part and returns its end: `done`, or what went wrong."""
+    earlier, rows, other_lines = results.begin(part.name, part.file), [], []
     for name in (DUMP, TRACE):
         shutil.rmtree(scratch / name, ignore_errors=True)
     left_out = 0
@@ -92,37 +93,37 @@ def _one(part: Part, results: Results, scratch: Path, limit: float) -> str:
                 rows.append(row)
                 left_out += not results.add(part.name, part.file, part.what | row)
             else:
-                beside.append(line)
+                other_lines.append(line)
 
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        # Its own group, so that what it has started ends with it; in our session, so that it ends where we are ended.
+    with tempfile.TemporaryFile("w+", errors="replace") as messages:
+        # In a process group of its own, so all that the part started is killed with it; in our session, so it ends with us.
         process = subprocess.Popen(
-            [sys.executable, *part.command], cwd=ROOT, env=_environment(part, scratch), stdout=subprocess.PIPE, stderr=said,
+            [sys.executable, *part.command], cwd=ROOT, env=_environment(part, scratch), stdout=subprocess.PIPE, stderr=messages,
             stdin=subprocess.DEVNULL, text=True, errors="replace", process_group=0,
         )  # fmt: skip
         reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
         reader.start()
         try:
             status = process.wait(limit)
-            how = DONE if status == 0 else f"failed: status {status}" if status > 0 else f"failed: {_signal(-status)}"
+            end = DONE if status == 0 else f"failed: status {status}" if status > 0 else f"failed: {_signal(-status)}"
         except subprocess.TimeoutExpired:
-            how = f"ended after {limit:.0f} s, which was its limit"
+            end = f"ended after {limit:.0f} s, which was its limit"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             reader.join(5)
-        said.seek(0)
-        text = "".join(beside) + said.read()
-    if how.startswith("failed") and text.strip():
-        how += f", {text.strip().splitlines()[-1][:160]}"
+        messages.seek(0)
+        text = "".join(other_lines) + messages.read()
+    if end.startswith("failed") and text.strip():
+        end += f", {text.strip().splitlines()[-1][:160]}"
     if part.counted:
         _count(part, results, scratch, rows, earlier)
     shutil.rmtree(scratch / DUMP, ignore_errors=True)
-    results.log(f"{part.name}: {how}", text)
-    results.end(part.name, part.file, how, time.monotonic() - started, left_out)
-    return how
+    results.log(f"{part.name}: {end}", text)
+    results.end(part.name, part.file, end, time.monotonic() - started, left_out)
+    return end
 
 
 def _signal(number: int) -> str:
@@ -132,27 +133,27 @@ def _signal(number: int) -> str:
 
 
 def _count(part: Part, results: Results, scratch: Path, rows: list[dict], earlier: list[dict]) -> None:
-    """Adds a row per decode program that was compiled; programs that were kept from an earlier try were counted by it."""
-    found = graphs.counted(scratch / DUMP)
-    if not found:
-        found = [row for row in earlier if "graphs" in row]
+    """Adds a row per compiled decode program; programs that an earlier run compiled keep that run's rows."""
+    program_rows = graphs.counted(scratch / DUMP)
+    if not program_rows:
+        program_rows = [row for row in earlier if "graphs" in row]
     timed = [row for row in rows if "tpot_s" in row]
-    for i, program in enumerate(found):
-        # Programs are compiled in the order of the rows; one that was left out leaves no telling.
-        whose = {key: timed[i].get(key) for key in ("policy", "context", "batch")} if len(timed) == len(found) else {}
-        results.add(part.name, part.file, part.what | whose | program)
+    for i, program in enumerate(program_rows):
+        # Programs are compiled in the order of the rows; if their numbers differ, it is unknown which belongs to which.
+        labels = {key: timed[i].get(key) for key in ("policy", "context", "batch")} if len(timed) == len(program_rows) else {}
+        results.add(part.name, part.file, part.what | labels | program)
 
 
 def _environment(part: Part, scratch: Path) -> dict[str, str]:
     flags = [os.environ.get("XLA_FLAGS", ""), *part.xla_flags]
     if part.counted:
         flags += [f"--xla_dump_to={scratch / DUMP}", "--xla_dump_hlo_module_re=jit_step.*"]
-    found = os.environ | dict(
+    variables = os.environ | dict(
         PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         PYTHONUNBUFFERED="1",
         HF_HUB_OFFLINE="1",
         JAX_COMPILATION_CACHE_DIR=str(scratch / "programs"),
         XLA_FLAGS=" ".join(filter(None, flags)),
     )
-    found.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-    return found | part.environment
+    variables.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+    return variables | part.environment

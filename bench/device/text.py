@@ -1,8 +1,9 @@
-"""The bundled model's text here against that of the CPU, token by token: ``python -m bench.device.text PROMPT TOKENS DIR``.
+"""The bundled model's greedy text on the device and on the CPU, compared: ``python -m bench.device.text PROMPT TOKENS DIR``.
 
-Both run at once, the CPU in a process of its own. A row per cache and dtype: the tokens, how many are alike before the first
-that differs, how far apart the logits are until then, and at that token the CPU's margin between its choice and the device's:
-a small one is rounding. Arrays of the CPU go through files in DIR.
+PROMPT and TOKENS are numbers of tokens. Device and CPU run at the same time, the CPU in a process of its own, whose arrays go
+through files in DIR. The output is one row per cache and dtype: the number of tokens, the number before the first that differs,
+the largest difference of logits up to there, and at that token the CPU's margin between its own choice and the device's. A
+small margin means rounding.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from icejax.engine.prefill import prefill
 from icejax.runtime import devices
 
 CASES = [(cache, dtype) for dtype in ("float32", "bfloat16") for cache in ("full", "clustered")]
-ALONE = "--alone"  # only writes the arrays
+ALONE = "--alone"  # option of the CPU's process, which only writes the arrays
 
 
 def greedy(cache: str, dtype: str, length: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens i32[T] that follow `length` tokens of the bundled text, and the logits f32[T, V] of their choice."""
+    """Returns the greedy tokens i32[T] after `length` tokens of the bundled prompt, and their logits f32[T, V]."""
     model, tokenizer = icejax.load(dtype=dtype)
     prompt = tokenizer.encode((ASSETS / "prompt.txt").read_text())[:length]
     policy = icejax.Clustered(budget=64) if cache == "clustered" else icejax.Full()
@@ -38,49 +39,51 @@ def greedy(cache: str, dtype: str, length: int, tokens: int) -> tuple[np.ndarray
     for _ in range(tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
-    chosen = np.concatenate([np.asarray(each.tokens) for each in steps])
-    return chosen, np.concatenate([np.asarray(each.logits) for each in steps])
+    greedy_tokens = np.concatenate([np.asarray(step.tokens) for step in steps])
+    return greedy_tokens, np.concatenate([np.asarray(step.logits) for step in steps])
 
 
 def compared(here: tuple[np.ndarray, np.ndarray], there: tuple[np.ndarray, np.ndarray]) -> dict:
-    """Returns how far the tokens and logits of the device (`here`) are those of the CPU (`there`)."""
-    (tokens, logits), (expected, their_logits) = here, there
+    """Compares tokens and logits of the device (`here`) with the CPU's (`there`)."""
+    (tokens, logits), (expected, cpu_logits) = here, there
     differing = np.flatnonzero(tokens != expected)
     alike = int(differing[0]) if differing.size else len(tokens)
-    # The first token that differs was still chosen behind the same text.
-    apart = np.abs(logits[: alike + 1] - their_logits[: alike + 1]).max()
-    found = dict(tokens=len(tokens), alike=alike, logits_apart=float(apart))
+    # The first token that differs was chosen after the same text, so its logits count too.
+    difference = np.abs(logits[: alike + 1] - cpu_logits[: alike + 1]).max()
+    row = dict(tokens=len(tokens), alike=alike, logits_apart=float(difference))
     if differing.size:
-        mine, theirs = int(tokens[alike]), int(expected[alike])
-        margin = float(their_logits[alike, theirs] - their_logits[alike, mine])
-        found |= dict(token=mine, token_cpu=theirs, margin_cpu=margin)
-    return found
+        device_token, cpu_token = int(tokens[alike]), int(expected[alike])
+        margin = float(cpu_logits[alike, cpu_token] - cpu_logits[alike, device_token])
+        row |= dict(token=device_token, token_cpu=cpu_token, margin_cpu=margin)
+    return row
 
 
 def rows(length: int, tokens: int, folder: Path) -> Iterator[dict]:
-    """Yields a row per case."""
+    """Yields a row per cache and dtype."""
     command = [sys.executable, "-m", "bench.device.text", str(length), str(tokens), str(folder), ALONE]
-    other = subprocess.Popen(command, env=os.environ | dict(JAX_PLATFORMS="cpu"), stdout=sys.stderr)
-    mine = {}
+    cpu_process = subprocess.Popen(command, env=os.environ | dict(JAX_PLATFORMS="cpu"), stdout=sys.stderr)
+    by_case = {}
     for case in CASES:
         try:
-            mine[case] = greedy(*case, length, tokens)
-        except Exception as error:  # one case must not cost the others
+            by_case[case] = greedy(*case, length, tokens)
+        except Exception as error:  # a failed case must not prevent the others
             yield dict(policy=case[0], dtype=case[1], fault=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-    if status := other.wait():
+    if status := cpu_process.wait():
         raise RuntimeError(f"the CPU's process fails with status {status}")
     device = devices.device_name()
-    for (cache, dtype), here in mine.items():
-        with np.load(folder / f"{cache}-{dtype}.npz") as there:
-            yield dict(policy=cache, dtype=dtype, device=device) | compared(here, (there["tokens"], there["logits"]))
+    for (cache, dtype), device_arrays in by_case.items():
+        with np.load(folder / f"{cache}-{dtype}.npz") as cpu_arrays:
+            yield dict(policy=cache, dtype=dtype, device=device) | compared(
+                device_arrays, (cpu_arrays["tokens"], cpu_arrays["logits"])
+            )
 
 
 def main(argv: list[str]) -> int:
     length, tokens, folder = int(argv[0]), int(argv[1]), Path(argv[2])
     if ALONE in argv:
         for cache, dtype in CASES:
-            chosen, logits = greedy(cache, dtype, length, tokens)
-            np.savez(folder / f"{cache}-{dtype}.npz", tokens=chosen, logits=logits)
+            greedy_tokens, logits = greedy(cache, dtype, length, tokens)
+            np.savez(folder / f"{cache}-{dtype}.npz", tokens=greedy_tokens, logits=logits)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows(length, tokens, folder):

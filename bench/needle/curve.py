@@ -27,16 +27,18 @@ def main(argv: list[str] | None = None) -> None:
     starts = [0.0, *ends]
     figure, (losses, shares) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     steps = [row for row in rows if "step" in row]
-    seen = [starts[r["stage"]] + r["step"] * stages[r["stage"]].batch * stages[r["stage"]].length / 1e6 for r in steps]
+    tokens_seen = [starts[r["stage"]] + r["step"] * stages[r["stage"]].batch * stages[r["stage"]].length / 1e6 for r in steps]
     for name, label in (("text", "text"), ("answer", "answers")):
-        losses.plot(seen, [row[name] for row in steps], label=label)
+        losses.plot(tokens_seen, [row[name] for row in steps], label=label)
     losses.set(yscale="log", xlabel="million tokens", ylabel="loss in training, nats per byte")
     losses.legend()
     shares.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     tasks = [row for row in rows if "task" in row]
     for name, length in sorted({(row["task"], row["length"]) for row in tasks}):
-        of = [row for row in tasks if (row["task"], row["length"]) == (name, length)]
-        shares.plot([ends[row["stage"]] for row in of], [row["exact"] for row in of], "o-", label=f"{name}, {length}")
+        task_rows = [row for row in tasks if (row["task"], row["length"]) == (name, length)]
+        shares.plot(
+            [ends[row["stage"]] for row in task_rows], [row["exact"] for row in task_rows], "o-", label=f"{name}, {length}"
+        )
     shares.set(xlabel="million tokens", ylabel="held-out answers right, teacher-forced", ylim=(-0.02, 1.02))
     shares.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (losses, shares):

@@ -1,4 +1,4 @@
-"""Writes a trained run as a Hugging Face folder, the bundled one with the example prompt.
+"""Writes a trained run as a Hugging Face folder; the bundled model also gets the example prompt.
 
 ``python -m bench.needle.export --run DIR --to icejax/assets``
 """
@@ -21,8 +21,8 @@ EXAMPLE_LENGTH, EXAMPLE_FACTS, EXAMPLE_SEED = 16_372, 4, 1
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose ids are the bytes of UTF-8, and one id that ends a text."""
-    # The printable stand-ins of byte-level BPE (GPT-2): bytes that print stand for themselves, the rest follow in order.
+    """Returns a tokenizer whose ids 0 to 255 are the bytes of UTF-8, and id 256 the end of a text."""
+    # Byte-level BPE (GPT-2) writes bytes as characters: printable bytes as themselves, the others from chr(256) on.
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_in = {b: chr(b) for b in printing}
     stand_in |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in stand_in)}

@@ -1,7 +1,7 @@
-"""The bundled model against a 3-gram of the same tokens, on held-out text: ``python -m bench.needle.language``.
+"""Bits per byte of the bundled model and of a 3-gram, on held-out text: ``python -m bench.needle.language``.
 
-One JSON line per kind of text: bits per byte of the model (in fp32, in pieces of `--length` bytes, the first of which are
-not counted) and of a byte 3-gram with Witten-Bell smoothing (Bell, Cleary and Witten 1990), trained on all training text.
+The output is one JSON line per kind of text. The model runs in fp32 on pieces of `--length` bytes, whose first 64 bytes are not
+counted. The 3-gram of bytes has Witten-Bell smoothing (Bell, Cleary and Witten 1990) and is trained on all training text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from icejax.engine.layers import run_exact, run_layers
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
-UNCOUNTED = 64  # first bytes of a piece, which have little before them
+UNCOUNTED = 64  # first bytes of a piece, which have little context
 
 
 class Trigram:
-    """P(c | a b) = (n(abc) + t(ab) P(c | b)) / (n(ab) + t(ab)), t counting kinds of successors; and so on down."""
+    """A 3-gram of bytes with Witten-Bell smoothing.
+
+    P(c | a b) = (n(abc) + t(ab) P(c | b)) / (n(ab) + t(ab)), where n counts occurrences and t(ab) the different bytes after ab.
+    P(c | b) and P(c) are smoothed in the same way, and the last fallback is 1 / 128.
+    """
 
     def __init__(self, text: bytes) -> None:
         data = np.frombuffer(text, np.uint8).astype(np.int64)
@@ -41,22 +45,22 @@ class Trigram:
             self._probabilities = (counts + np.maximum(kinds, 1) * lower) / (total + np.maximum(kinds, 1))
 
     def bits(self, text: bytes) -> np.ndarray:
-        """Returns the bits of every byte from the third on."""
+        """Returns the bits of every byte from the third on, f64[bytes - 2]."""
         data = np.frombuffer(text, np.uint8).astype(np.int64)
         return -np.log2(self._probabilities[data[:-2] * 128 + data[1:-1], data[2:]])
 
 
 @jax.jit
 def _bits(model: CausalLM, tokens: jax.Array) -> jax.Array:
-    """Returns the bits [B, T - 1] of tokens [B, T] but the first."""
+    """Returns the bits [B, T - 1] of tokens [B, T], without the first token."""
     lengths = jnp.full(len(tokens), tokens.shape[1])
     *_, (x, _) = run_layers(model, model.model.embed_tokens(tokens), lambda layer, x, _: (*run_exact(layer, x, lengths), None))
-    likely = jax.nn.log_softmax(model.logits(x)[:, :-1])
-    return -jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
+    log_probabilities = jax.nn.log_softmax(model.logits(x)[:, :-1])
+    return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)[..., 0] / jnp.log(2.0)
 
 
 def pieces(length: int, count: int) -> Iterator[tuple[str, list[bytes]]]:
-    """Yields each kind of held-out text with as many pieces of it, of `length` bytes, drawn always alike."""
+    """Yields each kind of held-out text with `count` pieces of `length` bytes; every call draws the same pieces."""
     rng = np.random.default_rng(0)
     for kind in task.KINDS:
         text = task.corpus("heldout", kind)
@@ -65,7 +69,7 @@ def pieces(length: int, count: int) -> Iterator[tuple[str, list[bytes]]]:
 
 
 def bits(model: CausalLM, texts: list[bytes]) -> np.ndarray:
-    """Returns the bits of every byte that counts, of texts of one length: [texts, bytes]."""
+    """Returns the bits of the counted bytes of texts of one length, f32[texts, bytes - UNCOUNTED]."""
     tokens = np.asarray([list(text) for text in texts], np.int32)
     batches = np.split(tokens, range(8, len(tokens), 8))
     return np.concatenate([np.asarray(_bits(model, batch))[:, UNCOUNTED - 1 :] for batch in batches])
@@ -78,17 +82,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pieces", type=int, default=64, help="of each kind of text (default: %(default)s)")
     arguments = parser.parse_args(argv)
     try:
-        some = pieces(
+        pieces_by_kind = pieces(
             integer("--length", arguments.length, least=UNCOUNTED + 1, most=2**16), integer("--pieces", arguments.pieces)
         )
         model = panel.load(arguments.model, dtype="float32")
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     trigram = Trigram(b"\n".join(task.corpus("train", kind) for kind in task.KINDS))
-    for kind, texts in some:
-        ours, theirs = bits(model, texts), np.stack([trigram.bits(text)[UNCOUNTED - 2 :] for text in texts])
+    for kind, texts in pieces_by_kind:
+        model_bits, trigram_bits = bits(model, texts), np.stack([trigram.bits(text)[UNCOUNTED - 2 :] for text in texts])
         row = dict(
-            kind=kind, bytes=ours.size, bits_per_byte=round(float(ours.mean()), 4), trigram=round(float(theirs.mean()), 4)
+            kind=kind,
+            bytes=model_bits.size,
+            bits_per_byte=round(float(model_bits.mean()), 4),
+            trigram=round(float(trigram_bits.mean()), 4),
         )
         print(json.dumps(row | dict(device=devices.device().device_kind, jax=jax.__version__)), flush=True)
     return 0

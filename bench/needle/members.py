@@ -1,7 +1,7 @@
-"""The models that `bench.needle.train` can train: the bundled one and a panel of others.
+"""The models that `bench.needle.train` can train: the bundled one, and a panel of others.
 
-What holds on one small model need not hold on another, so defaults are chosen on all. The panel differs in architecture,
-in heads, and in how it was trained.
+A result on one small model need not hold on another, so the cache's defaults are chosen on all of them. The panel's models
+differ in architecture, in heads and in training.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ COMMON = dict(
     pad_token_id=task.EOS,
     rms_norm_eps=1e-5,
 )
-# Nothing longer than 640 tokens, and no text that counts more than once: its heads were never pressed to be sharp in a crowd.
+# At most 640 tokens and no crowding, so heads are never trained to be sharp among many keys.
 UNCROWDED = (
     Stage(length=160, steps=900, batch=32, keys=2, copying=0.5, skip=False),
     Stage(length=320, steps=600, batch=20, keys=4, copying=0.1),
     Stage(length=640, steps=400, batch=10, keys=8),
 )
-# Thin heads are slow to find keys by their names. Where half of a text is keys and questions, they learn it in 150 steps.
+# Small heads learn slowly to find keys by names; with keys and questions in half of a text they learn it in 150 steps.
 THIN = (
     stages.STAGES[0],
     Stage(length=320, steps=240, batch=20, keys=8, skip=False),
     Stage(length=320, steps=500, batch=20, keys=6, copying=0.1, crowd=16),
     Stage(length=640, steps=500, batch=10, keys=8, crowd=32),
 )
-SEVERAL_KEYS = stages.STAGES[:3]  # what several keys in a long text need; several values and hops were not trained
+SEVERAL_KEYS = stages.STAGES[:3]  # enough for several keys in a long text; neither several values nor hops
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Member:
     """A model to train.
 
     Attributes:
-        model_type: of its config.json.
-        shape: fields of its config.json beside COMMON.
+        model_type: `model_type` of its config.json.
+        shape: fields of its config.json besides COMMON.
         stages: the curriculum.
-        by_adamw: parts of names of matrices that AdamW trains, as it does those of most published models, not Muon.
-        gain: what the weights of the norms of queries and keys begin with.
+        by_adamw: matrices whose names contain one of these are trained by AdamW, as in most published models, not by Muon.
+        gain: initial weights of the norms of queries and keys.
     """
 
     model_type: str
@@ -72,8 +72,8 @@ SHORT_ROPE = LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta":
 MEMBERS = {
     "bundled": Member("llama", LLAMA),
     "uncrowded": Member("llama", SHORT_ROPE, UNCROWDED),
-    "adamw": Member("llama", SHORT_ROPE, UNCROWDED, by_adamw=("q_proj", "k_proj")),  # keys whose channels go together
-    # With a gain of 1 no product of a query and a key is above 5.7, and no head is sharp; so few channels turn slowly with 1e6.
+    "adamw": Member("llama", SHORT_ROPE, UNCROWDED, by_adamw=("q_proj", "k_proj")),  # gives keys whose channels are correlated
+    # With a gain of 1 no product of query and key is above 5.7, so no head is sharp; theta 1e6 is too slow for so few channels.
     "qwen3": Member(
         "qwen3", _shape(8, 192, 384, 8, 2, 32, rope_parameters=dict(rope_type="default", rope_theta=1e5)), THIN, gain=2.0
     ),

@@ -1,4 +1,4 @@
-"""A text in a cache, and questions put to it again and again."""
+"""Keeps a text in a cache and asks several questions about it: for `bench.needle.evaluate` and `bench.compare`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from icejax.engine.batch import fork
 from icejax.engine.counters import StepCounters
 from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import make_plan
-from icejax.engine.prefill import begin, keep_layers, prefill
+from icejax.engine.prefill import first_state, keep_layers, prefill
 from icejax.runtime import devices
 
 
@@ -25,9 +25,9 @@ class Reader:
     """Prefills a text once and answers questions about it, each from the same state.
 
     Attributes:
-        seconds: of every step that chose a token of an answer.
-        moved: pages (or single slots) that each of these steps brought from the host.
-        turn_seconds: of every step of the newest model's turn.
+        seconds: times of all steps that chose a token of an answer.
+        moved: pages, or single slots, that each of these steps fetched from the host.
+        turn_seconds: times of the steps of the newest model's turn (`continue_with`).
     """
 
     def __init__(self, model, policy: icejax.CachePolicy, *, prompt_tokens: int, new_tokens: int) -> None:
@@ -40,26 +40,26 @@ class Reader:
         self.turn_seconds: list[float] = []
 
     def read(self, prompt: Sequence[int], layers: Iterable | None = None) -> None:
-        """Prefills a new text; with `layers`, as `keep_layers` takes them, one that has attended already."""
-        into = None
-        if self._plan.pooled:  # what a row has at most, what its fork copies, and nobody's
+        """Prefills a new text, or takes its `layers` in the form of `keep_layers`, whose attention is already computed."""
+        destination = None
+        if self._plan.pooled:  # extents of one row, of its fork, and one scratch extent
             count = 2 * extents_for(self._plan.pool.pages) + 1
             if self._pool is None:
                 self._pool = host_pool.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
             self._extents = Extents(count)
-            into = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
+            destination = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
         if layers is None:
-            self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=into)
+            self._state, _, self._pool = prefill(self._model, [prompt], self._plan, into=destination)
         else:
-            pool, table = into or (None, None)
+            pool, table = destination or (None, None)
             table = None if table is None else jnp.asarray(table)
             x, states, self._pool = keep_layers(layers, self._plan, pool, table)
-            first = dict(sampling=(), draws=[(0, 0)])
-            self._state, _ = begin(self._model, [prompt], self._plan, x, states, table, **first)
+            first_draw = dict(sampling=(), draws=[(0, 0)])
+            self._state, _ = first_state(self._model, [prompt], self._plan, x, states, table, **first_draw)
         self._decoding.clock = 0
 
     def continue_with(self, tokens: Sequence[int]) -> None:
-        """Decodes given tokens, as if the model had chosen them."""
+        """Decodes these tokens as if the model had chosen them."""
         self.turn_seconds = []
         for token in tokens:
             started = time.perf_counter()
@@ -67,9 +67,9 @@ class Reader:
             self.turn_seconds.append(time.perf_counter() - started)
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
-        """Returns the `count` tokens the model chooses after a question; the text is then as it was before."""
-        kept, clock = self._state, self._decoding.clock
-        self._state, self._pool = fork(kept, self._pool, self._extents, plan=self._plan)
+        """Returns the `count` tokens that the model chooses after a question; the cache of the text does not change."""
+        text_state, clock = self._state, self._decoding.clock
+        self._state, self._pool = fork(text_state, self._pool, self._extents, plan=self._plan)
         for token in question[:-1]:
             self._force(token)
         answer = [question[-1]]
@@ -80,11 +80,11 @@ class Reader:
             self.moved.append(self._brought)
         if self._pool is not None:
             self._extents.give_back(np.asarray(self._state.cache.table))
-        self._state, self._decoding.clock = kept, clock
+        self._state, self._decoding.clock = text_state, clock
         return answer[1:]
 
     def _force(self, token: int) -> int:
-        """Decodes a token and returns what the model chooses next."""
+        """Decodes a token; returns the token that the model chooses next."""
         forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), devices.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)

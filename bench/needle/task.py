@@ -6,13 +6,13 @@ Three kinds of fact, each on a line of its own:
     Pass key qx after 12345:67890.   a further value of the same name; it names the value before
     Pass key qx:key ab.              a hop: qx uses the key of ab
 
-A question stands at the end of the text, and the answer is what a reader of the text would write next:
+A question stands at the end of the text, and the model has to continue it with the answer:
 
     Pass key qx:     12345.          or, for a hop,  key ab:24680.
     Pass keys qx:    12345:67890.    all values of the name, in order of appearance
 
-Text, names and digits are split into a training and a held-out part, so that an evaluation shares nothing with training
-but the form of the sentences.
+Text, names and digits are split into a training and a held-out part, so an evaluation shares only the form of the sentences
+with training.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Split = Literal["train", "heldout"]
 Asked = Literal["key", "values", "hop"]
 Kind = Literal["code", "documentation", "licence", "prose"]
 KINDS: tuple[Kind, ...] = ("code", "documentation", "licence", "prose")
-SHARES = (0.5, 0.2, 0.1, 0.2)  # of contexts, by kind
+SHARES = (0.5, 0.2, 0.1, 0.2)  # shares of contexts, by kind
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-EOS = 256  # after the 256 bytes
+EOS = 256  # end-of-text token, after the 256 bytes
 DIGITS = 5
 _NEITHER = bytes(i for i in range(128) if not (chr(i).isalpha() or chr(i).isspace()))
-VALUES = 4  # of a name with several
+VALUES = 4  # values of a name with several
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Facts:
 
     @property
     def names(self) -> int:
-        """Names in use: a hop has two."""
+        """Number of names; a hop has two."""
         return self.keys + self.chains + 2 * self.hops
 
 
@@ -60,10 +60,10 @@ class Task:
     """A form of evaluation.
 
     Attributes:
-        facts: what a context holds.
-        asked: the kind of fact that is asked for; the others distract.
-        together: whether all questions of a context follow one another in one text, each after the answer to the last.
-        early: whether the facts stand in the model's own turn, after the prompt.
+        facts: facts of a context.
+        asked: the kind of fact that the questions ask for; the others distract.
+        together: whether all questions of a context are asked in one text, each after the model's answer to the last.
+        early: whether the facts are in the model's own turn, after the prompt.
     """
 
     facts: Facts
@@ -85,12 +85,12 @@ TASKS = {
 
 
 def _heldout(text: str) -> bool:
-    """Says whether a file name or a name belongs to the held-out tenth; stable across machines."""
+    """Returns whether a file name or a name is in the held-out tenth; the same on every machine."""
     return zlib.crc32(text.encode()) % 10 == 0
 
 
 def _kind(path: Path) -> Kind | None:
-    """Says which kind of text a file holds by its name; None for a file that is not read."""
+    """Returns the kind of text of a file by its name; None for a file that is not used."""
     name = path.name.lower()
     if name.startswith(("licen", "copying", "copyright", "notice")) or "common-licenses" in path.parts:
         return "licence"
@@ -103,39 +103,39 @@ def _kind(path: Path) -> Kind | None:
 
 @functools.cache
 def _files() -> dict[Kind, dict[str, Path]]:
-    """Returns the files of each kind by a name that does not depend on where they are installed.
+    """Returns the files of each kind, by paths relative to the folder where they are installed.
 
-    Code is the standard library's alone; the rest is what is installed of it, of packages and of the system.
+    Code comes only from the standard library, other kinds also from installed packages and the system.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    found: dict[Kind, dict[str, Path]] = {kind: {} for kind in KINDS}
+    by_kind: dict[Kind, dict[str, Path]] = {kind: {} for kind in KINDS}
     for root in (library, Path(sysconfig.get_path("purelib")), Path("/usr/share")):
         for path in sorted(root.rglob("*")):
             kind = _kind(path)
             foreign = root == library and "site-packages" in path.parts or root != library and kind == "code"
             if kind and not foreign and path.is_file() and not path.is_symlink():
-                found[kind].setdefault(path.relative_to(root).as_posix(), path)
-    return found
+                by_kind[kind].setdefault(path.relative_to(root).as_posix(), path)
+    return by_kind
 
 
 @functools.cache
 def corpus(split: Split, kind: Kind) -> bytes:
-    """Returns the ASCII text of one kind that belongs to `split`; no file twice, no small ones, no tables of numbers."""
-    picked = (path for name, path in _files()[kind].items() if _heldout(name) == (split == "heldout"))
-    texts = dict.fromkeys(path.read_bytes() for path in picked)
+    """Returns the ASCII text of one kind in `split`, without duplicates, small files and tables of numbers."""
+    paths = (path for name, path in _files()[kind].items() if _heldout(name) == (split == "heldout"))
+    texts = dict.fromkeys(path.read_bytes() for path in paths)
     return b"\n".join(t for t in texts if len(t) > 1000 and t.isascii() and _words(t))
 
 
 def _words(text: bytes) -> bool:
-    """Says whether letters and blanks are more than two thirds of a text."""
+    """Returns whether letters and blanks are more than two thirds of a text."""
     return len(text.translate(None, _NEITHER)) > len(text) * 2 / 3
 
 
 @functools.cache
 def names(split: Split) -> tuple[str, ...]:
     """Returns the two-letter names of `split`."""
-    every = (a + b for a in LETTERS for b in LETTERS)
-    return tuple(n for n in every if _heldout("name " + n) == (split == "heldout"))
+    all_names = (a + b for a in LETTERS for b in LETTERS)
+    return tuple(n for n in all_names if _heldout("name " + n) == (split == "heldout"))
 
 
 def digits(rng: np.random.Generator, split: Split) -> str:
@@ -148,7 +148,7 @@ def digits(rng: np.random.Generator, split: Split) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked at the end of a text, and the answer, which ends in a full stop."""
+    """A question at the end of a text, and the answer, which ends in a full stop."""
 
     text: str
     answer: str
@@ -161,7 +161,7 @@ class Context:
 
     Attributes:
         text: ends in a line break; a question is appended to it.
-        questions: of every key, of every name with several values, of every hop, in this order.
+        questions: questions about every key, then every name with several values, then every hop.
         facts: the lines of the facts, without line breaks.
     """
 
@@ -175,13 +175,13 @@ class Context:
 
 
 def question(name: str) -> str:
-    """Returns the text after which the model is to write the key of `name`."""
+    """Returns the question for the key of `name`."""
     return f"Pass key {name}:"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Facts that are not in a text yet: lines, of which those of one group keep their order, and their questions."""
+    """Facts before they are hidden in a text: groups of lines, which keep their order within a group, and questions."""
 
     groups: tuple[tuple[str, ...], ...]
     questions: tuple[Question, ...]
@@ -194,27 +194,27 @@ class Drawn:
 
 def draw(rng: np.random.Generator, facts: Facts, split: Split) -> Drawn:
     """Returns facts with names and digits of `split`."""
-    chosen = iter([names(split)[i] for i in rng.choice(len(names(split)), size=facts.names, replace=False)])
+    name_iterator = iter([names(split)[i] for i in rng.choice(len(names(split)), size=facts.names, replace=False)])
     groups: list[tuple[str, ...]] = []
     questions = []
-    for name in itertools.islice(chosen, facts.keys):
+    for name in itertools.islice(name_iterator, facts.keys):
         value = digits(rng, split)
         groups.append((f"{question(name)}{value}.",))
         questions.append(Question(question(name), f"{value}.", "key"))
-    for name in itertools.islice(chosen, facts.chains):
+    for name in itertools.islice(name_iterator, facts.chains):
         values = [digits(rng, split) for _ in range(VALUES)]
         later = (f"Pass key {name} after {a}:{b}." for a, b in itertools.pairwise(values))
         groups.append((f"{question(name)}{values[0]}.", *later))
         questions.append(Question(f"Pass keys {name}:", ":".join(values) + ".", "values"))
     for _ in range(facts.hops):
-        name, other, value = next(chosen), next(chosen), digits(rng, split)
-        groups += [(f"{question(name)}key {other}.",), (f"{question(other)}{value}.",)]
-        questions.append(Question(question(name), f"key {other}:{value}.", "hop"))
+        name, target_name, value = next(name_iterator), next(name_iterator), digits(rng, split)
+        groups += [(f"{question(name)}key {target_name}.",), (f"{question(target_name)}{value}.",)]
+        questions.append(Question(question(name), f"key {target_name}:{value}.", "hop"))
     return Drawn(tuple(groups), tuple(questions))
 
 
 def context(rng: np.random.Generator, *, length: int, facts: Facts, split: Split) -> Context:
-    """Returns `length` bytes of real text of any kind, with facts drawn and hidden in it."""
+    """Returns `length` bytes of real text of any kind, with new facts hidden in it."""
     drawn = draw(rng, facts, split)
     return Context(hide(rng, drawn, length=length, split=split, kinds=KINDS), drawn.questions, drawn.lines)
 
@@ -234,8 +234,8 @@ def hide(rng: np.random.Generator, drawn: Drawn, *, length: int, split: Split, k
     breaks = np.flatnonzero(np.frombuffer(filler, np.uint8) == ord("\n")) + 1
     placed: list[tuple[int, float, str]] = []
     for group in drawn.groups:
-        at, ties = np.sort(rng.choice(np.append(breaks, 0), size=len(group))), np.sort(rng.random(len(group)))
-        placed += zip(at.tolist(), ties.tolist(), group, strict=True)
+        positions, ties = np.sort(rng.choice(np.append(breaks, 0), size=len(group))), np.sort(rng.random(len(group)))
+        placed += zip(positions.tolist(), ties.tolist(), group, strict=True)
     parts, last = [], 0
     for position, _, line in sorted(placed):
         parts += [filler[last:position], line.encode(), b"\n"]

@@ -1,7 +1,7 @@
-"""Trains the bundled checkpoint, or one of the panel: ``python -m bench.needle.train --out DIR [--member NAME] [--seed S]``.
+"""Trains the bundled model or one of the panel: ``python -m bench.needle.train --out DIR [--member NAME] [--seed S]``.
 
-A model of `bench.needle.members` over bytes, in PyTorch (on two cores twice as fast as a plain fp32 JAX step), through its
-stages. Stops and resumes anywhere: the state is written to DIR every few minutes.
+The command trains a model of `bench.needle.members` on bytes, stage by stage, in PyTorch, which on two cores is twice as fast
+as a plain fp32 JAX step. It can be stopped and resumed at any time: the state is written to DIR every few minutes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ def untrained(member: Member) -> PreTrainedModel:
 
 
 class Trainer:
-    """The model, its two optimisers, and the place in the curriculum."""
+    """The model, its two optimisers, and the position in the curriculum."""
 
     def __init__(self, out: Path, name: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.out, self.run, self.stage, self.step = out, (name, seed), 0, 0
         self.model = untrained(MEMBERS[name])
-        others = ("embed", *MEMBERS[name].by_adamw)
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and not any(part in n for part in others)]
-        rest = [p for n, p in self.model.named_parameters() if p.ndim != 2 or any(part in n for part in others)]
+        adamw_parts = ("embed", *MEMBERS[name].by_adamw)
+        muon_matrices = [
+            p for n, p in self.model.named_parameters() if p.ndim == 2 and not any(part in n for part in adamw_parts)
+        ]
+        adamw_parameters = [
+            p for n, p in self.model.named_parameters() if p.ndim != 2 or any(part in n for part in adamw_parts)
+        ]
         self.optimizers = [
-            torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="original"),
-            torch.optim.AdamW(rest, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.Muon(muon_matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="original"),
+            torch.optim.AdamW(adamw_parameters, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.rates = [MUON_RATE, ADAMW_RATE]
 
@@ -58,15 +62,15 @@ class Trainer:
     def resume(self) -> None:
         state = torch.load(self.out / "state.pt")
         if state["run"] != self.run:
-            held, wanted = (f"{name} with seed {seed}" for name, seed in (state["run"], self.run))
-            raise SystemExit(f"{self.out} holds a run of {held}, not {wanted}: choose another --out")
+            saved_run, asked_run = (f"{name} with seed {seed}" for name, seed in (state["run"], self.run))
+            raise SystemExit(f"{self.out} holds a run of {saved_run}, not {asked_run}: choose another --out")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.stage, self.step = state["stage"], state["step"]
 
     def update(self, batch: stages.Batch, stage: stages.Stage) -> tuple[float, float]:
-        """Takes the next step of `stage` and returns the text loss and the answer loss in nats."""
+        """Takes the next optimiser step of `stage`; returns the text loss and the answer loss in nats."""
         progress = self.step / stage.steps
         rate = stage.rate * min(1.0, progress / 0.03) * max(0.02, 0.5 * (1 + math.cos(math.pi * progress)))
         for optimizer, peak in zip(self.optimizers, self.rates, strict=True):
@@ -91,9 +95,9 @@ class Trainer:
 
 
 def _mask(batch: stages.Batch) -> torch.Tensor | None:
-    """The causal mask with the crowding of distant keys, or None where there is none (the fast causal path).
+    """Returns the additive mask [B, 1, T, T], causal with the crowding of distant keys; None for a plain causal mask.
 
-    Not without one where position ids jump: transformers would take every jump for the beginning of another text.
+    A batch whose position ids jump needs a mask, because transformers would take every jump for the beginning of another text.
     """
     if not batch.crowding.any() and (np.diff(batch.positions) == 1).all():
         return None
@@ -105,16 +109,16 @@ def _mask(batch: stages.Batch) -> torch.Tensor | None:
 
 @torch.no_grad()
 def exact(model: PreTrainedModel, name: str, *, length: int, contexts: int) -> float:
-    """Returns the share of held-out answers of a task whose every token is the model's first choice, each asked alone."""
+    """Returns the teacher-forced share of held-out answers of a task: every token is the model's first choice."""
     rng, hits = np.random.default_rng((length, *name.encode())), []
     for _ in range(contexts):
         context = task.context(rng, length=length, facts=task.TASKS[name].facts, split="heldout")
         with torch.autocast("cpu", torch.bfloat16):
             past = model(torch.tensor([list(context.text)]), use_cache=True, logits_to_keep=1).past_key_values
             for question in context.asked(task.TASKS[name]):
-                asked = (question.text + question.answer).encode()
-                logits = model(torch.tensor([list(asked)]), past_key_values=past, use_cache=True).logits[0]
-                past.crop(-len(asked))  # a negative count removes
+                question_bytes = (question.text + question.answer).encode()
+                logits = model(torch.tensor([list(question_bytes)]), past_key_values=past, use_cache=True).logits[0]
+                past.crop(-len(question_bytes))  # a negative number removes so many tokens
                 hits.append(logits[len(question.text) - 1 : -1].argmax(-1).tolist() == list(question.answer.encode()))
     return sum(hits) / len(hits)
 

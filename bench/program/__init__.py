@@ -1,1 +1,1 @@
-"""What a decode step compiles to for a GPU or TPU that is not there, counted, and an estimate of what it takes."""
+"""Compiles a decode step for a GPU or TPU that this machine does not have, counts its work and estimates its time."""

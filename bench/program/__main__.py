@@ -1,10 +1,10 @@
-"""What a decode step compiles to on a device that is not there: ``python -m bench.program --target h200 --context 131072``.
+"""A decode step compiled for a device that this machine lacks: ``python -m bench.program --target h200 --context 131072``.
 
-One JSON line per program: kernels, graph launches, copies from and to the host, sorts and selections, what blocks the host,
-bytes by named scope, memory, copies of the pool; and an estimate of the milliseconds with the least they could be. Tables, and
-the assumptions behind the estimate, go to stderr. `--target`, `--context`, `--batch`, `--cache` and
-`--weights` take lists; with int8, fp8 or int4 matrices are codes, as `--quantize` makes them. Nothing runs on
-a device and no array of a cache's size is made; the compilers are those of ``pip install -e '.[aot]'``, for jax 0.10.2.
+The output is one JSON line per program: kernels, graph launches, copies from and to the host, sorts and selections, operations
+that block the host, bytes by named scope, memory, copies of the pool, an estimate of the milliseconds, and their floor. Tables,
+and the assumptions behind the estimate, go to stderr. `--target`, `--context`, `--batch`, `--cache` and `--weights` take lists;
+with int8, fp8 or int4, matrices are codes as `--quantize` makes them. Nothing runs on a device, and no array of a cache's size
+is made. The compilers come with ``pip install -e '.[aot]'``, for jax 0.10.2.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks import numbers as ranges
 from icejax.checks.errors import InputError
 
-PLAIN = "plain"  # weights as --dtype says
-OURS = ("clustered", "coded", "tolerant")  # caches that --cache-option is for
+PLAIN = "plain"  # weights in the dtype of --dtype
+OURS = ("clustered", "coded", "tolerant")  # caches that take --cache-option
 
 
 def rows(arguments: argparse.Namespace):
-    """Yields a row per program; of one that is left out the reason."""
+    """Yields a row per program; a program that is left out has the reason in its row."""
     options = cache_options(arguments.cache_option)
     flags = dict(map(flag, arguments.flag))
-    named = [targets.target(name) for name in arguments.target.split(",")]
+    chosen_targets = [targets.target(name) for name in arguments.target.split(",")]
     policies = {name: make_policy(name, options if name in OURS else {}) for name in arguments.cache.split(",")}
     contexts, batches = numbers("--context", arguments.context), numbers("--batch", arguments.batch)
-    for target in named:
+    for target in chosen_targets:
         compile.check_compiler(target)
     models = {}
     for name in arguments.weights.split(","):
@@ -49,20 +49,20 @@ def rows(arguments: argparse.Namespace):
             experts_on_host=arguments.experts_on_host,
         )
         models[name] = compile.abstract_model(arguments.shape, **sizes)
-    every = itertools.product(named, contexts, batches, policies.items(), models.items())
-    for target, context, batch, (cache, policy), (weights, model) in every:
-        what = dict(target=target.name, shape=arguments.shape, layers=model.config.num_hidden_layers, dtype=arguments.dtype)
-        what |= dict(weights=arguments.dtype if weights == PLAIN else weights)
-        what |= {} if arguments.experts_on_host is None else dict(experts_on_host=arguments.experts_on_host)
-        what |= dict(context=context, batch=batch, cache=cache, options=options if cache in OURS else {}, flags=flags)
+    combinations = itertools.product(chosen_targets, contexts, batches, policies.items(), models.items())
+    for target, context, batch, (cache, policy), (weights, model) in combinations:
+        labels = dict(target=target.name, shape=arguments.shape, layers=model.config.num_hidden_layers, dtype=arguments.dtype)
+        labels |= dict(weights=arguments.dtype if weights == PLAIN else weights)
+        labels |= {} if arguments.experts_on_host is None else dict(experts_on_host=arguments.experts_on_host)
+        labels |= dict(context=context, batch=batch, cache=cache, options=options if cache in OURS else {}, flags=flags)
         sizes = dict(batch=batch, context=context, new_tokens=arguments.new_tokens, backend=arguments.fetch_backend)
         step = compile.decode_step(model, policy, target, **sizes)
         compile.check_compiler(target, step.plan.fetch_backend)
-        yield what | dict(backend=step.plan.fetch_backend) | report.row(target, step, flags) | versions(target)
+        yield labels | dict(backend=step.plan.fetch_backend) | report.row(target, step, flags) | versions(target)
 
 
 def versions(target: targets.Target) -> dict[str, str]:
-    """Returns the versions of what compiled."""
+    """Returns the versions of JAX and of the compiler."""
     plugin = "jax-cuda12-plugin" if target.platform == "gpu" else "libtpu"
     return dict(jax=jax.__version__, plugin=f"{plugin} {importlib.metadata.version(plugin)}")
 
@@ -86,18 +86,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="a compiler option; repeatable")
     arguments = parser.parse_args(argv)
     compile.without_devices()
-    found = []
+    printed = []
     try:
         for row in rows(arguments):
             print(json.dumps(row), flush=True)
-            found.append(row)
+            printed.append(row)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     console = Console(stderr=True, width=180)
-    for table in report.tables(found):
+    for table in report.tables(printed):
         console.print(table)
-    for name in dict.fromkeys(row["target"] for row in found):
-        concurrent = any(row.get("concurrent") for row in found if row["target"] == name)
+    for name in dict.fromkeys(row["target"] for row in printed):
+        concurrent = any(row.get("concurrent") for row in printed if row["target"] == name)
         lines = estimate.reasons(targets.TARGETS[name], concurrent=concurrent)
         console.print(f"{name}, low / mid / high: {'; '.join(lines)}.", highlight=False)
     return 0

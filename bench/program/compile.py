@@ -1,6 +1,6 @@
-"""Compiles a decode step for a device that is not there, of a model and a cache of which no array is made.
+"""Compiles a decode step for a device that this machine lacks, from abstract arrays: for `bench.program` and tests.
 
-Needs the compilers: ``pip install -e '.[aot]'``.
+Model, cache state and pool are shapes and dtypes, so no array is made. Needs the compilers: ``pip install -e '.[aot]'``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PLUGINS = dict(gpu="jax_cuda12_plugin", tpu="libtpu")
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step that is yet to be compiled.
+    """A decode step before compilation.
 
     Attributes:
         program: the jitted function.
-        arguments: what it is traced with: weights, state and pool, all abstract.
-        leaves: the paths of the weights, as the program numbers them.
+        arguments: its arguments: weights, state and pool, all abstract.
+        leaves: paths of the weights, in the order of the program's parameters.
     """
 
     plan: Plan
@@ -65,10 +65,10 @@ class Compiled:
     """A compiled program.
 
     Attributes:
-        hlo: the optimized program.
-        thunks: what XLA:GPU launches, in order, as it dumps it; empty for a TPU.
-        thunk_names: which instruction each of them is, likewise.
-        memory: XLA's account of it.
+        hlo: text of the optimized program.
+        thunks: XLA:GPU's dump of its thunks (the operations that it launches) in order; empty for a TPU.
+        thunk_names: XLA:GPU's dump of each thunk's instruction; empty for a TPU.
+        memory: XLA's memory statistics of the program.
     """
 
     hlo: str
@@ -78,7 +78,7 @@ class Compiled:
 
 
 def without_devices() -> None:
-    """Keeps JAX from looking for devices: there is no driver to ask, no metadata server, and no TPU for one process alone."""
+    """Keeps JAX from looking for devices: no driver, no metadata server, and no lock of a TPU for one process."""
     os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
@@ -87,17 +87,17 @@ def without_devices() -> None:
 def abstract_model(
     name: str, *, dtype: str, layers: int | None = None, rounding: Method | None = None, experts_on_host: int | None = None
 ) -> CausalLM:
-    """Returns the model of a shape, with shapes for arrays; the matrices that `rounding` takes are codes.
+    """Returns the abstract model of a shape; with `rounding` its matrices are codes.
 
     Args:
-        experts_on_host: as of `load_model`; what is to be read by is said by `decode_step`.
+        experts_on_host: as in `load_model`; `decode_step` sets how they are read.
     """
     raw = shapes.raw_config(name, layers=layers)
     graph, leaves, tree = abstract(family(raw).read_config(raw), dtype)
     if rounding is not None:
-        found = formats.sources(raw, {key: leaf.shape for key, leaf in leaves.items()}, rounding=rounding)
-        formats.check_groups(found, {key: leaf.shape[-1] for key, leaf in leaves.items()})
-        coded = [key for key, source in found.items() if source.layout is not None and not key.endswith(BY_HEAD)]
+        sources = formats.sources(raw, {key: leaf.shape for key, leaf in leaves.items()}, rounding=rounding)
+        formats.check_groups(sources, {key: leaf.shape[-1] for key, leaf in leaves.items()})
+        coded = [key for key, source in sources.items() if source.layout is not None and not key.endswith(BY_HEAD)]
         leaves |= {key: _codes(leaves[key].shape, rounding) for key in coded}
     if experts_on_host is not None:
         leaves |= {key: hosted_shapes(leaf, experts_on_host) for key, leaf in leaves.items() if of_experts(key)}
@@ -105,28 +105,28 @@ def abstract_model(
 
 
 def hosted_shapes(matrices: jax.ShapeDtypeStruct | Grouped, resident: int) -> OffloadedExperts:
-    """Returns matrices of experts in host memory, with shapes for arrays."""
+    """Returns abstract matrices of experts in host memory, `resident` of them also on the device."""
     table, count = jax.eval_shape(packed, matrices), jax.tree.leaves(matrices)[0].shape[0]
-    some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((resident, *x.shape[1:]), x.dtype), matrices)
+    resident_matrices = jax.tree.map(lambda x: jax.ShapeDtypeStruct((resident, *x.shape[1:]), x.dtype), matrices)
     table = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=_pinned())
-    return OffloadedExperts(table, some, jax.ShapeDtypeStruct((count,), "int32"), None, Reader(""))
+    return OffloadedExperts(table, resident_matrices, jax.ShapeDtypeStruct((count,), "int32"), None, Reader(""))
 
 
 def _codes(shape: tuple[int, ...], rounding: Method) -> Grouped:
-    """Returns the codes of a matrix as they stand on a device, or of one of every expert, with shapes for arrays."""
-    *several, rows, columns = shape
+    """Returns the abstract codes of a matrix, or of a matrix per expert, in their layout on a device."""
+    *leading, rows, columns = shape
     group = rounding.group or columns
-    grid = (*several, columns // group, rows)
+    grid = (*leading, columns // group, rows)
     return Grouped(jax.ShapeDtypeStruct((*grid, group), rounding.dtype), jax.ShapeDtypeStruct(grid, "float32"), None)
 
 
 def abstract_state(plan: Plan) -> DecodeState:
-    """Returns the state of a decode step, with shapes for arrays."""
+    """Returns the abstract state of a decode step."""
     return jax.eval_shape(lambda: empty_batch(plan))
 
 
 def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
-    """Returns the pool's shape in host memory; None without one."""
+    """Returns the abstract pool in host memory; None for a plan without one."""
     if not plan.pooled:
         return None
     shape = plan.pool_shape(plan.spec.batch_size * extents_for(plan.pool.pages))
@@ -134,12 +134,12 @@ def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
 
 
 def on_host(x: jax.ShapeDtypeStruct) -> bool:
-    """Says whether an abstract array is in host memory."""
+    """Returns whether an abstract array is in host memory."""
     return x.sharding is not None and x.sharding.memory_kind == devices.PINNED
 
 
 def _pinned() -> jax.sharding.NamedSharding:
-    """Returns the sharding of shapes in host memory: only a named one brings its memory into a trace."""
+    """Returns a sharding in pinned host memory; it is a named one, because a trace ignores the memory of others."""
     mesh = jax.sharding.Mesh(np.asarray([devices.device("cpu")]), ("device",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=devices.PINNED)
 
@@ -147,13 +147,13 @@ def _pinned() -> jax.sharding.NamedSharding:
 def decode_step(
     model: CausalLM, policy: CachePolicy, target: Target, *, batch: int, context: int, new_tokens: int, backend: str | None
 ) -> Step:
-    """Returns the decode step behind a prompt of `context` tokens.
+    """Returns the decode step after a prompt of `context` tokens.
 
     Args:
-        backend: how the pool is read; None: as it would be on that platform.
+        backend: how the pool is read, a name of `BACKENDS`; None: the platform's first choice.
 
     Raises:
-        InputError: there is no such backend, or the policy needs what the platform does not have.
+        InputError: there is no such backend, or the platform cannot run the policy.
     """
     if backend is not None and backend not in BACKENDS:
         raise InputError(f"--fetch-backend must be of {', '.join(BACKENDS)}, got {backend!r}{suggestion(backend, BACKENDS)}")
@@ -188,29 +188,29 @@ def compile_for(target: Target, program: Any, arguments: tuple, options: dict[st
     """Returns a program compiled for the target.
 
     Args:
-        options: of the compiler.
+        options: compiler options.
 
     Raises:
-        InputError: the compiler is not there, or does not know an option.
+        InputError: the compiler is not installed, or does not know an option.
         jax.errors.JaxRuntimeError: the program does not compile.
     """
     check_compiler(target)
     device = target.device()
     lowered = program.trace(*arguments).lower(lowering_platforms=(target.lowering,)).compiler_ir("stablehlo")
-    made_with = xla_client.CompileOptions()
-    made_with.num_replicas = made_with.num_partitions = 1
-    made_with.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
-    if target.platform == "gpu":  # autotuning would need the device
+    compile_options = xla_client.CompileOptions()
+    compile_options.num_replicas = compile_options.num_partitions = 1
+    compile_options.device_assignment = xla_client.DeviceAssignment.create(np.asarray([[device.id]]))
+    if target.platform == "gpu":  # autotuning needs the device
         options = {"xla_gpu_autotune_level": "0"} | options
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder} if target.platform == "gpu" else {}
-        made_with.env_option_overrides = list((options | dump).items())
+        compile_options.env_option_overrides = list((options | dump).items())
         try:
-            made = device.client.compile(lowered, xla_client.DeviceList((device,)), made_with)
+            executable = device.client.compile(lowered, xla_client.DeviceList((device,)), compile_options)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" in str(error) or "While setting option" in str(error):
                 raise InputError(f"--flag: {str(error).splitlines()[0]}") from None
             raise
         names = ("thunk_sequence_after_thunk_passes", "thunk_metadata")
         texts = ["".join(file.read_text() for file in Path(folder).glob(f"*.{name}.txt")) for name in names]
-    return Compiled(made.hlo_modules()[0].to_string(), *texts, made.get_compiled_memory_stats())
+    return Compiled(executable.hlo_modules()[0].to_string(), *texts, executable.get_compiled_memory_stats())

@@ -1,7 +1,7 @@
-"""How long a step would take on a device that is not there: low, mid and high.
+"""Estimated time of a compiled step on a device that this machine lacks, low, mid and high: for `bench.program`.
 
-It rests on a few constants, which are never tuned to a result.
-Counts and bytes are facts of the compiler; every time here is an estimate.
+Counts and bytes come from the compiler; every time is an estimate. It rests on the constants in `RATES`, which are never tuned
+to a result.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from icejax.cache.policies.clustered import Clustered
 from icejax.ops.pages import tree
 
 LEVELS = ("low", "mid", "high")
-SHARE = 0.9  # of a data sheet's bandwidth that the floor reads weights at
+SHARE = 0.9  # share of the data sheet's bandwidth at which the floor reads device memory
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What things cost, in microseconds, and bytes per microsecond.
+    """Costs in microseconds, and rates in bytes per microsecond.
 
     Attributes:
-        kernel: a small kernel, gap included.
-        ramp: what a large one takes beside its bytes.
-        device: of the device's memory.
-        bus: of the bus to the host's memory, in each direction.
-        launch: a graph, or a selection that is in none.
-        copy: a copy to or from the host beside its bytes.
-        stall: a condition, a loop or a call that the host waits for the device for.
+        kernel: time of a small kernel, with the gap before it.
+        ramp: time of a large kernel besides its bytes.
+        device: rate of the device's memory.
+        bus: rate of the bus to host memory, in each direction.
+        launch: time to launch a graph, or a selection outside a graph.
+        copy: time of a copy to or from the host besides its bytes.
+        stall: time of a condition, loop or call for which the host waits for the device.
     """
 
     kernel: float
@@ -46,9 +46,10 @@ class Rates:
     stall: float
 
 
-# No device of ours was timed. A start in a graph, and what kernels that XLA makes reach of 4.8 TB/s and of PCIe 5: as others
-# have measured. `copy`: a fetch of 3.7 MB that crosses the bus twice, known to take 170 to 215 us, beside its bytes. `launch`:
-# what a step of 121 graphs and 60 selections, taken for 12 / 16 / 21 ms, has beside its kernels and fetches. `stall`: a guess.
+# None of these was timed on a device of ours. `kernel`, `device` and `bus` are others' measurements: starts in a graph, and
+# XLA's kernels against 4.8 TB/s and PCIe 5. `copy`: a fetch of 3.7 MB that crosses the bus twice took 170 to 215 us, less
+# its bytes. `launch`: a step of 121 graphs and 60 selections, estimated at 12 / 16 / 21 ms, less its kernels and fetches.
+# `stall`: a guess.
 _H200 = (
     Rates(1.6, 0.8, 3.9e6, 52e3, 1, 12, 10),
     Rates(2.3, 0.8, 3.4e6, 45e3, 9, 12, 20),
@@ -61,12 +62,12 @@ def _scaled(rates: tuple[Rates, ...], *, device: float, bus: float) -> tuple[Rat
 
 
 def _tpu(bandwidth: float) -> tuple[Rates, ...]:
-    known = zip((0.5, 1.0, 2.0), (0.9, 0.8, 0.7), (25e3, 17e3, 10e3), (2, 3, 4), strict=True)
-    return tuple(Rates(kernel, 0, share * bandwidth, bus, 0, copy, 0) for kernel, share, bus, copy in known)
+    levels = zip((0.5, 1.0, 2.0), (0.9, 0.8, 0.7), (25e3, 17e3, 10e3), (2, 3, 4), strict=True)
+    return tuple(Rates(kernel, 0, share * bandwidth, bus, 0, copy, 0) for kernel, share, bus, copy in levels)
 
 
-# An H100 is taken for 1.2 ms slower where 18.6 GB are read; an A100 reads at 0.61 of an H100's data sheet, by PCIe 4.
-# A TPU's `kernel` and its share of bandwidth are guesses; its copies are as others have measured.
+# An H100 is assumed to be 1.2 ms slower where 18.6 GB are read; an A100 reads at 0.61 of an H100's data sheet, over PCIe 4.
+# A TPU's `kernel` and its share of bandwidth are guesses; its copies are published measurements.
 RATES = dict(
     h200=_H200,
     h100=_scaled(_H200, device=0.82, bus=1),
@@ -91,7 +92,7 @@ _TPU_REASONS = (
 
 
 def reasons(target: Target, *, concurrent: bool) -> list[str]:
-    """Returns the assumptions behind the estimate, a sentence each."""
+    """Returns the assumptions behind the estimate, one sentence each."""
     rates = RATES[target.name]
     scale = dict(device=1e-6, bus=1e-3)
     shown = {}
@@ -99,18 +100,22 @@ def reasons(target: Target, *, concurrent: bool) -> list[str]:
         values = (f"{getattr(x, name) * scale.get(name, 1):.3g}" for x in rates)
         shown[name] = " / ".join(dict.fromkeys(values))
     order = "follow their data, but take no less than all bytes of the graph" if concurrent else "run one after another"
-    last = [f"kernels of a graph {order}"] if target.platform == "gpu" else []
-    return [x.format(**shown) for x in (_GPU_REASONS if target.platform == "gpu" else _TPU_REASONS)] + last
+    graph_order = [f"kernels of a graph {order}"] if target.platform == "gpu" else []
+    return [x.format(**shown) for x in (_GPU_REASONS if target.platform == "gpu" else _TPU_REASONS)] + graph_order
 
 
 @dataclass
 class _Clock:
-    """Where a step is, in microseconds since it began.
+    """Simulated time within a step, in microseconds from its start.
+
+    For example, with a kernel of 2 us, a copy of 12 us and a bus of 1 byte per us: a `start` of 30 bytes at 0 occupies the bus
+    until 30 and arrives at 42; two kernels end at 4; the `wait` sets `now` to 42.
 
     Attributes:
+        now: the present.
         bus: when the bus is free.
-        arrive: when copies under way are done, by their pair.
-        done: when the work of a concurrent graph is done, by name.
+        arrive: when each started copy arrives, by `Work.pair`.
+        done: when each work of a concurrent graph is done, by name.
     """
 
     rates: Rates
@@ -120,8 +125,8 @@ class _Clock:
     arrive: dict[str, float] = field(default_factory=dict)
     done: dict[str, float] = field(default_factory=dict)
 
-    def run(self, some: tuple[Work, ...] | list[Work], *, graph: bool = False) -> None:
-        for work in some:
+    def run(self, works: tuple[Work, ...] | list[Work], *, graph: bool = False) -> None:
+        for work in works:
             self._one(work, graph=graph)
 
     def _one(self, work: Work, *, graph: bool) -> None:
@@ -151,65 +156,65 @@ class _Clock:
                 self.run(work.inner, graph=graph)
 
     def _kernel(self, work: Work, start: float) -> float:
-        """Returns when a kernel is done that may begin at `start`."""
-        moved, rates = work.traffic, self.rates
-        took = max(rates.kernel, moved.device / rates.device + rates.ramp)
-        if not moved.bus:
-            return start + took
+        """Returns the end of a kernel that may begin at `start`; one that reads or writes host memory waits for the bus."""
+        traffic, rates = work.traffic, self.rates
+        duration = max(rates.kernel, traffic.device / rates.device + rates.ramp)
+        if not traffic.bus:
+            return start + duration
         start = max(start, self.bus)
-        self.bus = start + max(took, moved.bus / rates.bus)
+        self.bus = start + max(duration, traffic.bus / rates.bus)
         return self.bus
 
     def _graph(self, graph: Work) -> None:
         if not self.concurrent:
             return self.run(graph.inner, graph=True)
-        begun = free = self.now
+        began = free = self.now
         self.done.clear()
         for work in graph.inner:
-            if work.inner:  # what is inside runs alone, and its own graph knows no order
+            if work.inner:  # a branch or loop: nothing else runs beside it, and its inner order is unknown
                 self.now = max(self.done.values(), default=free)
                 self._one(work, graph=True)
                 free = self.now
             else:
                 start = max((self.done[x] for x in work.after if x in self.done), default=free)
                 self.done[work.name] = self._kernel(work, max(start, free))
-        least = sum(x.traffic.device for x in graph.inner) / self.rates.device
-        self.now = max(free, begun + least, *self.done.values())
+        memory_time = sum(x.traffic.device for x in graph.inner) / self.rates.device
+        self.now = max(free, began + memory_time, *self.done.values())
 
 
 def milliseconds(some: list[Work], rates: Rates, *, concurrent: bool) -> float:
-    """Returns how long a step takes; `concurrent`: whether kernels of a graph follow their data instead of each other."""
+    """Returns a step's milliseconds; `concurrent`: whether a graph's kernels wait only for their operands."""
     clock = _Clock(rates, concurrent)
     clock.run(some)
     return max(clock.now, *clock.arrive.values(), 0.0) / 1000
 
 
 def floor(target: Target, step: Step) -> dict[str, float]:
-    """Returns the least a step can take, in milliseconds: what it must read on the device, and the pages over the bus.
+    """Returns the least milliseconds of a step: its reads of device memory (`device_ms`), its pages over the bus (`bus_ms`).
 
-    Weights, the layers that keep all their tokens on the device, and what an index must show; no two query heads find the same
-    page.
+    A step reads the weights, the layers that keep all their tokens on the device, and the digests that an index scores. No two
+    query heads are assumed to choose the same page. `ms` is the larger of the two.
     """
     plan, (weights, state, _) = step.plan, step.arguments
-    # A table of embeddings that is not the output's too gives one row.
-    aside = "embed_tokens" if any("lm_head" in path for path in step.leaves) else None
-    read = (x for path, x in zip(step.leaves, weights, strict=True) if (not aside or aside not in path) and not on_host(x))
-    device = sum(map(nbytes, read))
-    pages = 0
+    # Of an embedding table that is not also the output matrix, a step reads one row.
+    skipped = "embed_tokens" if any("lm_head" in path for path in step.leaves) else None
+    read = (x for path, x in zip(step.leaves, weights, strict=True) if (not skipped or skipped not in path) and not on_host(x))
+    device_bytes = sum(map(nbytes, read))
+    bus_bytes = 0
     for policy, layer in zip(plan.policies, state.cache.layers, strict=True):
         if not isinstance(policy, Retrieval):
-            device += nbytes(layer)
+            device_bytes += nbytes(layer)
             continue
-        device += _looked_at(policy, layer)
-        found = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
-        pages += math.prod(layer.ids.shape) // policy.num_fetched(found) * fetched_per_step(policy, found) * fetched_bytes(plan)
+        device_bytes += _read_bytes(policy, layer)
+        n = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
+        bus_bytes += math.prod(layer.ids.shape) // policy.num_fetched(n) * fetched_per_step(policy, n) * fetched_bytes(plan)
     best = RATES[target.name][0]
-    found = dict(device_ms=device / (SHARE * target.bandwidth) * 1e3, bus_ms=pages / best.bus / 1e3)
-    return {name: round(value, 2) for name, value in found.items()} | dict(ms=round(max(found.values()), 2))
+    times = dict(device_ms=device_bytes / (SHARE * target.bandwidth) * 1e3, bus_ms=bus_bytes / best.bus / 1e3)
+    return {name: round(value, 2) for name, value in times.items()} | dict(ms=round(max(times.values()), 2))
 
 
-def _looked_at(policy: Retrieval, layer: PagedState) -> int:
-    """Returns the bytes of an index that a step must read: of a tree the highest digests and the nodes that are opened."""
+def _read_bytes(policy: Retrieval, layer: PagedState) -> int:
+    """Returns the bytes of an index that a step reads: for a digest tree the highest level, and opened nodes of the others."""
     if not isinstance(policy, Clustered):
         return nbytes(layer.index)
     *lower, highest = layer.index.levels

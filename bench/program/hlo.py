@@ -1,4 +1,8 @@
-"""Reads an optimized program: its instructions, and the bytes that each moves."""
+"""Parses the text of an optimized XLA program (HLO), and counts the bytes that each instruction moves: for `bench.program`.
+
+For example, `%sum = f32[4,8]{1,0:S(5)} add(%x, %y)` is the instruction `sum` with opcode `add`, operands x and y, and one array
+of 128 bytes in memory space 5, which is host memory.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,18 @@ from dataclasses import dataclass
 SIZES = dict(
     pred=1, s4=0.5, u4=0.5, f4e2m1fn=0.5, s8=1, u8=1, s16=2, u16=2, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8
 )
-DEVICE, HOST = 0, 5  # memory spaces; others, such as a TPU's vector memory, are near the cores and cost nothing here
+DEVICE, HOST = 0, 5  # memory spaces; others, such as a TPU's vector memory, are near the cores and count as free
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f[48]\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_PARTS = ("dynamic-slice", "gather", "slice")  # what reads but a part of its first operand
-_SAME = ("bitcast", "reshape")
+_PARTS = ("dynamic-slice", "gather", "slice")  # opcodes that read only a part of their first operand
+_SAME = ("bitcast", "reshape")  # opcodes that move nothing
 
 
 @dataclass(frozen=True)
 class Array:
+    """An array that an instruction makes; `space` is its memory space."""
+
     dtype: str
     shape: tuple[int, ...]
     space: int
@@ -35,11 +41,13 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction.
+    """An instruction of a program.
 
     Attributes:
-        arrays: what it makes; of a tuple every part.
-        text: its attributes.
+        arrays: the arrays that it makes, all parts of a tuple.
+        operands: names of its operands; for a parameter its number, for a constant its value.
+        text: the text of its attributes.
+        root: whether it makes the result of its computation.
     """
 
     name: str
@@ -50,9 +58,9 @@ class Instruction:
     root: bool = False
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a pattern in the attributes, None if it is not there."""
-        found = re.search(pattern, self.text)
-        return found[1] if found else None
+        """Returns the first group of a pattern's match in the attributes; None without a match."""
+        match = re.search(pattern, self.text)
+        return match[1] if match else None
 
     @property
     def calls(self) -> str | None:
@@ -66,7 +74,7 @@ class Module:
 
     Attributes:
         computations: the instructions of every computation, by name, in order.
-        entry: the computation that is run.
+        entry: name of the computation that the program runs.
     """
 
     computations: dict[str, dict[str, Instruction]]
@@ -88,7 +96,7 @@ class Traffic:
 
     @property
     def bus(self) -> int:
-        """Bytes of the busier direction: the bus takes both at once."""
+        """Bytes of the busier direction, because the bus moves both at once."""
         return max(self.bus_in, self.bus_out)
 
 
@@ -101,13 +109,13 @@ def parse(text: str) -> Module:
             entry = head[2] if head[1] else entry
         elif line.startswith("}"):
             current = None
-        elif current is not None and (found := _LINE.match(line)):
-            current[found[2]] = _instruction(found[2], found[3], root=bool(found[1]))
+        elif current is not None and (match := _LINE.match(line)):
+            current[match[2]] = _instruction(match[2], match[3], root=bool(match[1]))
     return Module(computations, entry)
 
 
 def _closing(text: str) -> int:
-    """Returns where the parenthesis that `text` begins with is closed."""
+    """Returns the index of the parenthesis that closes the first one; 5 for "(a(b))c"."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -118,52 +126,55 @@ def _closing(text: str) -> int:
 
 def _instruction(name: str, text: str, *, root: bool) -> Instruction:
     end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    kind, (opcode, rest) = text[:end], text[end:].lstrip().split("(", 1)
-    end = _closing("(" + rest)
-    operands = re.findall(r"%([\w.-]+)", rest[: end - 1])
-    if opcode in ("parameter", "constant"):  # its number, or its value
-        operands = [rest[: end - 1]]
-    return Instruction(name, opcode, _arrays(kind), tuple(operands), rest[end:], root)
+    result_type, (opcode, after_opcode) = text[:end], text[end:].lstrip().split("(", 1)
+    end = _closing("(" + after_opcode)
+    operands = re.findall(r"%([\w.-]+)", after_opcode[: end - 1])
+    if opcode in ("parameter", "constant"):  # a parameter's number, or a constant's value
+        operands = [after_opcode[: end - 1]]
+    return Instruction(name, opcode, _arrays(result_type), tuple(operands), after_opcode[end:], root)
 
 
-def _arrays(kind: str) -> tuple[Array, ...]:
-    found = []
-    for dtype, dims, layout in _ARRAY.findall(kind):
+def _arrays(result_type: str) -> tuple[Array, ...]:
+    arrays = []
+    for dtype, dims, layout in _ARRAY.findall(result_type):
         space = re.search(r"S\((\d+)\)", layout)
-        found.append(Array(dtype, tuple(int(n) for n in dims.split(",") if n), int(space[1]) if space else DEVICE))
-    return tuple(found)
+        arrays.append(Array(dtype, tuple(int(n) for n in dims.split(",") if n), int(space[1]) if space else DEVICE))
+    return tuple(arrays)
 
 
 def traffic(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> Traffic:
-    """Returns the bytes that an instruction moves; a part that is sliced or updated counts for the whole array."""
+    """Returns the bytes that an instruction moves; of a sliced or updated array only the slice or the update counts."""
     if instruction.opcode.endswith("-start"):
         return _started(instruction, computation)
     operands = [computation[name] for name in instruction.operands if name in computation]
     called = module.computations.get(instruction.calls) if instruction.opcode == "fusion" else None
-    made = [x.nbytes for x in instruction.arrays]
+    result_sizes = [x.nbytes for x in instruction.arrays]
     if called is not None:
-        parts, written = _parts(module, called, len(operands)), _written(called, made)
+        read_sizes, written_sizes = _parts(module, called, len(operands)), _written(called, result_sizes)
     elif instruction.opcode in _PARTS:
-        parts, written = [sum(made)] + [None] * (len(operands) - 1), made
+        read_sizes, written_sizes = [sum(result_sizes)] + [None] * (len(operands) - 1), result_sizes
     elif instruction.opcode == "dynamic-update-slice":
-        parts, written = [0, None], [operands[1].arrays[0].nbytes]
+        read_sizes, written_sizes = [0, None], [operands[1].arrays[0].nbytes]
     else:
-        # A kernel of our own is given the whole pool, and brings what it makes of it.
-        parts, written = [sum(made) if x.arrays and x.arrays[0].space == HOST else None for x in operands], made
-    moved = [0, 0, 0]
-    for operand, part in zip(operands, parts, strict=False):
+        # Our own kernels take the whole pool as an operand, and read as many bytes of it as they write.
+        read_sizes, written_sizes = (
+            [sum(result_sizes) if x.arrays and x.arrays[0].space == HOST else None for x in operands],
+            result_sizes,
+        )
+    totals = [0, 0, 0]
+    for operand, part in zip(operands, read_sizes, strict=False):
         for array in operand.arrays:
             count = array.nbytes if part is None else min(part, array.nbytes)
             if array.space in (DEVICE, HOST):
-                moved[0 if array.space == DEVICE else 1] += count
-    for array, count in zip(instruction.arrays, written, strict=False):
+                totals[0 if array.space == DEVICE else 1] += count
+    for array, count in zip(instruction.arrays, written_sizes, strict=False):
         if array.space in (DEVICE, HOST):
-            moved[0 if array.space == DEVICE else 2] += count
-    return Traffic(*moved)
+            totals[0 if array.space == DEVICE else 2] += count
+    return Traffic(*totals)
 
 
 def _started(start: Instruction, computation: dict[str, Instruction]) -> Traffic:
-    """Returns the bytes of an asynchronous copy: as many as come of it."""
+    """Returns the bytes of an asynchronous copy: the smaller of its source and its target."""
     source, target = computation[start.operands[0]].arrays[0], _target(start)
     count = min(source.nbytes, target.nbytes)
     into, out = (count if x.space == HOST else 0 for x in (source, target))
@@ -171,23 +182,23 @@ def _started(start: Instruction, computation: dict[str, Instruction]) -> Traffic
 
 
 def _target(x: Instruction) -> Array | None:
-    """Returns what an instruction makes, the first part of a tuple; None if it makes nothing."""
+    """Returns the array that an instruction makes, for a tuple the first; None if it makes none."""
     if not x.opcode.endswith("-start") or x.opcode == "copy-start":  # (target, source, flag)
         return x.arrays[0] if x.arrays else None
     return x.arrays[len(x.operands)] if len(x.arrays) > len(x.operands) else None  # ((operands), target, flag)
 
 
 def _parts(module: Module, called: dict[str, Instruction], count: int) -> list[int | None]:
-    """Returns the bytes that a computation reads of each parameter, None for all of it."""
-    found: list[int | None] = [None] * count
+    """Returns the bytes that a computation reads of each parameter; None for the whole parameter."""
+    sizes: list[int | None] = [None] * count
     for instruction in called.values():
         if instruction.opcode == "parameter" and int(instruction.operands[0]) < count:
-            found[int(instruction.operands[0])] = _part(module, called, instruction.name)
-    return found
+            sizes[int(instruction.operands[0])] = _part(module, called, instruction.name)
+    return sizes
 
 
 def _part(module: Module, called: dict[str, Instruction], name: str) -> int | None:
-    """Returns the bytes that a computation reads of one of its arrays, None for all of them."""
+    """Returns the bytes that a computation reads of one of its arrays; None for the whole array."""
     total = 0
     users = [x for x in called.values() if x.opcode not in ("parameter", "constant") and name in x.operands]
     for user in users:
@@ -199,7 +210,7 @@ def _part(module: Module, called: dict[str, Instruction], name: str) -> int | No
             part = _parts(module, inner, len(user.operands))[user.operands.index(name)]
         elif user.opcode in _PARTS and first:
             part = sum(x.nbytes for x in user.arrays)
-        elif user.opcode in ("dynamic-update-slice", "scatter") and first:  # in place; what reads the result reads it
+        elif user.opcode in ("dynamic-update-slice", "scatter") and first:  # in place: reads of its result count
             part = _part(module, called, user.name)
         elif user.root and user.opcode == "tuple" and called[name].opcode in ("dynamic-update-slice", "scatter"):
             part = 0
@@ -211,35 +222,35 @@ def _part(module: Module, called: dict[str, Instruction], name: str) -> int | No
     return total
 
 
-def _written(called: dict[str, Instruction], made: list[int]) -> list[int]:
-    """Returns the bytes that a computation writes of each result: of one that is updated in place, the update."""
+def _written(called: dict[str, Instruction], result_sizes: list[int]) -> list[int]:
+    """Returns the bytes that a computation writes to each result; only the update of a result that is updated in place."""
     (root,) = [x for x in called.values() if x.root]
     roots = [called[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    found = []
-    for whole, result in zip(made, roots, strict=False):
+    sizes = []
+    for size, result in zip(result_sizes, roots, strict=False):
         while result.opcode in _SAME:
             result = called[result.operands[0]]
         update = {"dynamic-update-slice": 1, "scatter": len(result.operands) - 1}.get(result.opcode)
-        found.append(whole if update is None else sum(x.nbytes for x in called[result.operands[update]].arrays))
-    return found
+        sizes.append(size if update is None else sum(x.nbytes for x in called[result.operands[update]].arrays))
+    return sizes
 
 
 def trips(module: Module, loop: Instruction) -> int | None:
-    """Returns how often a loop runs, None if only the running program knows."""
-    known = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
-    if known is not None:
-        return int(known)
+    """Returns how often a loop runs; None if the text does not say."""
+    trip_count = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
+    if trip_count is not None:
+        return int(trip_count)
     condition = module.computations[loop.attribute(r"condition=%?([\w.-]+)")]
     (root,) = [x for x in condition.values() if x.root]
     if root.opcode != "compare" or "direction=LT" not in root.text:
         return None
-    bound = condition[root.operands[1]]  # XLA:TPU says no number; JAX's loops count from 0
+    bound = condition[root.operands[1]]  # XLA:TPU states no trip count; JAX's loops count from 0
     return int(bound.operands[0]) if bound.opcode == "constant" else None
 
 
 def pool_copies(module: Module, shape: tuple[int, ...], itemsize: int) -> list[str]:
-    """Returns the names of the instructions that make an array of as many numbers, as wide, as the pool's `shape`."""
-    given = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
-    made = ((x, _target(x)) for x in module.all() if x.opcode not in given)
-    size = (math.prod(shape), math.prod(shape) * itemsize)
-    return [x.name for x, array in made if array is not None and (array.elements, array.nbytes) == size]
+    """Returns the names of instructions that make an array of the pool's number of elements and bytes."""
+    skipped = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
+    targets = ((x, _target(x)) for x in module.all() if x.opcode not in skipped)
+    pool_size = (math.prod(shape), math.prod(shape) * itemsize)
+    return [x.name for x, array in targets if array is not None and (array.elements, array.nbytes) == pool_size]

@@ -1,4 +1,4 @@
-"""The devices that a program can be compiled for without one."""
+"""The devices that `bench.program` can compile for without having them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.experimental import topologies
 
 from icejax.checks.errors import InputError, suggestion
 
-# What XLA reads of a GPU. Without the versions it takes the driver for one that is too old, and captures less in graphs.
+# XLA's description of a GPU. Without the versions XLA assumes an old driver, and captures less in graphs.
 _GPU = """
 device_description_str: "{name}" platform_name: "CUDA"
 runtime_version {{ major: 12 minor: 9 }} dnn_version_info {{ major: 9 minor: 7 }}
@@ -32,10 +32,10 @@ class Target:
     """A device.
 
     Attributes:
-        platform: gpu or tpu, as in a plan.
+        platform: `gpu` or `tpu`, as in a plan.
         memory: bytes on the device.
-        bandwidth: bytes per second of that memory, by the data sheet.
-        gpu: what else XLA reads of a GPU; None for a TPU.
+        bandwidth: bytes per second of that memory, from the data sheet.
+        gpu: the other fields of `_GPU`; None for a TPU.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Target:
 
     @property
     def lowering(self) -> str:
-        """The platform's name where programs are lowered."""
+        """The platform's name in JAX's lowering."""
         return "cuda" if self.platform == "gpu" else "tpu"
 
     def device(self) -> jax.Device:
-        """Returns the device, which compiles and runs nothing."""
+        """Returns a description of the device to compile for; it cannot run programs."""
         if self.gpu is None:
             return topologies.get_topology_desc(f"{self.name}:2x2", "tpu").devices[0]
         config = _GPU.format(name=self.name.upper(), memory=self.memory, bandwidth=self.bandwidth, **self.gpu)
@@ -70,7 +70,7 @@ TARGETS = {
 
 
 def target(name: str) -> Target:
-    """Returns the target of a name; InputError that lists them for another."""
+    """Returns the target of a name; InputError lists the names if there is none."""
     if name not in TARGETS:
         raise InputError(f"--target must be of {', '.join(TARGETS)}, got {name!r}{suggestion(name, TARGETS)}")
     return TARGETS[name]
