@@ -1,4 +1,4 @@
-"""Evicting policies whose layers or KV heads have budgets of their own."""
+"""Evicting policies with a budget per layer (PyramidKV) or per KV head (AdaKV): budgets, kept tokens and outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.helpers.layer import HEADS, KV_HEADS, Layer, attention, dense, draw
 from tests.helpers.run import plan_for
 
 LENGTHS, STEPS = (250, 9, 120), 64
-SHARES = np.asarray([0.5, 1.5])  # of the mean budget
+SHARES = np.asarray([0.5, 1.5])  # of the mean budget, for each KV head
 
 
 @dataclass(frozen=True)
 class Uneven(Streaming):
-    """The first KV head keeps a third of what the second does, and goes on so."""
+    """Streaming whose first KV head keeps a third as many tokens as the second, at every step."""
 
     def most(self, kv_heads) -> int:
         return int(SHARES.max() * self.budget)
@@ -33,23 +33,23 @@ class Uneven(Streaming):
 
 
 def kept(layer: Layer) -> list[list[np.ndarray]]:
-    """Returns the positions that every row and KV head keeps."""
+    """Returns the sorted kept positions of every row and KV head."""
     positions = np.asarray(layer.state.positions)
     return [[np.sort(head[head >= 0]) for head in row] for row in positions]
 
 
-def assert_attends_to(layer: Layer, found: np.ndarray, prompt, new, step: int) -> None:
-    """Asserts that a step's output is dense attention over what is kept."""
+def assert_attends_to(layer: Layer, actual: np.ndarray, prompt, new, step: int) -> None:
+    """Asserts that a step's output is dense attention over the kept tokens."""
     for row, heads in enumerate(kept(layer)):
         k, v = (np.concatenate([p[row, : LENGTHS[row]], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True))
         for head, positions in enumerate(heads):
-            of = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
-            expected = attention(new[0][step, row, of], k[positions, head : head + 1], v[positions, head : head + 1])
-            np.testing.assert_allclose(found[row, of], expected, rtol=0, atol=tolerances.EXACT)
+            heads_of_group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+            expected = attention(new[0][step, row, heads_of_group], k[positions, head : head + 1], v[positions, head : head + 1])
+            np.testing.assert_allclose(actual[row, heads_of_group], expected, rtol=0, atol=tolerances.EXACT)
 
 
 def test_pyramid_equals_its_own_code_where_nothing_is_rounded():
-    """KVCache-Factory's steps are whole with 13 and with 20 layers."""
+    """In KVCache-Factory the budgets of 13 and of 20 layers fall in whole steps, so no rounding differs."""
     low, high = (128 - 8) // 20, 2 * (128 - 8) - (128 - 8) // 20
     for layers, step in ((13, 19), (20, 12)):
         found = PyramidKV(budget=128, window=8).for_layers(range(layers), of=layers)
@@ -101,7 +101,7 @@ def test_bad_options_say_what_is_expected(kind, options, message):
 
 
 def test_each_kv_head_evicts_within_its_own_room():
-    """Over 64 steps and a later text; what is allocated is the room of the largest."""
+    """Over 64 steps and a later text; every head is allocated the slots of the largest."""
     prompt, new = draw(LENGTHS, STEPS + 30)
     policy = Uneven(budget=40, reassign=False)
     layer, told = Layer(policy, LENGTHS, *prompt), [x[:STEPS] for x in new]
@@ -127,11 +127,11 @@ def test_each_kv_head_evicts_within_its_own_room():
 
 @pytest.mark.parametrize("budget", [48, 100])
 def test_heads_compete_for_the_budget_of_all(budget):
-    """As many tokens as the even rule keeps, of which each is worth at least any that left; decoded tokens come on top."""
+    """AdaKV keeps as many tokens as SnapKV, those of highest score over all heads; decoded tokens come on top."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policies = SnapKV(budget=budget, window=16), AdaKV(budget=budget, window=16, floor=0.0)
     even, own = (Layer(policy, LENGTHS, *prompt) for policy in policies)
-    scores = np.asarray(Layer(SnapKV(budget=256, window=16), LENGTHS, *prompt).state.scores)  # of all tokens
+    scores = np.asarray(Layer(SnapKV(budget=256, window=16), LENGTHS, *prompt).state.scores)
     for row, length in enumerate(LENGTHS):
         sizes = [len(x) for x in kept(own)[row]]
         assert sum(sizes) == min(KV_HEADS * budget, KV_HEADS * length) == sum(len(x) for x in kept(even)[row])
@@ -151,9 +151,9 @@ def test_heads_compete_for_the_budget_of_all(budget):
     "floor, least, most, room", [(0.0, 9, 229, 232), (0.2, 20, 196, 198), (0.55, 38, 137, 139), (1.0, 64, 64, 64)]
 )
 def test_spread_heads_get_more_and_none_less_than_the_floor(floor, least, most, room):
-    """Three KV heads' queries ask for one key each, the fourth's for all; what is allocated is room for the largest.
+    """The queries of three KV heads match one key each, those of the fourth all keys; slots are allocated for the largest.
 
-    Beside windows of 8 they win 1, 1, 1 and 221 of 224 tokens; of a floor of 0.2 they keep 0.8 and 176.8 of these, and 11.
+    Beside windows of 8 the heads win 1, 1, 1 and 221 of 224 tokens. A floor of 0.2 leaves them 0.8 and 176.8 of these, plus 11.
     """
     prompt, _ = draw((250,), 1, sharp=0.01, kv_heads=4)
     prompt[0][:, :, :3] = prompt[1][:, 40, None, :3] * 400

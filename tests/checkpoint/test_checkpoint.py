@@ -20,6 +20,7 @@ from icejax.checkpoint.folder import ORBAX
 from icejax.checkpoint.readers import huggingface
 from icejax.checks.errors import InputError
 from icejax.files.atomic_folder import claim
+from icejax.runtime import devices
 from tests import tolerances
 from tests.helpers import families
 from tests.helpers.checkpoints import convert, edit, same_arrays
@@ -52,14 +53,18 @@ def test_progress_names_every_parameter_once(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtype_is_what_was_asked_for(folder, dtype):
-    leaves = jax.tree.leaves(load_model(folder, dtype=dtype, codes=False))
+def test_dtype_is_what_was_asked_for(folder, dtype, monkeypatch):
+    monkeypatch.setattr(devices, "platform", lambda: "gpu")  # on a CPU, bfloat16 matrices become bits
+    leaves = jax.tree.leaves(load_model(folder, dtype=dtype))
     assert {leaf.dtype for leaf in leaves} == {np.dtype(jax.numpy.dtype(dtype))}
 
 
-def test_matrices_in_bfloat16_are_bits_on_a_cpu(folder):
+def test_matrices_in_bfloat16_are_bits_on_a_cpu(folder, monkeypatch):
     """The logits are as near to those in fp32 as before."""
-    model, plain = (load_model(folder, dtype="bfloat16", codes=codes) for codes in (True, False))
+    model = load_model(folder, dtype="bfloat16")
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "platform", lambda: "gpu")
+        plain = load_model(folder, dtype="bfloat16")
     found = model.model.layers[1].mlp.up_proj.weight.get_value()
     stored = plain.model.layers[1].mlp.up_proj.weight[...]
     assert found.codes.dtype == "uint16" and model.model.norm.weight[...].dtype == model.dtype == "bfloat16"

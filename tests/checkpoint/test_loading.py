@@ -87,7 +87,7 @@ def test_weights_go_to_a_device_one_by_one(case, dtype, tmp_path, monkeypatch):
     putting = load._to_device
     monkeypatch.setattr(load, "_to_device", lambda x: (put.append(size_of(x)), putting(x))[1])
     quantize = CASES[case][2] if CASES[case][2] in METHODS else None
-    peak = numpy_peak(lambda: load_model(tmp_path, dtype=dtype, quantize=quantize, codes=True))
+    peak = numpy_peak(lambda: load_model(tmp_path, dtype=dtype, quantize=quantize))
     largest = max(stored, *put)
     print(f"peak {peak / largest:.3f} of the largest tensor")
     assert largest > 4e6 and 0.9 * largest < peak < 2 * largest + PYTHON

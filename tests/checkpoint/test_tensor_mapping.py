@@ -86,8 +86,8 @@ def test_a_bias_of_choice_stays_fp32(tmp_path):
     assert (bias.astype(np.float16) != bias).any()
     assert convert("hf_to_orbax", [str(tmp_path / "hf"), str(tmp_path / "orbax")]) == 0
     for folder in ("hf", "orbax"):
-        gate = load_model(tmp_path / folder, dtype="bfloat16", codes=False).model.layers[1].mlp.gate
-        assert gate.weight[...].dtype == "bfloat16" and gate.e_score_correction_bias[...].dtype == "float32"
+        gate = load_model(tmp_path / folder, dtype="bfloat16").model.layers[1].mlp.gate
+        assert gate.weight.get_value().codes.dtype == "uint16" and gate.e_score_correction_bias[...].dtype == "float32"
         np.testing.assert_array_equal(gate.e_score_correction_bias[...], bias)
 
 

@@ -1,4 +1,7 @@
-"""Chat templates as four families publish them, and a small tokenizer for each with its special tokens."""
+"""The published chat templates of Llama, Mistral, Gemma, Qwen 2.5 and Qwen 3, and a small tokenizer with each one's special tokens.
+
+For tests that compare icejax's chat prompts with those of `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ QWEN3 = (
 
 @dataclass(frozen=True)
 class Family:
-    """A template and the special tokens it needs; `end` is what its answers end with."""
+    """A template and the special tokens it needs; `end` ends an answer, `system`: the template accepts a system message."""
 
     template: str
     end: str
@@ -142,13 +145,13 @@ TEXT = "The user asks and the assistant answers: you are a helpful assistant, an
 
 @cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer, with some merges, of the family `name`; only to be read."""
+    """Returns a byte-level BPE tokenizer with some merges and the template of family `name`; cached, so do not change it."""
     family = FAMILIES[name]
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
-    made.add_special_tokens([x for x in (family.bos, family.end, "<unused>", *family.special) if x is not None])
+    bpe.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    bpe.add_special_tokens([x for x in (family.bos, family.end, "<unused>", *family.special) if x is not None])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=family.bos, eos_token=family.end, chat_template=family.template
+        tokenizer_object=bpe, bos_token=family.bos, eos_token=family.end, chat_template=family.template
     )

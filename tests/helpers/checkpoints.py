@@ -1,4 +1,4 @@
-"""Changes of checkpoint folders, and what is compared of them."""
+"""Tensor edits in a checkpoint folder, comparison of two models' arrays, and runs of the converters."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from icejax.commands import convert as converting
 
 
 def edit(folder, change) -> None:
-    """Puts `change`, applied to all tensors, into one unsharded file."""
+    """Applies `change` to the dict of all tensors of `folder`, and writes them as one unsharded file."""
     tensors = {}
     for shard in folder.glob("*.safetensors"):
         tensors |= load_file(shard)
@@ -20,6 +20,7 @@ def edit(folder, change) -> None:
 
 
 def same_arrays(a, b) -> bool:
+    """Returns whether two pytrees have equal arrays."""
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Runs of icejax generate within this process."""
+"""Runs `icejax generate` within the test's process."""
 
 from icejax.commands import generate as command
 

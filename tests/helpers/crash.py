@@ -1,4 +1,4 @@
-"""Processes that die at a given step, and files that cannot be written to their end."""
+"""Simulated crashes: a process that dies at a given file operation, and a full disk."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ STEPS = ("open", "mkdir", "rename", "unlink", "rmdir", "write", "ftruncate", "fs
 
 
 class Killed(BaseException):
-    """What ends a process: nothing of it does anything any more."""
+    """The death of the process: a BaseException, so that no `except Exception` outlives it."""
 
 
 def killed_at(step: int, monkeypatch) -> None:
-    """Lets the process die before its `step`th operation on files: that one and every later one does nothing."""
+    """Lets the process die before its file operation number `step` (from 1): that one and all later ones raise and do nothing."""
     count = itertools.count(1)
 
-    def dying(real):
+    def wrapped(real):
         def operation(*arguments, **options):
             if next(count) >= step:
                 raise Killed
@@ -28,12 +28,12 @@ def killed_at(step: int, monkeypatch) -> None:
         return operation
 
     for name in STEPS:
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+        monkeypatch.setattr(os, name, wrapped(getattr(os, name)))
 
 
 @contextlib.contextmanager
 def file_limit(size: int) -> Iterator[None]:
-    """Lets no file grow beyond `size` bytes: Python ignores the signal, so that a write fails."""
+    """Makes a write beyond `size` bytes of a file fail with OSError; Python ignores the signal that comes with it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

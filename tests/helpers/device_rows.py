@@ -1,4 +1,4 @@
-"""Results of a device as `bench.device` writes them, with figures that are easy to reckon with."""
+"""A sample of the result files that `bench.device` writes, with round figures, for the tests of its report."""
 
 _H200 = "gpu: NVIDIA H200"
 _MODEL = dict(

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every row, how to build and load them, and which of them run by default."""
+"""Builds, saves and loads a tiny random Hugging Face model for each row of `family_rows`; turns rows into test parameters."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from tests.helpers.family_rows import FAMILIES, SCALES, SIZES, Row
 
 
 def by_family() -> list:
-    """Returns the rows as parameters of a test, of which by default the first of every family runs, if it does at all scales."""
-    first = {each.model: each for each in reversed(FAMILIES) if each.scales == SCALES}
-    return [pytest.param(x, id=str(x), marks=() if first.get(x.model) is x else pytest.mark.slow) for x in FAMILIES]
+    """Returns the rows as test parameters; all but the first row of each family that runs at every scale are slow."""
+    first = {row.model: row for row in reversed(FAMILIES) if row.scales == SCALES}
+    return [pytest.param(row, id=str(row), marks=() if first.get(row.model) is row else pytest.mark.slow) for row in FAMILIES]
 
 
 def by_scale(rows: Sequence[Row] = FAMILIES) -> list:
-    """Returns rows and scales as parameters of a test."""
-    every = [(row, scale) for row in rows for scale in SCALES]
-    return [pytest.param(x, y, id=f"{x}-{y}", marks=() if y in x.scales else pytest.mark.slow) for x, y in every]
+    """Returns every row at every scale as test parameters; a scale that the row does not list is slow."""
+    pairs = [(row, scale) for row in rows for scale in SCALES]
+    return [
+        pytest.param(row, scale, id=f"{row}-{scale}", marks=() if scale in row.scales else pytest.mark.slow)
+        for row, scale in pairs
+    ]
 
 
 def row(name: str) -> Row:
-    """Returns the row of that name."""
+    """Returns the row called `name`."""
     return next(r for r in FAMILIES if r.name == name)
 
 
 def build(row: Row, scale: str = "fan_in", **changes) -> hf.PreTrainedModel:
-    """Returns a tiny random model. `default`: matrices of Hugging Face's init; `fan_in`: of standard deviation fan_in^-1/2.
+    """Returns a tiny random model with the matrices of Hugging Face's init (`default`) or of standard deviation fan_in^-1/2.
 
-    Norms and biases, which Hugging Face leaves at 1 and 0, are random in both, or they would not be tested; of buffers those
-    that a router adds, or that an output is multiplied by.
+    Norms and biases are random at both scales: at Hugging Face's 1 and 0 a test would not see them. So are two buffers, the
+    router's correction bias and the layer's output scale.
     """
-    import torch  # here, so that a module whose other tests need no PyTorch is collected without it
+    import torch  # imported here, so that test modules are collected without PyTorch
 
     torch.manual_seed(0)
     model = row.model(row.config(**SIZES | dict(row.changes) | changes, attn_implementation="eager")).eval()
@@ -59,17 +62,17 @@ def save(model: hf.PreTrainedModel, folder: Path) -> Path:
 
 
 def load(model: hf.PreTrainedModel, folder: Path) -> CausalLM:
-    """Returns `model` as icejax loads it from a folder."""
+    """Returns `model`, saved to `folder` and loaded by icejax."""
     return icejax.checkpoint.load_model(save(model, folder))
 
 
 def edit_config(folder: Path, **changes) -> None:
-    """Changes fields of config.json; ... removes one."""
+    """Changes fields of config.json; the value `...` removes a field."""
     path = folder / "config.json"
     raw = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
 
 
 def tokens(count: int, *, seed: int = 0) -> list[int]:
-    """Returns random token ids."""
+    """Returns `count` random token ids."""
     return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], count).tolist()

@@ -1,4 +1,4 @@
-"""One row per variant of a model family, as tiny Hugging Face models have them."""
+"""The table of model variants under test: one row per config variant of a family, in the sizes of a tiny model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import transformers as hf
 
-WINDOW = 32  # every tested prompt of 129 tokens and more is longer
+WINDOW = 32  # shorter than the prompts, so that the window counts
 SIZES = dict(
     vocab_size=101,
     hidden_size=64,
@@ -24,7 +24,7 @@ SCALES = ("default", "fan_in")
 
 @dataclass(frozen=True)
 class Row:
-    """A variant: `changes` over SIZES, and the `scales` at which it runs by default; at the others it runs with the slow tests."""
+    """A variant: config `changes` over SIZES, and the weight `scales` at which it runs by default; other scales are slow tests."""
 
     name: str
     config: type
@@ -140,7 +140,7 @@ def _rope(rope_type: str, **fields) -> dict:
 
 
 def by_type(full: dict, sliding: dict) -> dict:
-    """Returns the rope parameters of each type of layers."""
+    """Returns the RoPE parameters of full and of sliding-window layers, as config.json holds them."""
     return {"full_attention": full, "sliding_attention": sliding}
 
 

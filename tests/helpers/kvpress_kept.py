@@ -1,4 +1,7 @@
-"""Prints which tokens kvpress keeps of a prompt, as JSON; its environment has no icejax: kvpress_kept.py MODEL TOKENS BUDGET."""
+"""Prints the prompt positions that kvpress keeps, as JSON by method, layer and KV head: kvpress_kept.py MODEL TOKENS BUDGET.
+
+Runs in kvpress's own environment, without icejax. TOKENS is a JSON file of token ids.
+"""
 
 import contextlib
 import json
@@ -12,7 +15,7 @@ WINDOW = 16
 
 
 def presses(ratio: float) -> dict[str, tuple[str, kvpress.BasePress]]:
-    """Returns every method with the attention that its press needs."""
+    """Returns, by method, the attention implementation that its press needs, and the press."""
     snapkv = dict(window_size=WINDOW, kernel_size=5)
     return {
         "streaming": ("sdpa", kvpress.StreamingLLMPress(ratio, n_sink=4)),
@@ -28,7 +31,7 @@ def presses(ratio: float) -> dict[str, tuple[str, kvpress.BasePress]]:
 
 @torch.no_grad()
 def keys(model, tokens: list[int], press: kvpress.BasePress | None = None) -> list[torch.Tensor]:
-    """Returns the keys [K, S, H] that every layer has of a prompt."""
+    """Returns each layer's keys [K, S, H] in the cache after the prompt."""
     cache = DynamicCache()
     with contextlib.nullcontext() if press is None else press(model):
         model(torch.tensor([tokens]), past_key_values=cache)
@@ -38,18 +41,18 @@ def keys(model, tokens: list[int], press: kvpress.BasePress | None = None) -> li
 def main(folder: str, file: str, budget: str) -> None:
     tokens = json.loads(open(file).read())
     models = {name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name) for name in ("sdpa", "eager")}
-    found = {}
+    positions_by_method = {}
     for name, (attention, press) in presses(1 - (int(budget) + 0.5) / len(tokens)).items():
-        model, of_layers = models[attention], []
-        every = keys(model, tokens)
-        for layer, (kept, all_keys) in enumerate(zip(keys(model, tokens, press), every, strict=True)):
-            there = (kept[:, :, None] == all_keys[:, None]).all(-1).any(1)  # a kept key is one of all, to the last bit
-            if name == "adakv":  # keeps every key, and says which of them are masked
-                _, heads, positions = model.model.layers[layer].self_attn.masked_key_indices
-                there[heads, positions] = False
-            of_layers.append([each.nonzero()[:, 0].tolist() for each in there])
-        found[name] = of_layers
-    print(json.dumps(found))
+        model, positions_by_layer = models[attention], []
+        full_keys = keys(model, tokens)
+        for layer, (kept_keys, all_keys) in enumerate(zip(keys(model, tokens, press), full_keys, strict=True)):
+            kept_mask = (kept_keys[:, :, None] == all_keys[:, None]).all(-1).any(1)  # kept keys are bit-equal copies
+            if name == "adakv":  # keeps every key, and masks some
+                _, heads, masked = model.model.layers[layer].self_attn.masked_key_indices
+                kept_mask[heads, masked] = False
+            positions_by_layer.append([head_mask.nonzero()[:, 0].tolist() for head_mask in kept_mask])
+        positions_by_method[name] = positions_by_layer
+    print(json.dumps(positions_by_method))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One layer's cache without a model: prefill, steps and flushes on given queries, keys and values."""
+"""Drives one layer's cache policy without a model: prefill, decode steps, flushes and compaction on given q, k and v.
+
+For the policy tests, which compare the attention output with float64 references in this file. Arrays are [B, T, heads, H].
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ THETA = 10000.0
 
 @dataclass(frozen=True)
 class Programs:
-    """What is done with a policy's state after its prompt, jitted; `traces` counts how often `decode` was traced."""
+    """A policy's jitted programs after prefill; `traces[0]` counts the traces of `decode`."""
 
     decode: Callable
     extend: Callable
@@ -44,7 +47,7 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
     traces, backend = [0], fetch_backend()
 
     def view(lengths, pool) -> View:
-        """`pool` is the pool and the table of extents, or None."""
+        """`pool`: the host pool and its table of extents; None without a pool."""
         pages = host_pool.PoolLayer(*pool, None, 0, backend, "float32") if pool is not None else None
         return View(lengths, pages, rerotate=turned, project=projected)
 
@@ -52,31 +55,31 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
     def decode(state, q, k, v, lengths, pool):
         traces[0] += 1
         heads = Heads(*(x[:, None] for x in (q, k, v)), jnp.ones(len(q), jnp.int32), Scoring(q.shape[-1] ** -0.5, softcap))
-        found = policy.decode(state, heads, view(lengths, pool))
-        return jax.tree.map(lambda x: x[:, 0], found.attended), found.state, found.tokens
+        step = policy.decode(state, heads, view(lengths, pool))
+        return jax.tree.map(lambda x: x[:, 0], step.attended), step.state, step.tokens
 
     @functools.partial(jax.jit, donate_argnums=0)
     def extend(state, q, k, v, lengths, new, pool):
-        found = policy.extend(state, Heads(q, k, v, new, Scoring(q.shape[-1] ** -0.5, softcap)), view(lengths, pool))
-        return found.attended, found.state, found.pages, found.used
+        extension = policy.extend(state, Heads(q, k, v, new, Scoring(q.shape[-1] ** -0.5, softcap)), view(lengths, pool))
+        return extension.attended, extension.state, extension.pages, extension.used
 
     def compact(state, pool, lengths):
         count = policy.compact_every // policy.page_size
         pages = view(lengths, pool).pool.run(lengths.next_page - count, count)
-        found = policy.compact(state, pages, View(lengths))
-        return found.state, found.pages
+        compaction = policy.compact(state, pages, View(lengths))
+        return compaction.state, compaction.pages
 
     def flush(state, lengths):
         return policy.flush(state, lengths)
 
-    def flushed(state, prepared, lengths):
-        return policy.after_flush(state, prepared, lengths)
+    def after_flush(state, update, lengths):
+        return policy.after_flush(state, update, lengths)
 
-    return Programs(decode, extend, jax.jit(flush), jax.jit(flushed), jax.jit(compact), traces)
+    return Programs(decode, extend, jax.jit(flush), jax.jit(after_flush), jax.jit(compact), traces)
 
 
 def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
-    """Turns heads [B, T, N, H] by so many positions [B, T], as a layer with plain RoPE of base `THETA` does."""
+    """Shifts heads [B, T, N, H] by positions [B, T], as plain RoPE of base `THETA` does."""
     size = heads.shape[-1]
     angles = by[..., None].astype(jnp.float32) * THETA ** (-jnp.arange(0, size, 2) / size)[None, None, :]
     cos, sin = (f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
@@ -85,12 +88,12 @@ def turned(heads: jax.Array, by: jax.Array) -> jax.Array:
 
 
 def output_matrix(heads: int, size: int) -> np.ndarray:
-    """Returns the projection f32[heads, size, 24] of as many heads."""
+    """Returns a fixed random output projection f32[heads, size, 24]."""
     return np.random.default_rng(7).standard_normal((heads, size, 24)).astype(np.float32)
 
 
 def projected(heads: jax.Array) -> jax.Array:
-    """Takes heads [B, T, N, H] to a layer's output [B, T, 24], as a projection with a bias does."""
+    """Projects heads [B, T, N, H] to the layer's output [B, T, 24], with a bias of 1."""
     return jnp.einsum("btnh,nhd->btd", heads, output_matrix(*heads.shape[2:])) + 1.0
 
 
@@ -99,16 +102,16 @@ def _prefill(q, k, v, lengths, *, policy, spec, softcap):
     scoring = Scoring(q.shape[-1] ** -0.5, softcap)
     attended = causal(q, k, v, lengths=lengths.seen, window=None, scoring=scoring)
     view = View(Lengths.none(len(q)), rerotate=turned, project=projected)
-    found = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, scoring), attended, view)
-    return found.state, found.pages
+    prefilled = policy.prefill(policy.init(spec), Heads(q, k, v, lengths.seen, scoring), attended, view)
+    return prefilled.state, prefilled.pages
 
 
 class Layer:
-    """Drives `policy` over a prompt and then token by token.
+    """One layer's cache under `policy`: prefilled at construction, then stepped or extended.
 
     Attributes:
-        tokens: how many were attended to in the newest step, by a query head and by any of a KV head, f32[2, B].
-        lse: the log-sum-exp of what was last put behind the cache: [B, N] of a step, [B, T, N] of more tokens.
+        tokens: tokens attended in the newest step, by a query head on average and by any query head of a KV head, f32[2, B].
+        lse: log-sum-exp of the newest attention: [B, N] after a step, [B, T, N] after `extend`.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class Layer:
         self.pool = None
         if pages is not None:
             extents = extents_for(policy.pool(self.spec).pages)
-            # In another order than the rows have them.
+            # Reversed: a row's extents are not in the order of the pool.
             table = np.arange(extents * len(lengths), dtype=np.int32).reshape(extents, -1).T[::-1].copy()
             shape = (table.size, 1, host_pool.EXTENT, *pages.shape[2:])
             self.table = jnp.asarray(table)
@@ -148,13 +151,13 @@ class Layer:
         self.programs = programs(policy, softcap)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Appends one token per row, [B, heads, H] each, and returns the attention output [B, N, H]."""
+        """Appends one token per row, q, k and v [B, heads, H]; returns the attention output [B, N, H]."""
         (out, self.lse), self.state, self.tokens = self.programs.decode(self.state, q, k, v, self.lengths, self._pool)
         self.lengths = replace(self.lengths, clock=self.lengths.clock + 1)
         clock = int(self.lengths.clock)
         if self.pool is not None and clock % self.policy.page_size == 0:
-            page, news = self.programs.flush(self.state, self.lengths)
-            self.state = self.programs.after_flush(self.state, news, self.lengths)
+            page, update = self.programs.flush(self.state, self.lengths)
+            self.state = self.programs.after_flush(self.state, update, self.lengths)
             self.pool = host_pool.write_pages(self.pool, page[None, None], self.table, self.lengths.next_page)
             self.lengths = replace(self.lengths, next_page=self.lengths.next_page + 1)
         if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
@@ -164,7 +167,7 @@ class Layer:
         return np.asarray(out)
 
     def join(self, clock: int) -> None:
-        """Makes of it a batch that its rows joined when its clock stood at `clock`; nothing has been decoded before."""
+        """Moves the rows into a batch whose clock is at `clock`; call it before the first step."""
         self.state = self.policy.joining(self.state, self.lengths, jnp.int32(clock))
         pages = self.lengths.next_page + clock // self.policy.page_size
         self.lengths = Lengths(self.lengths.origin - clock, jnp.int32(clock), pages)
@@ -174,7 +177,7 @@ class Layer:
         return None if self.pool is None else (self.pool, self.table)
 
     def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Sequence[int]) -> np.ndarray:
-        """Puts `new` tokens per row, right-padded, behind all there are; returns the attention output [B, T, N, H]."""
+        """Appends `new` tokens per row, right-padded; returns the attention output [B, T, N, H]."""
         count = jnp.asarray(new, jnp.int32)
         (out, self.lse), self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
         if pages is not None:
@@ -184,13 +187,13 @@ class Layer:
 
 
 def stored(pool: jax.Array, table: jax.Array) -> np.ndarray:
-    """Returns the pages of a pool of fp32 by row, f32[B, P, L, K, planes, p, W]."""
+    """Returns the pages of each row of an fp32 pool, f32[B, P, L, K, planes, p, W]."""
     pages = np.asarray(pool).view(np.float32)[np.asarray(table)].swapaxes(2, 3)  # B, X, 64, L, ...
     return pages.reshape(len(pages), -1, *pages.shape[3:])
 
 
 def uneven(q: np.ndarray, k: np.ndarray, by: tuple[float, float, float] = (11, 0.05, 40)) -> tuple[np.ndarray, np.ndarray]:
-    """Returns them with channels in which keys are far larger than queries, or far smaller; attention is as it was."""
+    """Returns q and k with three key channels scaled by `by` and those query channels by 1/`by`: attention is unchanged."""
     factors = np.ones(k.shape[-1], np.float32)
     factors[[3, 7, 11]] = by
     return q / factors, k * factors
@@ -199,7 +202,7 @@ def uneven(q: np.ndarray, k: np.ndarray, by: tuple[float, float, float] = (11, 0
 def draw(
     lengths: Sequence[int], steps: int, *, seed: int = 0, sharp: float = 1.0, kv_heads: int = KV_HEADS, sizes=(SIZE, SIZE)
 ):
-    """Returns prompt q, k, v [B, PROMPT, heads, H] and new ones [steps, B, heads, H].
+    """Returns random q, k, v of a prompt, [B, PROMPT, heads, H], and of decode steps, [steps, B, heads, H].
 
     `sharp` scales the queries; `sizes` are the channels of keys and of values.
     """
@@ -216,7 +219,7 @@ def draw(
 
 
 def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
-    """Returns exact attention [B, N, H] of new token number `step` in float64."""
+    """Returns dense attention [B, N, H] of the token of decode step `step`, in float64."""
     return np.stack(
         [
             attention(
@@ -229,12 +232,12 @@ def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None = None) -> np.ndarray:
-    """Returns the attention [N, H] of a token's queries [N, H] to keys and values [S, K, H] in float64."""
+    """Returns the attention [N, H] of one token's queries [N, H] over keys and values [S, K, H], in float64."""
     return attended(q, k, v, softcap)[0]
 
 
 def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the attention, and the log-sum-exp [N] of its scores."""
+    """Returns `attention`, and the log-sum-exp [N] of its scores."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out, lse = np.zeros((len(q), v.shape[2])), np.zeros(len(q))
     for head in range(len(q)):
@@ -249,17 +252,23 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None 
 
 
 def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[np.ndarray]) -> None:
-    """Asserts that every level's digests of a row and head are those of the keys of `pages`, in float64."""
+    """Asserts that all levels of the digest tree, for one row and KV head, equal float64 digests of `pages`, keys [p, H] each."""
     keys = np.concatenate(pages).astype(np.float64)
-    numbers = np.split(np.arange(len(keys)), np.cumsum([len(page) for page in pages])[:-1])
-    nodes = [outliers_first(keys, list(page[:, None])) for page in numbers]
+    page_tokens = np.split(np.arange(len(keys)), np.cumsum([len(page) for page in pages])[:-1])
+    nodes = [outliers_first(keys, list(page[:, None])) for page in page_tokens]
     for level in levels:
-        for i, tokens in enumerate(nodes):
-            assert int(level.count[row, head, i]) == len(tokens)
+        for node, tokens in enumerate(nodes):
+            assert int(level.count[row, head, node]) == len(tokens)
             if len(tokens):
-                inner = keys[others(tokens)]
-                expected = (*keys[tokens[[0, min(1, len(tokens) - 1)]]], inner.mean(0), bands(len(inner[0])) @ inner.var(0))
+                inner_keys = keys[others(tokens)]
+                expected = (
+                    *keys[tokens[[0, min(1, len(tokens) - 1)]]],
+                    inner_keys.mean(0),
+                    bands(len(inner_keys[0])) @ inner_keys.var(0),
+                )
                 vectors = (x.data for x in (*level.outliers, level.mean))
-                for found, of in zip((*vectors, level.width), expected, strict=True):
-                    np.testing.assert_allclose(found[row, head, i], of, rtol=tolerances.DIGEST, atol=tolerances.DIGEST)
-        nodes = [outliers_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]
+                for actual, reference in zip((*vectors, level.width), expected, strict=True):
+                    np.testing.assert_allclose(
+                        actual[row, head, node], reference, rtol=tolerances.DIGEST, atol=tolerances.DIGEST
+                    )
+        nodes = [outliers_first(keys, nodes[node : node + tree.FAN_OUT]) for node in range(0, len(nodes), tree.FAN_OUT)]

@@ -1,8 +1,8 @@
-"""A tokenizer of one token per letter."""
+"""A tokenizer that makes one token of each character, for tests that need no trained tokenizer."""
 
 
 class Letters:
-    """A tokenizer of one token per letter, a to z and on."""
+    """Token id = code point - 33, so that "a" is 64."""
 
     all_special_ids: tuple[int, ...] = ()
     is_fast = True

@@ -1,4 +1,4 @@
-"""How much memory something takes, in a process of its own."""
+"""Measures the peak memory of an expression in a process of its own."""
 
 import subprocess
 import sys
@@ -23,6 +23,6 @@ print(peak - before)
 
 
 def resident_peak(expression: str) -> int:
-    """Returns the bytes that a process has at most, while it evaluates what names `icejax`, beyond what it had before."""
+    """Returns by how many bytes resident memory grows at its peak while a fresh process evaluates `expression` (it knows `icejax`)."""
     command = [sys.executable, "-c", CODE, expression]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

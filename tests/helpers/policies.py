@@ -1,4 +1,7 @@
-"""One row per cache policy: options of a small budget, and the same policy with room for every token."""
+"""The table of cache policies under test: one row per policy, with a small budget and with room for every token.
+
+The contract tests run on every row (`by_row`); rows marked slow run with the slow tests.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,9 @@ class Row:
 
     Attributes:
         small: the policy at a budget far below the tested lengths.
-        exact: the policy with a budget of so many tokens, which is to equal dense attention; None: it samples.
-        keeps_all: whether later text attends to all there was before it, whatever the budget.
-        slow: whether its contract runs with the slow tests: another policy of its base is there by default.
+        exact: returns the policy with room for that many tokens, when it must equal dense attention; None: it samples.
+        keeps_all: whether text added by `extend` attends to all earlier tokens, whatever the budget.
+        slow: whether the row's tests are slow tests; another row with the same base then runs by default.
     """
 
     name: str
@@ -82,7 +85,7 @@ POLICIES = (
     Row(
         "clustered-as-icecache",
         Clustered(budget=64, **PRESETS["icecache"][1]),
-        lambda n: Clustered(budget=2 * n, **PRESETS["icecache"][1]),  # pages may be filled in part
+        lambda n: Clustered(budget=2 * n, **PRESETS["icecache"][1]),  # pages may be partly filled
         slow=True,
     ),
     Row(
@@ -103,7 +106,7 @@ POLICIES = (
     Row(
         "pyramidkv",
         PyramidKV(budget=64, window=16),
-        lambda n: PyramidKV(budget=4 * n, beta=4),  # the last layer has the least
+        lambda n: PyramidKV(budget=4 * n, beta=4),  # the last layer has the smallest budget
         keeps_all=False,
         slow=True,
     ),
@@ -126,7 +129,7 @@ POLICIES = (
     Row(
         "shadowkv",
         ShadowKV(budget=64, window=1, outliers=2, rank=8),
-        lambda n: ShadowKV(budget=2 * n, rank=4096),  # every direction there is
+        lambda n: ShadowKV(budget=2 * n, rank=4096),  # full rank
         keeps_all=False,
         slow=True,
     ),
@@ -134,13 +137,15 @@ POLICIES = (
     Row("topk-sum", TopK(budget=64, group="sum"), lambda n: TopK(budget=n, group="sum"), slow=True),
     Row("topk-pages", TopKPages(budget=64), lambda n: TopKPages(budget=n + 16), slow=True),  # the newest page is not full
     Row("topp", TopP(mass=0.5), lambda n: TopP(mass=1.0), slow=True),
-    Row("vattention", VAttention(budget=64), lambda n: VAttention(budget=2 * n), slow=True),  # half of it are top tokens
+    Row(
+        "vattention", VAttention(budget=64), lambda n: VAttention(budget=2 * n), slow=True
+    ),  # half of the budget is for top tokens
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
-OF_BASES = [row for row in EXACT if not row.slow]  # for what only whole models show
+OF_BASES = [row for row in EXACT if not row.slow]  # the fast rows, for tests that run whole models
 
 
 def by_row(*values: object, rows: Sequence[Row] = POLICIES, slow: bool = False) -> list:
-    """Returns the parameters of a test that runs on every row, with `values` behind it; `slow`: none of them by default."""
+    """Returns test parameters (row, *values) for every row; `slow` marks all of them slow."""
     marks = {row.name: [pytest.mark.slow] if slow or row.slow else [] for row in rows}
     return [pytest.param(row, *values, id="-".join(map(str, (row, *values))), marks=marks[row.name]) for row in rows]

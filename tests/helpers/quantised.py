@@ -1,4 +1,7 @@
-"""Tiny folders in every layout of quantised weights: how a matrix is written, and read back bit by bit, in plain numpy."""
+"""Writes tiny checkpoints in every layout of quantised weights, and reads their matrices back bit by bit in plain numpy.
+
+The reference for icejax's readers of quantised checkpoints: `save` writes a folder, and returns the weights it encodes.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from icejax.ops.quantized.products import Grouped
+
 Tensors = dict[str, torch.Tensor]
-LEFT = ("model.embed_tokens.weight", "lm_head.weight", ".gate.weight")
+UNQUANTISED = ("model.embed_tokens.weight", "lm_head.weight", ".gate.weight")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A layout: its `quantization_config`, what it makes of a matrix, what its tensors mean, and its error of Gaussians."""
+    """A layout: its `quantization_config`, encoder and decoder of a matrix, and relative error on Gaussian weights."""
 
     config: dict
     write: Callable[[np.ndarray], Tensors]
@@ -28,7 +34,7 @@ class Format:
 
 
 def steps(w: np.ndarray, rows: int, columns: int, *, lowest: int, highest: int, symmetric: bool):
-    """Returns the codes of a matrix, and scale and zero point of each block of so many rows and columns."""
+    """Returns the integer codes of a matrix, and the scale and zero point of each block of `rows` x `columns`."""
     down, across = -(-w.shape[0] // rows), -(-w.shape[1] // columns)
     codes, scale, zero = np.zeros(w.shape, int), np.zeros((down, across), np.float32), np.zeros((down, across), int)
     for r in range(down):
@@ -43,54 +49,54 @@ def steps(w: np.ndarray, rows: int, columns: int, *, lowest: int, highest: int, 
 
 def pack(codes: np.ndarray, bits: int, order: tuple[int, ...]) -> torch.Tensor:
     """Returns unsigned codes [A, C] as words i32[A, C bits / 32]: nibble n of a word is column order[n]."""
-    each = 32 // bits
-    words = np.zeros((codes.shape[0], -(-codes.shape[1] // each)), np.uint64)
+    codes_per_word = 32 // bits
+    words = np.zeros((codes.shape[0], -(-codes.shape[1] // codes_per_word)), np.uint64)
     for word in range(words.shape[1]):
         for nibble, column in enumerate(order):
-            if each * word + column < codes.shape[1]:
-                words[:, word] |= codes[:, each * word + column].astype(np.uint64) << np.uint64(bits * nibble)
+            if codes_per_word * word + column < codes.shape[1]:
+                words[:, word] |= codes[:, codes_per_word * word + column].astype(np.uint64) << np.uint64(bits * nibble)
     return torch.tensor(words.astype(np.uint32).view(np.int32))
 
 
 def bits_at(words: torch.Tensor, index: np.ndarray, bits: int, order: tuple[int, ...]) -> np.ndarray:
-    """Returns the unsigned codes in columns `index` of words i32[A, W]."""
-    each, all_words = 32 // bits, words.numpy().astype(np.int64) & 0xFFFFFFFF
-    shift = np.array([bits * order.index(i % each) for i in index])
-    return (all_words[:, index // each] >> shift) & (2**bits - 1)
+    """Returns the unsigned codes of columns `index`, unpacked from words i32[A, W]."""
+    codes_per_word, unsigned = 32 // bits, words.numpy().astype(np.int64) & 0xFFFFFFFF
+    shift = np.array([bits * order.index(i % codes_per_word) for i in index])
+    return (unsigned[:, index // codes_per_word] >> shift) & (2**bits - 1)
 
 
 def blocked(values: np.ndarray, shape, rows: int, columns: int) -> np.ndarray:
-    """Returns a value per block for every element of a matrix."""
+    """Repeats the value of each block for all its elements; returns a matrix of `shape`."""
     return values[np.arange(shape[0])[:, None] // rows, np.arange(shape[1])[None] // columns]
 
 
 def plain(config: dict, rows: int | None, columns: int | None, *, scale: str, kind: str, error: float, lead=None) -> Format:
-    """A code per element: fp8 or int8, scales of `lead` dimensions where an axis has one block."""
+    """Returns a layout with one fp8 or int8 code per element; scales have `lead` dimensions, or 2 if None."""
 
     def sides(shape):
         return rows or shape[0], columns or shape[1]
 
     def write(w):
-        codes, by, zero = steps(w, *sides(w.shape), lowest=-128, highest=127, symmetric=kind != "asymmetric")
+        codes, scales, zero = steps(w, *sides(w.shape), lowest=-128, highest=127, symmetric=kind != "asymmetric")
         zeros = {"weight_zero_point": torch.tensor(zero.astype(np.int8))} if kind == "asymmetric" else {}
         if kind == "fp8":
-            by = by * np.float32(127 / 448)
-            stored = torch.tensor(w / blocked(by, w.shape, *sides(w.shape))).to(torch.float8_e4m3fn)
+            scales = scales * np.float32(127 / 448)
+            stored = torch.tensor(w / blocked(scales, w.shape, *sides(w.shape))).to(torch.float8_e4m3fn)
         else:
             stored = torch.tensor(codes.astype(np.int8))
-        return {"weight": stored, scale: torch.tensor(by if lead is None else by.reshape(by.shape[:lead]))} | zeros
+        return {"weight": stored, scale: torch.tensor(scales if lead is None else scales.reshape(scales.shape[:lead]))} | zeros
 
     def read(t, shape):
         down, across = (-(-size // side) for size, side in zip(shape, sides(shape), strict=True))
-        by = blocked(t[scale].numpy().reshape(down, across), shape, *sides(shape))
+        scales = blocked(t[scale].numpy().reshape(down, across), shape, *sides(shape))
         zero = blocked(t["weight_zero_point"].numpy(), shape, *sides(shape)) if kind == "asymmetric" else 0
-        return ((t["weight"].float().numpy() - zero) * by).astype(np.float32)
+        return ((t["weight"].float().numpy() - zero) * scales).astype(np.float32)
 
     return Format(config, write, read, error)
 
 
 def compressed(format: str, strategy: str, *, bits: int = 8, type: str = "int", **weights) -> dict:
-    """The `quantization_config` of compressed-tensors, with what its own library writes besides."""
+    """Returns a `quantization_config` with all the fields that the compressed-tensors library writes."""
     group = {
         "input_activations": None, "output_activations": None, "targets": ["Linear"],
         "weights": {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": bits,
@@ -107,20 +113,20 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def packed(bits: int, group: int, *, symmetric: bool, error: float, **weights) -> Format:
-    """compressed-tensors: offset codes along the columns, offset zero points along the rows."""
-    half, order = 2 ** (bits - 1), IN_ORDER[bits]
+    """Returns the packed layout of compressed-tensors: unsigned codes along columns, zero points along rows."""
+    offset, order = 2 ** (bits - 1), IN_ORDER[bits]
 
     def write(w):
-        codes, scale, zero = steps(w, 1, group, lowest=-half, highest=half - 1, symmetric=symmetric)
-        zeros = {} if symmetric else {"weight_zero_point": pack(zero.T + half, bits, order).T.contiguous()}
-        about = {"weight_scale": torch.tensor(scale).bfloat16(), "weight_shape": torch.tensor(w.shape)}
-        return {"weight_packed": pack(codes + half, bits, order)} | about | zeros
+        codes, scale, zero = steps(w, 1, group, lowest=-offset, highest=offset - 1, symmetric=symmetric)
+        zeros = {} if symmetric else {"weight_zero_point": pack(zero.T + offset, bits, order).T.contiguous()}
+        metadata = {"weight_scale": torch.tensor(scale).bfloat16(), "weight_shape": torch.tensor(w.shape)}
+        return {"weight_packed": pack(codes + offset, bits, order)} | metadata | zeros
 
     def read(t, shape):
-        codes = bits_at(t["weight_packed"], np.arange(shape[1]), bits, order) - half
+        codes = bits_at(t["weight_packed"], np.arange(shape[1]), bits, order) - offset
         zero = 0
         if not symmetric:
-            zero = blocked(bits_at(t["weight_zero_point"].T, np.arange(shape[0]), bits, order).T - half, shape, 1, group)
+            zero = blocked(bits_at(t["weight_zero_point"].T, np.arange(shape[0]), bits, order).T - offset, shape, 1, group)
         return ((codes - zero) * blocked(t["weight_scale"].float().numpy(), shape, 1, group)).astype(np.float32)
 
     strategy = compressed("pack-quantized", "group", bits=bits, group_size=group, symmetric=symmetric, **weights)
@@ -145,18 +151,18 @@ def awq(group: int, *, error: float) -> Format:
 
 
 def gptq(bits: int, group: int, *, version: str, error: float) -> Format:
-    order, less, size = IN_ORDER[bits], version == "gptq", 2**bits
+    order, zero_offset, size = IN_ORDER[bits], version == "gptq", 2**bits
 
     def write(w):
         codes, scale, zero = steps(w, 1, group, lowest=0, highest=size - 1, symmetric=False)
         index = torch.arange(w.shape[1], dtype=torch.int32) // group
-        about = {"scales": torch.tensor(scale.T.copy()).half(), "g_idx": index}
-        words = pack(codes, bits, order).T.contiguous(), pack((zero.T - less) % size, bits, order)
-        return {"qweight": words[0], "qzeros": words[1]} | about
+        metadata = {"scales": torch.tensor(scale.T.copy()).half(), "g_idx": index}
+        words = pack(codes, bits, order).T.contiguous(), pack((zero.T - zero_offset) % size, bits, order)
+        return {"qweight": words[0], "qzeros": words[1]} | metadata
 
     def read(t, shape):
         codes = bits_at(t["qweight"].T, np.arange(shape[1]), bits, order)
-        zero = (bits_at(t["qzeros"], np.arange(shape[0]), bits, order) + less) % size
+        zero = (bits_at(t["qzeros"], np.arange(shape[0]), bits, order) + zero_offset) % size
         return ((codes - blocked(zero.T, shape, 1, group)) * blocked(t["scales"].float().numpy().T, shape, 1, group)).astype(
             "f4"
         )
@@ -171,8 +177,8 @@ def fp8(block: list[int] | None) -> Format:
     return plain(config, *sides, scale="weight_scale_inv", kind="fp8", error=0.026, lead=None if block else 0)
 
 
-def floats(strategy: str, rows: int | None, columns: int | None, **more) -> Format:
-    config = compressed("float-quantized", strategy, type="float", **more)
+def floats(strategy: str, rows: int | None, columns: int | None, **weights) -> Format:
+    config = compressed("float-quantized", strategy, type="float", **weights)
     return plain(config, rows, columns, scale="weight_scale", kind="fp8", error=0.026)
 
 
@@ -181,39 +187,39 @@ def ints(strategy: str, rows: int | None, kind: str, lead: int | None = None) ->
     return plain(config, rows, None, scale="weight_scale", kind=kind, error=0.008, lead=lead)
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by their bits
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # indexed by code
 
 
 def fp4(format: str, group: int, *, error: float) -> Format:
-    """Two numbers in a byte, scales of e4m3 that one of the matrix divides, or exponents of two."""
-    whole = format.startswith("nv")
+    """Returns an fp4 layout, two codes per byte: nvfp4 has e4m3 scales and one global scale, mxfp4 powers of two."""
+    is_nvfp4 = format.startswith("nv")
 
     def write(w):
-        most = np.abs(w).reshape(len(w), -1, group).max(-1)
-        if whole:
-            over = np.float32(6 * 448 / most.max())
-            scale = torch.tensor(most / 6 * over).to(torch.float8_e4m3fn)
-            each, parts = scale.float().numpy() / over, {"weight_global_scale": torch.tensor([over])}
+        group_max = np.abs(w).reshape(len(w), -1, group).max(-1)
+        if is_nvfp4:
+            global_scale = np.float32(6 * 448 / group_max.max())
+            scale = torch.tensor(group_max / 6 * global_scale).to(torch.float8_e4m3fn)
+            scales, extra = scale.float().numpy() / global_scale, {"weight_global_scale": torch.tensor([global_scale])}
         else:
-            exponents = np.floor(np.log2(most)).astype(int) - 2
-            each, scale, parts = 2.0**exponents, torch.tensor((exponents + 127).astype(np.uint8)), {}
-        codes = np.abs((w / blocked(each, w.shape, 1, group))[..., None] - E2M1).argmin(-1).astype(np.uint8)
-        return {"weight_packed": torch.tensor(codes[:, ::2] | codes[:, 1::2] << 4), "weight_scale": scale} | parts
+            exponents = np.floor(np.log2(group_max)).astype(int) - 2
+            scales, scale, extra = 2.0**exponents, torch.tensor((exponents + 127).astype(np.uint8)), {}
+        codes = np.abs((w / blocked(scales, w.shape, 1, group))[..., None] - E2M1).argmin(-1).astype(np.uint8)
+        return {"weight_packed": torch.tensor(codes[:, ::2] | codes[:, 1::2] << 4), "weight_scale": scale} | extra
 
     def read(t, shape):
         index = np.arange(shape[1])
         codes = E2M1[(t["weight_packed"].numpy()[:, index // 2] >> (index % 2 * 4)) & 15]
-        each = t["weight_scale"].float().numpy() / t["weight_global_scale"].numpy() if whole else None
-        return (codes * blocked(2.0 ** (t["weight_scale"].numpy() - 127.0) if each is None else each, shape, 1, group)).astype(
-            "f4"
-        )
+        scales = t["weight_scale"].float().numpy() / t["weight_global_scale"].numpy() if is_nvfp4 else None
+        return (
+            codes * blocked(2.0 ** (t["weight_scale"].numpy() - 127.0) if scales is None else scales, shape, 1, group)
+        ).astype("f4")
 
-    more = dict(group_size=group, scale_dtype="torch.float8_e4m3fn" if whole else "torch.uint8", zp_dtype=None)
-    strategy = "tensor_group" if whole else "group"
-    return Format(compressed(f"{format}-pack-quantized", strategy, bits=4, type="float", **more), write, read, error)
+    weights = dict(group_size=group, scale_dtype="torch.float8_e4m3fn" if is_nvfp4 else "torch.uint8", zp_dtype=None)
+    strategy = "tensor_group" if is_nvfp4 else "group"
+    return Format(compressed(f"{format}-pack-quantized", strategy, bits=4, type="float", **weights), write, read, error)
 
 
-# The study's relative errors of Gaussian weights; groups here are of 32 columns, or of 40, which cut their last one.
+# Errors: relative errors on Gaussian weights. Blocks of 40 columns leave the last block cut short.
 FORMATS = {
     "fp8-tensor": fp8(None),
     "fp8-blocks": fp8([32, 40]),
@@ -236,11 +242,13 @@ FORMATS = {
 
 
 def save(model: PreTrainedModel, folder: Path, format: Format) -> dict[str, np.ndarray]:
-    """Writes `model` as a folder of this format, in a file; returns the weights of the matrices as its tensors say them."""
+    """Writes `model` to `folder` in this format; returns the weights that its quantised matrices decode to."""
     model.save_pretrained(folder)
     stored, weights = {}, {}
-    for key, tensor in load_file(folder / "model.safetensors").items():  # not the state: experts are written one by one
-        if tensor.ndim == 2 and not key.endswith(LEFT):
+    for key, tensor in load_file(
+        folder / "model.safetensors"
+    ).items():  # the file, not the state dict: it has one tensor per expert
+        if tensor.ndim == 2 and not key.endswith(UNQUANTISED):
             parts = format.write(tensor.numpy())
             weights[key] = format.read(parts, tuple(tensor.shape))
             stored |= {f"{key.removesuffix('.weight')}.{name}": part for name, part in parts.items()}
@@ -253,13 +261,21 @@ def save(model: PreTrainedModel, folder: Path, format: Format) -> dict[str, np.n
 
 
 def write_plain(quantised: Path, weights: dict[str, np.ndarray], folder: Path) -> Path:
-    """Writes the folder `quantised` with the `weights` that `save` returned in place of its codes; returns `folder`."""
+    """Copies the folder `quantised` to `folder`, its codes replaced by the `weights` that `save` returned; returns `folder`."""
     shutil.copytree(quantised, folder)
     coded = {key.removesuffix("weight") for key in weights}
     stored = load_file(folder / "model.safetensors")
-    plain = {key: x for key, x in stored.items() if key.endswith("bias") or key[: key.rfind(".") + 1] not in coded}
-    save_file(plain | {key: torch.tensor(x) for key, x in weights.items()}, folder / "model.safetensors")
+    unquantised = {key: x for key, x in stored.items() if key.endswith("bias") or key[: key.rfind(".") + 1] not in coded}
+    save_file(unquantised | {key: torch.tensor(x) for key, x in weights.items()}, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
     del raw["quantization_config"]
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
+
+
+def dense(weight: jax.Array | Grouped, dtype: str = "float32") -> np.ndarray:
+    """Returns a loaded matrix [..., O, I], which may be codes [..., G, O, g], as numbers of `dtype`."""
+    if not isinstance(weight, Grouped):
+        return np.asarray(weight)
+    groups = np.moveaxis(np.asarray(weight.weights(dtype)), -3, -2)
+    return groups.reshape(*groups.shape[:-2], -1)

@@ -1,4 +1,4 @@
-"""Raw configs, the smallest that are read, of families that need more than llama does."""
+"""Minimal config.json contents that icejax reads: llama's in BASE, and the fields that other families need besides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BASE = dict(
 
 
 def read(**changes) -> ModelConfig:
-    """Returns the config of BASE with some fields changed; ... removes one."""
+    """Returns the ModelConfig of BASE with `changes`; the value `...` removes a field."""
     raw = {name: value for name, value in (BASE | changes).items() if value is not ...}
     return family(raw).read_config(raw)
 

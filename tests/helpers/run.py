@@ -1,4 +1,7 @@
-"""Runs a model without text: all logits of a prompt, and greedy decoding step by step; and any function as one program."""
+"""Runs a model on token ids: all logits of a prompt, and greedy decoding step by step.
+
+For tests that compare logits with a reference model. `jitted` runs any function as one compiled program.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ from tests import tolerances
 
 
 def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
-    """Returns `function(*arrays, **static)`, traced anew and run as one program: op by op each would be compiled apart."""
+    """Returns `function(*arrays, **static)`, traced anew and run as one program; without it, each operation would be compiled."""
     return jax.jit(functools.partial(function, **static))(*arrays)
 
 
 def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> np.ndarray:
-    """Returns the logits f32[T, V] at every position of `prompt`, by the programs of `prefill`."""
+    """Returns the logits f32[T, V] at every position of `prompt`, computed with the engine's prefill of a layer."""
     model = model.for_capacity(len(prompt))
     plan = plan_for(model, policy, [prompt], 1)
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
-    new = jnp.asarray([len(prompt)], jnp.int32)
+    lengths = jnp.asarray([len(prompt)], jnp.int32)
 
-    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
-        sizes = dict(policy=plan.policies[at.number], spec=plan.spec_of(at.number))
-        return prefilling._prefill_layer(with_experts_on_device(layer), x, new, None, **sizes)[:3]
+    def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
+        sizes = dict(policy=plan.policies[place.number], spec=plan.spec_of(place.number))
+        return prefilling._prefill_layer(with_experts_on_device(layer), x, lengths, None, **sizes)[:3]
 
     *_, (x, _) = run_layers(model, embed(model, jnp.asarray(padded)), run)
     return np.asarray(_logits(model, x))[0, : len(prompt)]
@@ -49,7 +52,7 @@ _logits = jax.jit(lambda model, x: model.logits(x))
 
 
 def plan_for(model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Plan:
-    """Returns the plan of a greedy generation."""
+    """Returns the plan of generating `new_tokens` behind each of `prompts`."""
     longest = max(map(len, prompts))
     return make_plan(model, policy, batch_size=len(prompts), prompt_tokens=longest, new_tokens=new_tokens)
 
@@ -57,7 +60,7 @@ def plan_for(model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[in
 def greedy(
     model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the tokens i32[B, n], the logits f32[n, B, V] each was chosen from, and the pages attended i32[n, B]."""
+    """Decodes greedily; returns tokens i32[B, n], logits f32[n, B, V], and the number of pages attended i32[n, B]."""
     model = model.for_capacity(max(map(len, prompts)) + new_tokens)
     plan = plan_for(model, policy, prompts, new_tokens)
     state, step, pool = prefill(model, prompts, plan)
@@ -65,29 +68,32 @@ def greedy(
     for _ in range(new_tokens - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
-    counters = [StepCounters.read(each.counters) for each in steps]
-    tokens, pages = (np.stack([getattr(each, name) for each in counters]) for name in ("token", "pages_attended"))
-    return tokens.T, np.stack([np.asarray(each.logits) for each in steps]), pages
+    counters = [StepCounters.read(step.counters) for step in steps]
+    tokens, pages = (np.stack([getattr(step, name) for step in counters]) for name in ("token", "pages_attended"))
+    return tokens.T, np.stack([np.asarray(step.logits) for step in steps]), pages
 
 
 def follows(model: CausalLM, policy: CachePolicy, tokens: Sequence[int], expected: np.ndarray, *, prompt: int, decoded: int):
-    """Asserts that the logits of a prompt, of tokens decoded behind it, of a text behind these and of more are `expected`."""
+    """Asserts that logits equal `expected` through prefill, `decoded` steps, extend and `decoded` more steps.
+
+    `tokens` are fed throughout; the first `prompt` are prefilled, and those between the two stretches of steps are extended.
+    """
     extended = len(tokens) - prompt - 2 * decoded
-    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerances.LOGITS)
-    close(all_logits(model, tokens[:prompt], policy), expected[:prompt])
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerances.LOGITS)
+    assert_close(all_logits(model, tokens[:prompt], policy), expected[:prompt])
     plan = plan_for(model, policy, [tokens[:prompt]], 1000)
     decoding = DecodePrograms(model, plan)
     state, step, pool = prefilling.prefill(model, [tokens[:prompt]], plan)
-    at = prompt
-    for more in (extended, 0):
-        close(step.logits[0], expected[at - 1])
-        for token in tokens[at : at + decoded]:
+    position = prompt
+    for num_new in (extended, 0):
+        assert_close(step.logits[0], expected[position - 1])
+        for token in tokens[position : position + decoded]:
             state = dataclasses.replace(state, last_tokens=jnp.asarray([token], jnp.int32))
             state, step, pool = decoding.step(state, pool)
-            close(step.logits[0], expected[at])
-            at += 1
-        if more:
-            assert plan.room_for_answer(more, pages=int(state.cache.lengths.next_page)) >= decoded
-            state, step, pool = extending.extend(model, tokens[at : at + more], plan, state, pool)
-            decoding.clock, at = 0, at + more
-    assert at == len(tokens)
+            assert_close(step.logits[0], expected[position])
+            position += 1
+        if num_new:
+            assert plan.room_for_answer(num_new, pages=int(state.cache.lengths.next_page)) >= decoded
+            state, step, pool = extending.extend(model, tokens[position : position + num_new], plan, state, pool)
+            decoding.clock, position = 0, position + num_new
+    assert position == len(tokens)

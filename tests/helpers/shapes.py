@@ -1,4 +1,4 @@
-"""Shapes checked: what functions of icejax say of their arrays holds for every call in the suite; in use nothing is checked."""
+"""Checks the jaxtyping annotations of icejax's functions at every call in the test suite; outside tests they are not checked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from beartype import beartype
 
 
 def install() -> None:
-    """Checks what is imported of icejax from now on."""
+    """Checks the functions of every icejax module imported from now on."""
     jaxtyping.install_import_hook("icejax", f"{__name__}.checked")
 
 
 def checked(function: Callable) -> Callable:
-    """Returns a function that checks its arguments and result if it takes or returns a shape.
+    """Returns `function`, with its arguments and result checked if an annotation has a shape.
 
-    Others check for themselves what they are given, and say so in one line.
+    Functions without array shapes check their own arguments and raise one-line errors, which tests match.
     """
     return beartype(function) if any(map(_has_shape, function.__annotations__.values())) else function
 

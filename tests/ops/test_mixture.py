@@ -158,7 +158,9 @@ def test_every_number_of_the_experts_is_read(tmp_path):
         return {key: leaf.shape for key, leaf in load.abstract(config, "float32")[1].items()}
 
     numbers = dict(score="softmax", groups=2, chosen_groups=4, group_best=1, normalised=False, factor=1.0)
-    assert {*numbers, "choice_bias", "biased", "per_expert_scale"} == {field.name for field in dataclasses.fields(experts.routing)}
+    assert {*numbers, "choice_bias", "biased", "per_expert_scale"} == {
+        field.name for field in dataclasses.fields(experts.routing)
+    }
     for field, value in numbers.items():
         other = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **{field: value}))
         assert np.abs(said(other) - said(experts)).max() > 1e-3, field

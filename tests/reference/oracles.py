@@ -1,6 +1,6 @@
-"""The oracles in plain numpy, one row, in the form of `reference_peers`: all is float64.
+"""The oracle policies in plain float64 numpy, one row: what tests/cache/test_oracles.py compares the policies with.
 
-What a query head attends to is a list of token positions, from 0 at the prompt's first token.
+Methods, shapes and positions are those of `tests.reference.peers`. Each query head has a list of the positions it attends to.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from tests.reference.peers import Tokens, attention, best, softmax
 
 
 class Chooser:
-    """What all share: every query head attends exactly to the positions that `selected` names for it."""
+    """Base class: every query head attends exactly to the positions that `selected` returns for it."""
 
     def __init__(self, *, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        del q  # only new queries choose
+        del q  # only the queries of new tokens choose positions
         self.tokens = Tokens(k, v)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
@@ -30,7 +30,7 @@ class Chooser:
         raise NotImplementedError
 
     def keys_of(self, head: int, positions: list[int]) -> np.ndarray:
-        """Returns the keys [n, H] that are attended to at positions."""
+        """Returns the keys [n, H] that attention uses at `positions`; ShadowKV returns approximate keys."""
         return self.tokens.k[positions, head]
 
     def attend(self, q: np.ndarray) -> np.ndarray:
@@ -43,7 +43,7 @@ class Chooser:
 
 
 class TopK(Chooser):
-    """The `budget` tokens of highest score, of each query head or by the softmax weights summed over those of a KV head."""
+    """The `budget` tokens of highest score per query head; with group "sum", of highest softmax weight summed per KV head."""
 
     def __init__(self, budget: int, group: str = "none", **prompt: np.ndarray) -> None:
         super().__init__(**prompt)
@@ -53,36 +53,36 @@ class TopK(Chooser):
         scores = self.scores(q)
         if self.group == "sum":
             scores = np.broadcast_to(softmax(scores).sum(1, keepdims=True), scores.shape)
-        return [best(each, self.budget) for each in scores.reshape(len(q), -1)]
+        return [best(head_scores, self.budget) for head_scores in scores.reshape(len(q), -1)]
 
 
 class TopP(Chooser):
-    """The fewest tokens of highest score whose softmax weights add up to `mass`, of each query head."""
+    """For each query head the fewest tokens of highest score whose softmax weights add up to `mass`."""
 
     def __init__(self, mass: float, **prompt: np.ndarray) -> None:
         super().__init__(**prompt)
         self.mass = mass
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
-        found = []
+        selected = []
         for weights in softmax(self.scores(q)).reshape(len(q), -1):
-            short = np.cumsum(-np.sort(-weights)) < self.mass
-            found.append(best(weights, 1 + short.sum()))
-        return found
+            below_mass = np.cumsum(-np.sort(-weights)) < self.mass
+            selected.append(best(weights, 1 + below_mass.sum()))
+        return selected
 
 
 class TopKPages(Chooser):
-    """The newest page and the others of largest softmax weight, summed over their tokens and a KV head's query heads."""
+    """The newest page, and the others of largest softmax weight summed over their tokens and a KV head's query heads."""
 
     def __init__(self, budget: int, page_size: int, **prompt: np.ndarray) -> None:
         super().__init__(**prompt)
         self.count, self.page_size = budget // page_size, page_size
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
-        found, n = [], len(self.tokens)
+        selected, n = [], len(self.tokens)
         pages = [range(i, min(i + self.page_size, n)) for i in range(0, n, self.page_size)]
         for weights in softmax(self.scores(q)):
             mass = np.array([weights[:, page].sum() for page in pages])
             mass[-1] = np.inf
-            found += [[p for i in best(mass, self.count) for p in pages[i]]] * len(weights)
-        return found
+            selected += [[p for i in best(mass, self.count) for p in pages[i]]] * len(weights)
+        return selected

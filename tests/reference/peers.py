@@ -1,8 +1,8 @@
-"""Three methods of other papers in plain numpy, one row: StreamingLLM, SnapKV and Quest, with lists of token positions.
+"""StreamingLLM, SnapKV and Quest in plain numpy, one row: what the tests in tests/cache compare the policies with.
 
-N query heads share K KV heads, G = N // K in a row each; all is float64. A method is made of a prompt's queries [T, N, H],
-keys and values [T, K, H], is given every new token's key and value [K, H] by `append`, and then asked for the attention
-output of that token's query [N, H]. Positions count from 0 at the prompt's first token.
+A method is built from a prompt's queries [T, N, H], keys and values [T, K, H]. For each new token the test calls `append` with
+its key and value [K, H], then `attend` with its query [N, H], which returns the attention output. Query heads n * G to
+n * G + G - 1 share KV head n, G = N // K. All arrays are float64; positions count from 0 at the prompt's first token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, turns: np.ndarray, theta: float) -> np.ndarray:
-    """Returns x [n, ..., H] turned by `turns` [n] positions; channels i and i + H/2 are a pair, of frequency theta^(-2i/H)."""
+    """Returns x [n, ..., H] rotated by `turns` [n] positions; channels i and i + H/2 have frequency theta^(-2i/H)."""
     half = x.shape[-1] // 2
     angles = np.asarray(turns, np.float64)[:, None] * theta ** (-2 * np.arange(half) / x.shape[-1])
     angles = angles.reshape(len(x), *[1] * (x.ndim - 2), half)
@@ -31,12 +31,12 @@ def rotate(x: np.ndarray, turns: np.ndarray, theta: float) -> np.ndarray:
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
-    """Returns the `count` indices of largest score [n], sorted; of equal ones the lower, and all if there are fewer."""
+    """Returns the sorted indices of the `count` largest scores [n], all if n is smaller; of equal scores the first."""
     return sorted(np.argsort(-scores, kind="stable")[:count].tolist())
 
 
 class Tokens:
-    """State: keys and values [n, K, H] of every token seen, kept or not."""
+    """Keys and values [n, K, H] of every token so far, evicted or not."""
 
     def __init__(self, k: np.ndarray, v: np.ndarray) -> None:
         self.k, self.v = np.asarray(k, np.float64), np.asarray(v, np.float64)
@@ -54,12 +54,12 @@ class Tokens:
 
 
 class Streaming:
-    """StreamingLLM: the first `sinks` tokens and the newest `budget - sinks`; with `theta` at positions inside the cache."""
+    """StreamingLLM: the first `sinks` tokens and the newest `budget - sinks`; with `theta` keys get cache positions."""
 
     def __init__(
         self, sinks: int, budget: int, theta: float | None = None, *, q: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> None:
-        del q  # no query decides anything
+        del q  # queries do not choose the tokens
         if not 0 <= sinks < budget:
             raise ValueError(f"the budget {budget} holds no token besides {sinks} sinks")
         self.sinks, self.budget, self.theta, self.tokens = sinks, budget, theta, Tokens(k, v)
@@ -79,39 +79,39 @@ class Streaming:
 
     def attend(self, q: np.ndarray) -> np.ndarray:
         """Returns the attention [N, H] of the newest token's queries over the kept tokens."""
-        kept = np.asarray(self.kept())
-        k, v = self.tokens.k[kept], self.tokens.v[kept]
+        positions = np.asarray(self.kept())
+        k, v = self.tokens.k[positions], self.tokens.v[positions]
         if self.theta is not None:
-            # The query stands at the newest position: there a key belongs as far before it as it is inside the cache.
+            # The query keeps its position; each key moves to its distance from the query inside the cache.
             newest = len(self.tokens) - 1
-            inside = len(kept) - 1 - np.arange(len(kept))
-            k = rotate(k, newest - inside - kept, self.theta)
+            distances = len(positions) - 1 - np.arange(len(positions))
+            k = rotate(k, newest - distances - positions, self.theta)
         heads = [attention(x, k[:, h], v[:, h]) for h, x in enumerate(self.tokens.grouped(q))]
         return np.concatenate(heads)
 
 
 def observed(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Returns each key's weight [G, n], summed over the last w tokens' queries [w, G, H], each over the keys up to itself."""
+    """Returns each key's weight [G, n], summed over the queries [w, G, H] of the last w tokens, with causal attention."""
     n, w = len(k), len(q)
     logits = np.einsum("wgh,nh->wgn", q, k) / q.shape[-1] ** 0.5
-    seen = np.arange(n) <= np.arange(n - w, n)[:, None]
-    return softmax(np.where(seen[:, None], logits, -np.inf)).sum(0)
+    causal = np.arange(n) <= np.arange(n - w, n)[:, None]
+    return softmax(np.where(causal[:, None], logits, -np.inf)).sum(0)
 
 
 def pool(weights: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
-    """Returns the weights [G, n] pooled over `kernel` neighbours; for a mean what is outside counts as 0, not for a maximum."""
+    """Returns the weights [G, n] pooled over `kernel` neighbours; a mean is padded with 0, a maximum with -inf."""
     if kernel % 2 != 1 or pooling not in ("avg", "max"):
         raise ValueError(f"kernel {kernel} and pooling {pooling!r}: want an odd one, and 'avg' or 'max'")
     if not weights.shape[-1]:
         return weights
-    outside = 0.0 if pooling == "avg" else -np.inf
-    sides = np.full((len(weights), kernel // 2), outside)
-    views = np.lib.stride_tricks.sliding_window_view(np.concatenate([sides, weights, sides], axis=1), kernel, axis=1)
+    padding = 0.0 if pooling == "avg" else -np.inf
+    edges = np.full((len(weights), kernel // 2), padding)
+    views = np.lib.stride_tricks.sliding_window_view(np.concatenate([edges, weights, edges], axis=1), kernel, axis=1)
     return views.sum(-1) / kernel if pooling == "avg" else views.max(-1)
 
 
 class SnapKV:
-    """SnapKV: of a prompt the last `window` tokens, and the best others by these tokens' attention, for each KV head."""
+    """SnapKV: each KV head keeps the last `window` prompt tokens and the others that get most attention from their queries."""
 
     def __init__(
         self,
@@ -134,19 +134,19 @@ class SnapKV:
         self._evict(self.tokens.grouped(q))
 
     def scores(self, q: np.ndarray, head: int) -> np.ndarray:
-        """Returns the pooled scores [n - w] of the kept tokens of a KV head before the last w, whose queries are [w, G, H]."""
+        """Returns the pooled scores [n - w] of a KV head's kept tokens before the last w; these have the queries [w, G, H]."""
         weights = observed(q, self.tokens.k[self.positions[head], head])
-        agreed = self.group(weights[:, : weights.shape[1] - len(q)], axis=0)
-        return pool(agreed[None], self.kernel, self.pooling)[0]
+        head_weights = self.group(weights[:, : weights.shape[1] - len(q)], axis=0)
+        return pool(head_weights[None], self.kernel, self.pooling)[0]
 
     def _evict(self, q: np.ndarray) -> None:
-        """Applies the rule to the kept tokens, of which the last n have the queries [n, K, G, H]."""
+        """Evicts tokens beyond the budget; the queries [n, K, G, H] are those of the last n tokens."""
         for head, positions in enumerate(self.positions):
             if len(positions) <= self.budget:
                 continue
             w = min(self.window, len(q))
-            chosen = best(self.scores(q[len(q) - w :, head], head), self.budget - w)
-            self.positions[head] = np.concatenate([positions[chosen], positions[len(positions) - w :]])
+            selected = best(self.scores(q[len(q) - w :, head], head), self.budget - w)
+            self.positions[head] = np.concatenate([positions[selected], positions[len(positions) - w :]])
 
     def kept(self, head: int) -> list[int]:
         """Returns the kept positions of a KV head."""
@@ -158,17 +158,17 @@ class SnapKV:
         return [self.kept(head) for head in heads for _ in range(len(q) // len(heads))]
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Appends a token's key and value [K, H]; nothing leaves."""
+        """Appends a token's key and value [K, H] and evicts nothing."""
         self.positions = [np.append(positions, len(self.tokens)) for positions in self.positions]
         self.tokens.append(k[None], v[None])
 
     def attend(self, q: np.ndarray) -> np.ndarray:
         """Returns the attention [N, H] of the newest token's queries over the kept tokens."""
-        kept = [(self.tokens.k[p, h], self.tokens.v[p, h]) for h, p in enumerate(self.positions)]
-        return np.concatenate([attention(x, k, v) for x, (k, v) in zip(self.tokens.grouped(q), kept, strict=True)])
+        pairs = [(self.tokens.k[p, h], self.tokens.v[p, h]) for h, p in enumerate(self.positions)]
+        return np.concatenate([attention(x, k, v) for x, (k, v) in zip(self.tokens.grouped(q), pairs, strict=True)])
 
     def extend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Appends n tokens [n, K, H], returns the attention [n, N, H] of their queries [n, N, H], and applies the rule anew."""
+        """Appends n tokens [n, K, H], returns the attention [n, N, H] of their queries [n, N, H], then evicts tokens again."""
         outputs = []
         for i in range(len(q)):
             self.append(k[i], v[i])
@@ -178,18 +178,18 @@ class SnapKV:
 
 
 class Quest:
-    """Quest: pages in order of position, chosen for each query head by bounds of their keys, and a window of the newest tokens.
+    """Quest: each query head selects pages by a bound of their keys, and attends to a window of the newest tokens as well.
 
-    The window's front slots are empty while it has held too few tokens. A page may be empty for that reason: it has its number,
-    and is never selected.
+    Pages are in order of position. The window's oldest slots are empty until it has held enough tokens; a page made of empty
+    slots is numbered like the others and never selected.
     """
 
     def __init__(self, page_size: int = 16, *, pages: int, window: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        del q  # only new queries choose
+        del q  # only the queries of new tokens choose pages
         if window < page_size:
             raise ValueError(f"the window {window} does not hold a page of {page_size}")
         self.page_size, self.count, self.fill, self.tokens = page_size, pages, window - page_size, Tokens(k, v)
-        self.start = max(len(k) - self.fill, 0)  # of the window
+        self.start = max(len(k) - self.fill, 0)  # first position of the window
         self.pages = [list(range(i, min(i + page_size, self.start))) for i in range(0, self.start, page_size)]
         self.steps = 0
 
@@ -203,24 +203,24 @@ class Quest:
         self.steps += 1
 
     def end_step(self) -> None:
-        """Moves the window's oldest slots behind the other pages, as a page, in every `page_size`-th step."""
+        """Appends the window's oldest slots to the pages as a new page, in every `page_size`-th step."""
         if self.steps and self.steps % self.page_size == 0:
             end = max(len(self.tokens) - self.fill, 0)
             self.pages.append(list(range(self.start, end)))
             self.start = end
 
     def scores(self, q: np.ndarray) -> np.ndarray:
-        """Returns each page's bound of q.k [N, pages]; -inf for an empty page."""
+        """Returns each page's upper bound of q.k [N, pages]; -inf for an empty page."""
         grouped = self.tokens.grouped(q)
-        found = np.full((*grouped.shape[:2], len(self.pages)), -np.inf)
+        bounds = np.full((*grouped.shape[:2], len(self.pages)), -np.inf)
         for i, page in enumerate(self.pages):
             if page:
                 low, high = self.tokens.k[page].min(0), self.tokens.k[page].max(0)
-                found[:, :, i] = np.maximum(grouped * low[:, None], grouped * high[:, None]).sum(-1)
-        return found.reshape(len(q), len(self.pages))
+                bounds[:, :, i] = np.maximum(grouped * low[:, None], grouped * high[:, None]).sum(-1)
+        return bounds.reshape(len(q), len(self.pages))
 
     def chosen(self, q: np.ndarray) -> list[list[int]]:
-        """Returns the numbers of each query head's pages, sorted."""
+        """Returns the page numbers that each query head selects, sorted."""
         return [[i for i in best(scores, self.count) if self.pages[i]] for scores in self.scores(q)]
 
     def selected(self, q: np.ndarray) -> list[list[int]]:

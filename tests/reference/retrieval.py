@@ -1,4 +1,7 @@
-"""Retrieval methods of other papers in plain numpy, one row, in the form of `reference_oracles`: all is float64."""
+"""ArkVale, OmniKV, ShadowKV and MagicPIG in plain float64 numpy, one row, for the tests in tests/cache.
+
+Methods, shapes and positions are those of `tests.reference.oracles`.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,30 @@ from tests.reference.peers import best, rotate, softmax
 
 
 class Paged(Chooser):
-    """Sinks, pages in order of position, and a window of the newest tokens; a page leaves it in every `page_size`-th step.
+    """Sinks, pages in order of position, and a window of the newest tokens.
 
-    The window has room for a page more than the `fill` tokens that a prompt leaves there, of which a short prompt has fewer. A
-    page may be empty for that reason: it has its number.
+    A prompt leaves its last `fill` tokens in the window, or fewer if it is short. Every `page_size`-th step moves `page_size`
+    slots out of the window. After a short prompt some of these slots hold no token, so a page may be partial or empty; an
+    empty page is numbered like the others.
     """
 
     def __init__(self, page_size: int, *, sinks: int, fill: int, **prompt: np.ndarray) -> None:
         super().__init__(**prompt)
         n = len(self.tokens)
         self.page_size, self.sinks, self.fill, self.steps = page_size, min(sinks, n), fill, 0
-        self.start = max(n - fill, self.sinks)  # of the window
+        self.start = max(n - fill, self.sinks)  # first position of the window
         self.pages = [list(range(i, min(i + page_size, self.start))) for i in range(self.sinks, self.start, page_size)]
 
     def near(self) -> list[int]:
-        """Returns the positions of sinks and window."""
+        """Returns the positions of the sinks and the window."""
         return [*range(self.sinks), *range(self.start, len(self.tokens))]
 
     def paged(self) -> list[int]:
-        """Returns the positions of the tokens in pages."""
+        """Returns the positions of all tokens in pages."""
         return list(range(self.sinks, self.start))
 
     def end_step(self) -> None:
-        """Moves the window's oldest slots behind the other pages, as a page, in every `page_size`-th step."""
+        """Appends the window's oldest slots to the pages as a new page, in every `page_size`-th step."""
         self.steps += 1
         if self.steps % self.page_size == 0:
             end = max(len(self.tokens) - self.fill, self.start)
@@ -40,26 +44,29 @@ class Paged(Chooser):
 
 
 class ArkVale(Paged):
-    """ArkVale: the pages of highest mean score; a page is a box of the mean distance from the middle of its keys' bounds."""
+    """ArkVale: the pages of highest score, mean over query heads.
+
+    A page's score is the largest q.k in a box: the middle of its keys' bounds, plus and minus the keys' mean distance from it.
+    """
 
     def __init__(self, page_size: int, count: int, heads: str = "layer", **options) -> None:
         super().__init__(page_size, **options)
         self.count, self.heads = count, heads
 
     def chosen(self, q: np.ndarray) -> list[list[int]]:
-        """Returns the numbers of each KV head's pages, sorted."""
+        """Returns the page numbers that each KV head selects, sorted."""
         grouped = self.tokens.grouped(q)
-        worth = np.full((len(grouped), len(self.pages)), -np.inf)
+        scores = np.full((len(grouped), len(self.pages)), -np.inf)
         for i, page in enumerate(self.pages):
             if page:
                 keys = self.tokens.k[page]  # n K H
                 middle = (keys.max(0) + keys.min(0)) / 2
-                far = np.abs(keys - middle).mean(0)
-                ends = [grouped * x[:, None] for x in (middle - far, middle + far)]
-                worth[:, i] = np.maximum(*ends).sum(-1).mean(1)
+                distance = np.abs(keys - middle).mean(0)
+                products = [grouped * x[:, None] for x in (middle - distance, middle + distance)]
+                scores[:, i] = np.maximum(*products).sum(-1).mean(1)
         if self.heads == "layer":
-            worth[:] = worth.mean(0)
-        return [[i for i in best(each, self.count) if self.pages[i]] for each in worth]
+            scores[:] = scores.mean(0)
+        return [[i for i in best(head_scores, self.count) if self.pages[i]] for head_scores in scores]
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
         group = len(q) // self.tokens.k.shape[1]
@@ -67,57 +74,57 @@ class ArkVale(Paged):
 
 
 class OmniKV(Chooser):
-    """A layer of OmniKV behind a filter with keys of its own: the filter's best tokens, and the newest decoded ones.
+    """OmniKV, a layer after a filter layer: the tokens with the filter's highest scores, and the newest decoded tokens.
 
-    The filter has the same queries, and keys that are `mirror` times this layer's [H].
+    The filter layer has the same queries; its keys are this layer's keys times `mirror` [H].
     """
 
     def __init__(self, budget: int, generated: int, mirror: np.ndarray, **prompt: np.ndarray) -> None:
         super().__init__(**prompt)
-        self.budget, self.generated, self.mirror, self.text = budget, generated, mirror, len(self.tokens)
+        self.budget, self.generated, self.mirror, self.prompt_length = budget, generated, mirror, len(self.tokens)
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
         n = len(self.tokens)
-        first = max(self.text, n - self.generated)
-        worth = np.einsum("kgh,nkh->nkg", self.tokens.grouped(q), self.tokens.k[:first] * self.mirror).max((1, 2))
-        return [[*best(worth, self.budget), *range(first, n)]] * len(q)
+        first = max(self.prompt_length, n - self.generated)
+        scores = np.einsum("kgh,nkh->nkg", self.tokens.grouped(q), self.tokens.k[:first] * self.mirror).max((1, 2))
+        return [[*best(scores, self.budget), *range(first, n)]] * len(q)
 
 
 class ShadowKV(Paged):
-    """ShadowKV: `outliers` pages of a prompt, and those whose mean key has most softmax weight with a query head, the largest.
+    """ShadowKV: the `outliers` prompt pages, and the pages whose mean key has the largest softmax weight of any query head.
 
-    The other pages of a prompt have keys of a low rank, all KV heads together, before they are turned by RoPE of base `theta`.
+    The other prompt pages have low-rank keys, of all KV heads together; these are factored without RoPE, whose base is `theta`.
     """
 
     def __init__(self, outliers: int, count: int, rank: int, theta: float, **options) -> None:
         super().__init__(8, sinks=0, **options)
         self.count, k = count, self.tokens.k
-        where = np.arange(len(k))
-        u, s, v = np.linalg.svd(rotate(k, -where, theta).reshape(len(k), -1), full_matrices=False)
-        self.rebuilt = rotate(((u[:, :rank] * s[:rank]) @ v[:rank]).reshape(k.shape), where, theta)
+        positions = np.arange(len(k))
+        u, s, v = np.linalg.svd(rotate(k, -positions, theta).reshape(len(k), -1), full_matrices=False)
+        self.rebuilt = rotate(((u[:, :rank] * s[:rank]) @ v[:rank]).reshape(k.shape), positions, theta)
         self.prompt_pages = len(self.pages)
         cosine = np.zeros((k.shape[1], self.prompt_pages))
         for i, page in enumerate(self.pages):
             keys, mean = k[page], k[page].mean(0)
             cosine[:, i] = ((keys * mean).sum(-1) / np.linalg.norm(keys, axis=-1) / np.linalg.norm(mean, axis=-1)).min(0)
-        self.kept = [best(-each, outliers) for each in cosine]
+        self.outlier_pages = [best(-similarity, outliers) for similarity in cosine]
 
     def keys_of(self, head: int, positions: list[int]) -> np.ndarray:
-        low = {p for i in range(self.prompt_pages) if i not in self.kept[head] for p in self.pages[i]}
-        return np.stack([(self.rebuilt if p in low else self.tokens.k)[p, head] for p in positions])
+        low_rank = {p for i in range(self.prompt_pages) if i not in self.outlier_pages[head] for p in self.pages[i]}
+        return np.stack([(self.rebuilt if p in low_rank else self.tokens.k)[p, head] for p in positions])
 
     def chosen(self, q: np.ndarray) -> list[list[int]]:
-        """Returns the numbers of each KV head's pages, sorted."""
-        found = []
+        """Returns the page numbers that each KV head selects, sorted."""
+        selection = []
         for head, queries in enumerate(self.tokens.grouped(q)):
-            free = [i for i, page in enumerate(self.pages) if page and i not in self.kept[head]]
-            taken = []
+            free = [i for i, page in enumerate(self.pages) if page and i not in self.outlier_pages[head]]
+            selected = []
             if free:
                 means = np.stack([self.tokens.k[self.pages[i], head].mean(0) for i in free])
-                worth = softmax(queries @ means.T / q.shape[-1] ** 0.5).max(0)
-                taken = [free[i] for i in best(worth, self.count)]
-            found.append(sorted([*self.kept[head], *taken]))
-        return found
+                weights = softmax(queries @ means.T / q.shape[-1] ** 0.5).max(0)
+                selected = [free[i] for i in best(weights, self.count)]
+            selection.append(sorted([*self.outlier_pages[head], *selected]))
+        return selection
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
         group = len(q) // self.tokens.k.shape[1]
@@ -125,35 +132,36 @@ class ShadowKV(Paged):
 
 
 class MagicPIG(Paged):
-    """MagicPIG: of the tokens that have a query head's hash in two tables the `count` that agree in most, weighed anew.
+    """MagicPIG: the tokens that share a query head's hash in at least two tables, the `count` with most such tables.
 
-    A table's hash is on which sides of its planes [K, H, tables, bits] a vector lies, a key less the mean of a row's first text.
+    A table's hash says on which sides of its planes [K, H, tables, bits] a vector lies; the mean of the row's first keys in
+    pages is subtracted from keys first. A token's weight is divided by the probability that it is sampled.
     """
 
     def __init__(self, count: int, planes: np.ndarray, **options) -> None:
         super().__init__(16, **options)
         self.count, self.planes, self.mean = count, np.asarray(planes, np.float64), None
-        self._around()
+        self._set_mean()
 
-    def _around(self) -> None:
+    def _set_mean(self) -> None:
         if self.mean is None and self.paged():
             self.mean = self.tokens.k[self.paged()].mean(0)
 
     def end_step(self) -> None:
         super().end_step()
-        self._around()
+        self._set_mean()
 
     def sampled(self, q: np.ndarray, head: int) -> tuple[list[int], np.ndarray]:
-        """Returns the positions that a query [H] samples, sorted, and how likely each was."""
+        """Returns the positions that a query [H] samples, sorted, and the probability of sampling each."""
         if not self.paged():
             return [], np.zeros(0)
         keys, planes = self.tokens.k[self.paged(), head] - self.mean[head], self.planes[head]
-        same = ((np.einsum("nh,hlb->nlb", keys, planes) > 0) == (np.einsum("h,hlb->lb", q, planes) > 0)).all(-1).sum(1)
-        taken = [i for i in best(same, self.count) if same[i] >= 2]
-        cosine = keys[taken] @ q / np.linalg.norm(keys[taken], axis=1) / np.linalg.norm(q)
+        shared_tables = ((np.einsum("nh,hlb->nlb", keys, planes) > 0) == (np.einsum("h,hlb->lb", q, planes) > 0)).all(-1).sum(1)
+        selected = [i for i in best(shared_tables, self.count) if shared_tables[i] >= 2]
+        cosine = keys[selected] @ q / np.linalg.norm(keys[selected], axis=1) / np.linalg.norm(q)
         tables, bits = planes.shape[1:]
         u = (1 - np.arccos(cosine) / np.pi) ** bits
-        return [self.sinks + i for i in taken], 1 - (1 - u) ** tables - tables * u * (1 - u) ** (tables - 1)
+        return [self.sinks + i for i in selected], 1 - (1 - u) ** tables - tables * u * (1 - u) ** (tables - 1)
 
     def selected(self, q: np.ndarray) -> list[list[int]]:
         groups = enumerate(self.tokens.grouped(q))
@@ -163,9 +171,9 @@ class MagicPIG(Paged):
         outputs = []
         for head, queries in enumerate(self.tokens.grouped(q)):
             for query in queries:
-                positions, likely = self.sampled(query, head)
+                positions, probability = self.sampled(query, head)
                 tokens = [*self.near(), *positions]
                 logits = self.tokens.k[tokens, head] @ query / q.shape[-1] ** 0.5
-                logits[len(self.near()) :] -= np.log(likely + 1e-4)
+                logits[len(self.near()) :] -= np.log(probability + 1e-4)
                 outputs.append(softmax(logits) @ self.tokens.v[tokens, head])
         return np.stack(outputs)
