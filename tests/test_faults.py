@@ -194,7 +194,7 @@ FAULTS = (
     ("evaluation/attention_map.py", "self.steps += 1", "self.steps += 2", "evaluation/test_attention_map.py::test_the_answers_digits_weigh_most_in_some_layer"),
     ("runtime/compile_clock.py", "self.seconds -= inner[1] - inner[0]", "pass", "runtime/test_compile_clock.py::test_what_lies_inside_counts_once"),
     ("commands/process.py", "return BROKEN_PIPE", "return 1", "commands/test_process.py::test_a_closed_stdout_pipe_ends_quietly"),
-    ("../bench/sandbox.py", "if os.read(told, len(number)) == number:", "if True:", "bench/test_bench_sandbox.py::test_only_a_program_that_comes_to_its_end_passes"),
+    ("../bench/sandbox.py", "if os.read(reading_end, len(number)) == number:", "if True:", "bench/test_bench_sandbox.py::test_only_a_program_that_comes_to_its_end_passes"),
     ("../bench/humaneval.py", "default=len(text)", "default=0", "bench/test_bench_humaneval.py::test_a_completion_ends_with_the_function"),
 )  # fmt: skip
 

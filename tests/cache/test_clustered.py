@@ -1,4 +1,4 @@
-"""The clustered policy agrees step by step with the plain numpy one."""
+"""The clustered policy's output equals the plain numpy reference's at every decode step."""
 
 import numpy as np
 import pytest
@@ -15,11 +15,14 @@ STEPS = 200
 
 @pytest.mark.parametrize(
     "options",
-    [dict(candidates=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(keys_first=False), dict(tail=False)))],
+    [
+        dict(candidates=2),
+        *(pytest.param(options, marks=pytest.mark.slow) for options in (dict(keys_first=False), dict(tail=False))),
+    ],
     ids=["keys-first", "whole-pages", "no-tail"],
 )
 def test_200_steps_equal_the_reference(monkeypatch, options):
-    """Two blocks, pages put in order, two levels of nodes above the pages, twelve flushes, three compactions; prompts long and short."""
+    """Two packing blocks, two levels of nodes above the pages, twelve flushes and three compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 4096)
     policy = Clustered(**dict(budget=128, candidates=4, opened=4, compact_every=64) | options)
     assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, levels=3)
@@ -27,28 +30,28 @@ def test_200_steps_equal_the_reference(monkeypatch, options):
 
 @pytest.mark.parametrize("clock", [1, 7, 24, 63])
 def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
-    """At other steps than those where pages and rounds of compaction begin; over the next two rounds."""
+    """Rows join inside a page and inside a round of compaction, and decode over the next two rounds."""
     policy = Clustered(budget=48, page_size=8, candidates=1, opened=4, compact_every=32)
     assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=2, clock=clock)
 
 
 def assert_reference(monkeypatch, policy, lengths, steps, *, levels, clock=0, reference=Reference):
     monkeypatch.setattr(tree, "TOP", 16)
-    # Values that in part are what keys tell, so that there is something to be fitted.
+    # Values depend on keys in part, so that the value fit has something to fit.
     mix = np.random.default_rng(1).standard_normal((harness.SIZE, harness.SIZE)).astype(np.float32) / harness.SIZE**0.5
     prompt, new = ((*uneven(q, k), v + k @ mix) for q, k, v in draw(lengths, steps, sharp=1.5))
-    ours = Layer(policy, lengths, *prompt)
-    ours.join(clock)
-    assert len(ours.state.index.levels) == levels
+    layer = Layer(policy, lengths, *prompt)
+    layer.join(clock)
+    assert len(layer.state.index.levels) == levels
     pairs = [(row, kv) for row in range(len(lengths)) for kv in range(harness.KV_HEADS)]
     group = harness.HEADS // harness.KV_HEADS
     of_head = lambda r, kv: (prompt[0][r, :, kv * group : kv * group + group], *(x[r, :, kv] for x in prompt[1:]))  # noqa: E731
-    theirs = {(r, kv): reference(policy, *of_head(r, kv), lengths[r], clock=clock) for r, kv in pairs}
+    references = {(r, kv): reference(policy, *of_head(r, kv), lengths[r], clock=clock) for r, kv in pairs}
     for step in range(steps):
-        found = ours.step(*(x[step] for x in new))
+        out = layer.step(*(x[step] for x in new))
         for row, kv in pairs:
             heads = slice(kv * group, kv * group + group)
-            expected = theirs[row, kv].step(new[0][step, row, heads], new[1][step, row, kv], new[2][step, row, kv])
+            expected = references[row, kv].step(new[0][step, row, heads], new[1][step, row, kv], new[2][step, row, kv])
             np.testing.assert_allclose(
-                found[row, heads], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}, KV head {kv}"
+                out[row, heads], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}, KV head {kv}"
             )

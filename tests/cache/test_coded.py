@@ -1,4 +1,4 @@
-"""Codes of keys, and the policy that ranks tokens by them, against plain numpy."""
+"""Key codes, and the coded policy, which ranks tokens by them, against plain numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,20 +17,20 @@ from tests.reference import coded as reference_coded
 
 @pytest.mark.parametrize("bits", key_codes.BITS)
 def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
-    """Of as many channels as fill no byte, of pages filled in part and empty ones, beside slots that hold anything."""
+    """With a number of channels that fills no whole byte, partial and empty pages, and NaN in empty slots."""
     rng = np.random.default_rng(bits)
     k, mask = rng.standard_normal((2, 3, 200, 8, 21)).astype(np.float32), np.arange(8) < rng.integers(0, 9, (2, 3, 200, 1))
-    k[0, 0, 0, :, 0] = 3.0  # a channel that is the same everywhere
-    found = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
+    k[0, 0, 0, :, 0] = 3.0  # a constant channel
+    codes = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
     empty = key_codes.empty_codes((2, 3, 200), 8, 21, bits, "float32")
-    assert [(x.shape, x.dtype) for x in vars(found).values()] == [(x.shape, x.dtype) for x in vars(empty).values()]
-    keys = np.asarray(key_codes.decode_keys(found, 8, bits))
-    for at in np.ndindex(2, 3, 200):
-        if mask[at].any():
-            expected = reference_coded.coded(k[at][mask[at]], bits)
-            np.testing.assert_allclose(keys[at][mask[at]], expected, rtol=0, atol=tolerances.EXACT, err_msg=str(at))
+    assert [(x.shape, x.dtype) for x in vars(codes).values()] == [(x.shape, x.dtype) for x in vars(empty).values()]
+    keys = np.asarray(key_codes.decode_keys(codes, 8, bits))
+    for page in np.ndindex(2, 3, 200):
+        if mask[page].any():
+            expected = reference_coded.coded(k[page][mask[page]], bits)
+            np.testing.assert_allclose(keys[page][mask[page]], expected, rtol=0, atol=tolerances.EXACT, err_msg=str(page))
         else:
-            assert not keys[at].any()
+            assert not keys[page].any()
 
 
 def test_codes_go_where_their_pages_go():
@@ -63,7 +63,7 @@ def test_codes_go_where_their_pages_go():
     ],
 )
 def test_200_steps_equal_the_reference(monkeypatch, codes, singly):
-    """Nodes above the pages, twelve flushes, three compactions; prompts long and short."""
+    """One level of nodes above the pages, twelve flushes and three compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 1024)
     policy = Coded(budget=64, candidates=2, opened=4, codes=codes, singly=singly, compact_every=64)
     reference = reference_coded.Tokens if singly else reference_coded.Pages

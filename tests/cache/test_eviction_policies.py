@@ -1,4 +1,4 @@
-"""Evicting methods of other papers against plain numpy: which tokens stay, and what comes of it."""
+"""Evicting methods of other papers against plain numpy: the kept tokens and the attention outputs."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.helpers.policy_steps import LENGTHS, STEPS, compare, kept, row_of
 from tests.helpers.run import jitted
 from tests.reference import eviction as reference
 
-TEXTS = (7, 3, 30)  # behind the decoded tokens, with a step between
+TEXTS = (7, 3, 30)  # lengths of texts after the decoded tokens; one decode step follows each
 
 
 CASES = {
@@ -54,113 +54,113 @@ BY_DEFAULT = ("h2o", "tova")
     [pytest.param(*CASES[name], id=name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in CASES],
 )
 def test_what_stays_and_what_comes_of_it_equal_plain_numpy(policy, theirs):
-    """After a prompt, decoded tokens, and more text with steps between."""
+    """After a prompt, after decoded tokens, and after more texts with decode steps between them."""
     prompt, new = draw(LENGTHS, STEPS + sum(TEXTS) + len(TEXTS), sharp=2.0)
     theirs = [theirs(**row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
     close = dict(rtol=0, atol=tolerances.EXACT)
 
-    def check(layer, row, one, q):
-        assert all(kept(layer, row, head) == sorted(one.kept(head)) for head in range(KV_HEADS))
+    def check(layer, row, peer, q):
+        assert all(kept(layer, row, head) == sorted(peer.kept(head)) for head in range(KV_HEADS))
 
     layer, step = compare(policy, theirs, prompt, [x[:STEPS] for x in new], check), STEPS
     for count in TEXTS:
-        more = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in new]
-        for x, part in zip(new, more, strict=True):
+        chunk = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in new]
+        for x, part in zip(new, chunk, strict=True):
             part[:, :count] = x[step : step + count].swapaxes(0, 1)
-        found = layer.extend(*more, [count] * 3)
-        for row, one in enumerate(theirs):
-            expected = one.extend(*(x[step : step + count, row] for x in new))
-            np.testing.assert_allclose(found[row, :count], expected, err_msg=f"{count} tokens, row {row}", **close)
-            check(layer, row, one, None)
-        found = layer.step(*(x[step + count] for x in new))
-        for row, one in enumerate(theirs):
-            one.append(*(x[step + count, row] for x in new[1:]))
-            np.testing.assert_allclose(found[row], one.attend(new[0][step + count, row]), **close)
-            check(layer, row, one, None)
+        out = layer.extend(*chunk, [count] * 3)
+        for row, peer in enumerate(theirs):
+            expected = peer.extend(*(x[step : step + count, row] for x in new))
+            np.testing.assert_allclose(out[row, :count], expected, err_msg=f"{count} tokens, row {row}", **close)
+            check(layer, row, peer, None)
+        out = layer.step(*(x[step + count] for x in new))
+        for row, peer in enumerate(theirs):
+            peer.append(*(x[step + count, row] for x in new[1:]))
+            np.testing.assert_allclose(out[row], peer.attend(new[0][step + count, row]), **close)
+            check(layer, row, peer, None)
         step += count + 1
 
 
 def test_h2o_keeps_a_heavy_hitter_until_another_has_had_more():
-    """Thirty keys have most of the attention and one has that of one query, until a later one has that of eight."""
+    """Thirty keys get most attention. One key gets one query's, and leaves once a newer key has got that of eight queries."""
     prompt, new = draw((200,), 40)
-    asked, once, often, later = 100, *10 * np.eye(16, dtype=np.float32)[:3]
+    rare_key, once, often, later = 100, *10 * np.eye(16, dtype=np.float32)[:3]
     for x in (*prompt[:2], *new[:2]):
         x[:] = 0
-    prompt[1][0, :30], prompt[1][0, asked], new[1][20] = often, once, later
-    prompt[0][:], prompt[0][0, asked + 1], new[0][:20], new[0][20:] = often, once, often, later
+    prompt[1][0, :30], prompt[1][0, rare_key], new[1][20] = often, once, later
+    prompt[0][:], prompt[0][0, rare_key + 1], new[0][:20], new[0][20:] = often, once, often, later
     layer = Layer(H2O(budget=40, recent=8), (200,), *prompt)
     for step in range(40):
         layer.step(*(x[step] for x in new))
-        for head in range(KV_HEADS):  # the later one leaves the newest eight after the step 28
-            assert (asked in kept(layer, 0, head)) == (step <= 28) and set(range(30)) <= set(kept(layer, 0, head))
+        for head in range(KV_HEADS):  # after step 28 key `later` is no longer among the newest eight
+            assert (rare_key in kept(layer, 0, head)) == (step <= 28) and set(range(30)) <= set(kept(layer, 0, head))
 
 
 @pytest.mark.parametrize("group", ["layer", "sum"])
 def test_tova_lets_go_what_the_newest_query_ignores(group):
-    """All queries of a prompt ask for one key of the first KV head, and the first decoded one for any other."""
+    """The prompt's queries match one key of the first KV head; the first decoded query points away from it."""
     prompt, new = draw((200,), 2, sharp=0.01)
-    asked, direction = 190, 10 * np.eye(16, dtype=np.float32)[0]
-    prompt[0][:, :, :2], prompt[1][0, asked, 0], new[0][0, :, :2] = direction, direction, -direction
-    layer, both = Layer(TOVA(budget=40, group=group), (200,), *prompt), range(KV_HEADS)
-    assert asked in kept(layer, 0, 0) and (kept(layer, 0, 0) == kept(layer, 0, 1)) == (group == "layer")
+    matched, direction = 190, 10 * np.eye(16, dtype=np.float32)[0]
+    prompt[0][:, :, :2], prompt[1][0, matched, 0], new[0][0, :, :2] = direction, direction, -direction
+    layer, heads = Layer(TOVA(budget=40, group=group), (200,), *prompt), range(KV_HEADS)
+    assert matched in kept(layer, 0, 0) and (kept(layer, 0, 0) == kept(layer, 0, 1)) == (group == "layer")
     layer.step(*(x[0] for x in new))
-    assert asked in kept(layer, 0, 0) and 200 in kept(layer, 0, 0)
+    assert matched in kept(layer, 0, 0) and 200 in kept(layer, 0, 0)
     layer.step(*(x[1] for x in new))
-    assert asked not in kept(layer, 0, 0) and all(201 in kept(layer, 0, head) for head in both)
+    assert matched not in kept(layer, 0, 0) and all(201 in kept(layer, 0, head) for head in heads)
     assert (kept(layer, 0, 0) == kept(layer, 0, 1)) == (group == "layer")
 
 
 def test_keydiff_keeps_an_odd_key():
-    """However long or short it is."""
+    """Whatever its length."""
     prompt, _ = draw((200,), 1)
     prompt[1][:] = prompt[1][:, :, :, :1] * 0.1 + np.eye(16, dtype=np.float32)[0]
-    for at, odd in ((50, 3.0), (120, 0.01)):
-        prompt[1][0, at] = -odd * np.eye(16, dtype=np.float32)[0]
+    for position, length in ((50, 3.0), (120, 0.01)):
+        prompt[1][0, position] = -length * np.eye(16, dtype=np.float32)[0]
     layer = Layer(KeyDiff(budget=2), (200,), *prompt)
     assert all(kept(layer, 0, head) == [50, 120] for head in range(KV_HEADS))
 
 
 @pytest.mark.parametrize("softcap, rtol", [(None, 0), (3.0, 0.03)])
 def test_expected_attention_is_the_mean_over_drawn_queries(softcap, rtol):
-    """Of exp(score), within five standard errors; a soft cap is taken to first order, by so much."""
+    """The mean of exp(score), within five standard errors; a soft cap is computed to first order, within 3%."""
     rng, draws = np.random.default_rng(0), 100_000
     root, key = rng.standard_normal((8, 8)) / 6, rng.standard_normal(8)
     scoring = Scoring(8**-0.5, softcap)
     products = (key + rng.standard_normal((draws, 8)) @ root.T) @ key
-    found = np.exp(products * scoring.scale if softcap is None else softcap * np.tanh(products * scoring.scale / softcap))
+    samples = np.exp(products * scoring.scale if softcap is None else softcap * np.tanh(products * scoring.scale / softcap))
     heads = [x.astype(np.float32) for x in (key[None, None], key[None, None, None], (root @ root.T)[None, None, None])]
     log = jitted(log_mean_exp, *heads, scoring=scoring).item()
-    np.testing.assert_allclose(np.exp(log), found.mean(), rtol=rtol, atol=5 * found.std() / draws**0.5)
+    np.testing.assert_allclose(np.exp(log), samples.mean(), rtol=rtol, atol=5 * samples.std() / draws**0.5)
 
 
 def test_restkv_scores_a_token_by_what_changes_without_it():
-    """In the output of the last query, whose own value is 0, the mean over the query heads of a KV head."""
+    """The change of the last query's output, whose own value is 0, as a mean over the query heads of a KV head."""
     (q, k, v), _ = draw((60,), 1, sharp=2.0)
     v[0, 59] = 0
     layer = Layer(ReSTKV(budget=256, window=1, kernel=1), (60,), q, k, v)
     output, group = output_matrix(HEADS, SIZE), HEADS // KV_HEADS
     exact = attention(q[0, 59], k[0, :60], v[0, :60])
     for token in range(59):
-        left = np.arange(60) != token
-        changes = exact - attention(q[0, 59], k[0, :60][left], v[0, :60][left])
+        others = np.arange(60) != token
+        changes = exact - attention(q[0, 59], k[0, :60][others], v[0, :60][others])
         lengths = [np.linalg.norm(change @ matrix) for change, matrix in zip(changes, output, strict=True)]
-        found = np.asarray(layer.state.scores)[0, :, token]
-        np.testing.assert_allclose(found, np.reshape(lengths, (-1, group)).mean(1), rtol=1e-4)
+        scores = np.asarray(layer.state.scores)[0, :, token]
+        np.testing.assert_allclose(scores, np.reshape(lengths, (-1, group)).mean(1), rtol=1e-4)
 
 
 def test_lacache_keeps_other_tokens_per_layer_and_fewer_old_ones():
-    """Of 200 tokens: the sinks and the newest in both layers, and between them others, of which none is that of another."""
+    """Of 200 tokens both layers keep sinks and newest tokens; between these their tokens differ."""
     prompt, new = draw((200,), STEPS)
-    layers = [Layer(each, (200,), *prompt) for each in LaCache(budget=64, sinks=4, recent=8).for_layers([0, 1], of=2)]
+    layers = [Layer(policy, (200,), *prompt) for policy in LaCache(budget=64, sinks=4, recent=8).for_layers([0, 1], of=2)]
     for step in range(STEPS):
         for layer in layers:
             layer.step(*(x[step] for x in new))
     first, second = (set(kept(layer, 0, 0)) for layer in layers)
     assert first & second >= {0, 1, 2, 3, *range(200 + STEPS - 8, 200 + STEPS)}
-    between = [{p for p in each if 4 <= p < 200} for each in (first, second)]
+    between = [{p for p in positions if 4 <= p < 200} for positions in (first, second)]
     assert between[0] and between[1] and not between[0] & between[1]
-    ends = [sum(low <= p < low + 64 for p in first | second) for low in (4, 68, 132, 200)]
-    assert ends == sorted(ends)
+    counts = [sum(low <= p < low + 64 for p in first | second) for low in (4, 68, 132, 200)]
+    assert counts == sorted(counts)
 
 
 def test_lacache_has_no_round_among_as_many_newest_as_layers():

@@ -1,4 +1,4 @@
-"""The host pool: exact bits by every backend, writes in place, and memory refused before it is missed."""
+"""The host pool: every backend fetches exact bits, writes are in place, and a pool too large for memory is refused."""
 
 import os
 
@@ -15,12 +15,12 @@ from icejax.runtime.host_reads import choose
 from icejax.runtime.host_reads.backends import BACKENDS
 
 SHAPE = (6, 3, host_pool.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
-TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # of two rows of 128 pages
+TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # extents of two rows, 128 pages each
 ROWS, PAGES = 2, 128
 
 
 def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Random bit patterns, NaN payloads among them."""
+    """Returns random bit patterns; some are NaN with payloads."""
     kind = page_format.bits_dtype(dtype)
     return np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind)
 
@@ -37,85 +37,86 @@ def test_fetch_brings_exact_bits(backend, planes, dtype):
         pages = host_pool.PoolLayer(pool, TABLE, None, 1, backend, dtype).fetch(ids)
         return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in pages]
 
-    found = np.stack(read(pool, jnp.asarray(ids)), axis=3)
-    for at in np.ndindex(ids.shape):
-        page = TABLE[at[0], ids[at] // host_pool.EXTENT], 1, ids[at] % host_pool.EXTENT, at[1]
-        np.testing.assert_array_equal(found[at], stored[page])
+    pages = np.stack(read(pool, jnp.asarray(ids)), axis=3)
+    for index in np.ndindex(ids.shape):
+        location = TABLE[index[0], ids[index] // host_pool.EXTENT], 1, ids[index] % host_pool.EXTENT, index[1]
+        np.testing.assert_array_equal(pages[index], stored[location])
 
 
 @pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
 def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monkeypatch):
-    stored, brought = bits((*SHAPE[:4], planes, *SHAPE[5:]), "bfloat16"), []
+    stored, reads = bits((*SHAPE[:4], planes, *SHAPE[5:]), "bfloat16"), []
 
-    def spied(*arrays):
-        brought.append(read(*arrays))
-        return brought[-1]
+    def recording_read(*arrays):
+        reads.append(read(*arrays))
+        return reads[-1]
 
     read = BACKENDS[backend]
-    monkeypatch.setitem(BACKENDS, backend, spied)
+    monkeypatch.setitem(BACKENDS, backend, recording_read)
     pool = jax.device_put(stored, devices.host_sharding())
     ids = np.random.default_rng(1).integers(0, PAGES * SHAPE[5], (ROWS, SHAPE[3], 9)).astype(np.int32)
 
     @jax.jit
     def slots(pool, ids):
-        found = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", single_slots=True).fetch(ids)
-        return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in found]
+        values = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", single_slots=True).fetch(ids)
+        return [jax.lax.bitcast_convert_type(x, stored.dtype) for x in values]
 
-    found = np.stack(slots(pool, jnp.asarray(ids)), axis=3)
-    for at in np.ndindex(ids.shape):
-        page, slot = divmod(ids[at], SHAPE[5])
+    fetched = np.stack(slots(pool, jnp.asarray(ids)), axis=3)
+    for index in np.ndindex(ids.shape):
+        page, slot = divmod(ids[index], SHAPE[5])
         np.testing.assert_array_equal(
-            found[at][:, 0], stored[TABLE[at[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, at[1], :, slot]
+            fetched[index][:, 0],
+            stored[TABLE[index[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, index[1], :, slot],
         )
-    assert [x.size for arrays in brought for x in arrays] == [planes * ids.size * SHAPE[6]]
+    assert [x.size for arrays in reads for x in arrays] == [planes * ids.size * SHAPE[6]]
 
 
 @pytest.mark.parametrize("singly", [False, True])
 @pytest.mark.parametrize("plane", [0, 1])
 @pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
 def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, monkeypatch):
-    stored, brought = bits(SHAPE, "bfloat16"), []
+    stored, reads = bits(SHAPE, "bfloat16"), []
 
-    def spied(*arrays):
-        brought.append(read(*arrays))
-        return brought[-1]
+    def recording_read(*arrays):
+        reads.append(read(*arrays))
+        return reads[-1]
 
     read = BACKENDS[backend]
-    monkeypatch.setitem(BACKENDS, backend, spied)
+    monkeypatch.setitem(BACKENDS, backend, recording_read)
     ids = np.random.default_rng(1).integers(0, PAGES * (SHAPE[5] if singly else 1), (ROWS, SHAPE[3], 9)).astype(np.int32)
 
     @jax.jit
-    def fetched(pool, ids):
-        (found,) = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
-        return jax.lax.bitcast_convert_type(found, stored.dtype)
+    def fetch(pool, ids):
+        (values,) = host_pool.PoolLayer(pool, TABLE, None, 1, backend, "bfloat16", singly, plane).fetch(ids)
+        return jax.lax.bitcast_convert_type(values, stored.dtype)
 
-    found = np.asarray(fetched(jax.device_put(stored, devices.host_sharding()), jnp.asarray(ids)))
-    for at in np.ndindex(ids.shape):
-        page, slot = divmod(ids[at], SHAPE[5]) if singly else (ids[at], slice(None))
-        place = TABLE[at[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, at[1], plane, slot
-        np.testing.assert_array_equal(found[at][0] if singly else found[at], stored[place])
-    assert [x.size for arrays in brought for x in arrays] == [found.size]
+    fetched = np.asarray(fetch(jax.device_put(stored, devices.host_sharding()), jnp.asarray(ids)))
+    for index in np.ndindex(ids.shape):
+        page, slot = divmod(ids[index], SHAPE[5]) if singly else (ids[index], slice(None))
+        location = TABLE[index[0], page // host_pool.EXTENT], 1, page % host_pool.EXTENT, index[1], plane, slot
+        np.testing.assert_array_equal(fetched[index][0] if singly else fetched[index], stored[location])
+    assert [x.size for arrays in reads for x in arrays] == [fetched.size]
 
 
 def test_missing_pages_are_fetched_and_the_held_ones_reused():
     pool = jax.device_put(bits(SHAPE, "float32"), devices.host_sharding())
     rng = np.random.default_rng(1)
     batch, heads = ROWS, SHAPE[3]
-    before, after = (rng.integers(60, 68, (batch, heads, 7)).astype(np.int32) for _ in range(2))  # in two extents
+    before, after = (rng.integers(60, 68, (batch, heads, 7)).astype(np.int32) for _ in range(2))  # page ids in two extents
     ended = np.arange(batch) == batch - 1
 
     @jax.jit
     def read(pool, before, after, ended):
         layer = host_pool.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32")
-        found, missing = layer.fetch_missing(after, after >= 0, layer.fetch(before), before)
-        return jnp.stack(layer.fetch(after)), jnp.stack(found), missing
+        pages, missing = layer.fetch_missing(after, after >= 0, layer.fetch(before), before)
+        return jnp.stack(layer.fetch(after)), jnp.stack(pages), missing
 
-    whole, found, missing = map(np.asarray, read(pool, before, after, ended))
-    expected = [[len([p for p in after[b, k] if p not in before[b, k]]) for k in range(heads)] for b in range(batch)]
-    np.testing.assert_array_equal(missing, np.where(ended, 0, np.sum(expected, axis=1)))
+    expected, pages, missing = map(np.asarray, read(pool, before, after, ended))
+    num_missing = [[len([p for p in after[b, k] if p not in before[b, k]]) for k in range(heads)] for b in range(batch)]
+    np.testing.assert_array_equal(missing, np.where(ended, 0, np.sum(num_missing, axis=1)))
     assert 0 < missing[0] < 7 * heads
-    np.testing.assert_array_equal(found[:, ~ended].view(np.uint32), whole[:, ~ended].view(np.uint32))
+    np.testing.assert_array_equal(pages[:, ~ended].view(np.uint32), expected[:, ~ended].view(np.uint32))
 
 
 @pytest.mark.parametrize("ended", [[False, False], [False, True], [True, False], [True, True]], ids=str)
@@ -127,13 +128,13 @@ def test_rows_that_have_ended_fetch_nothing(ended, singly):
     @jax.jit
     def read(pool, ids, ended):
         layer = host_pool.PoolLayer(pool, TABLE, ended, 1, choose.ORDER["cpu"][0], "float32", singly)
-        found, count = layer.fetch_live(ids, ids >= 0)
-        return jnp.stack(found), jnp.stack(layer.fetch(ids)), count
+        pages, count = layer.fetch_live(ids, ids >= 0)
+        return jnp.stack(pages), jnp.stack(layer.fetch(ids)), count
 
-    found, whole, count = map(np.asarray, read(pool, ids, np.asarray(ended)))
+    pages, expected, count = map(np.asarray, read(pool, ids, np.asarray(ended)))
     live = ~np.asarray(ended)
-    np.testing.assert_array_equal(found[:, live].view(np.uint32), whole[:, live].view(np.uint32))
-    assert not found[:, ~live].any()
+    np.testing.assert_array_equal(pages[:, live].view(np.uint32), expected[:, live].view(np.uint32))
+    assert not pages[:, ~live].any()
     np.testing.assert_array_equal(count, np.where(live, 5 * SHAPE[3], 0))
 
 
@@ -141,25 +142,25 @@ def test_rows_that_have_ended_fetch_nothing(ended, singly):
 def test_writes_land_in_place_and_nowhere_else(dtype):
     pool = host_pool.allocate(SHAPE, dtype)
     assert pool.sharding.memory_kind == "pinned_host"
-    where = pool.unsafe_buffer_pointer()
-    layer, some = bits((96, 1, ROWS, *SHAPE[3:]), dtype), bits((3, SHAPE[1], ROWS, *SHAPE[3:]), dtype)
+    address = pool.unsafe_buffer_pointer()
+    layer, run_pages = bits((96, 1, ROWS, *SHAPE[3:]), dtype), bits((3, SHAPE[1], ROWS, *SHAPE[3:]), dtype)
     extent, expected = bits(SHAPE[1:], dtype), np.zeros(SHAPE, layer.dtype)
     for row, page in np.ndindex(ROWS, 96):
         expected[TABLE[row, page // host_pool.EXTENT], 2, page % host_pool.EXTENT] = layer[page, 0, row]
-    for row, page in np.ndindex(ROWS, 3):  # over the end of an extent
-        expected[TABLE[row, (62 + page) // host_pool.EXTENT], :, (62 + page) % host_pool.EXTENT] = some[page, :, row]
+    for row, page in np.ndindex(ROWS, 3):  # across the end of an extent
+        expected[TABLE[row, (62 + page) // host_pool.EXTENT], :, (62 + page) % host_pool.EXTENT] = run_pages[page, :, row]
     expected[3] = extent
     as_values = lambda x: jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(dtype))  # noqa: E731
     pool = host_pool.write_pages(pool, as_values(layer), TABLE, 0, 2, together=32)
-    pool = host_pool.write_pages(pool, as_values(some), TABLE, jnp.int32(62))
+    pool = host_pool.write_pages(pool, as_values(run_pages), TABLE, jnp.int32(62))
     pool = host_pool.write_extent(pool, extent, jnp.int32(3))
-    assert pool.unsafe_buffer_pointer() == where
+    assert pool.unsafe_buffer_pointer() == address
     np.testing.assert_array_equal(np.asarray(pool), expected)
     np.testing.assert_array_equal(np.asarray(host_pool.read_extent(pool, jnp.int32(3))), extent)
-    found = jax.jit(
-        lambda pool: host_pool.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3)
-    )(pool)
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(as_values(some[:, 1]), np.float32))
+    run = jax.jit(lambda pool: host_pool.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype).run(jnp.int32(62), 3))(
+        pool
+    )
+    np.testing.assert_array_equal(np.asarray(run, np.float32), np.asarray(as_values(run_pages[:, 1]), np.float32))
 
 
 def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog):
@@ -200,7 +201,7 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     monkeypatch.setenv(devices.PINNED_LIMIT, "3")
     monkeypatch.delenv(devices.PINNED_LIMIT)
     devices.raise_pinned_limit()
-    assert devices.PINNED_LIMIT not in os.environ  # JAX has started: it would not be heard
+    assert devices.PINNED_LIMIT not in os.environ  # too late: JAX has started
     monkeypatch.setattr(devices, "started", lambda: False)
     devices.raise_pinned_limit()
     assert os.environ[devices.PINNED_LIMIT] == "150"
@@ -208,10 +209,12 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     devices.raise_pinned_limit()
     held = jax.device_put(np.zeros(2**28, np.uint8), devices.host_sharding())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for taken, said in (([], ""), ([held], r" with 0\.2 GiB already pinned")):
-        monkeypatch.setattr(jax, "live_arrays", lambda taken=taken: taken)
-        wanted = rf"needs 4\.0 GiB of pinned memory{said}, but XLA may pin at most 3 GiB: set {devices.PINNED_LIMIT}=12 before"
-        with pytest.raises(InputError, match=wanted):
+    for arrays, pinned in (([], ""), ([held], r" with 0\.2 GiB already pinned")):
+        monkeypatch.setattr(jax, "live_arrays", lambda arrays=arrays: arrays)
+        message = (
+            rf"needs 4\.0 GiB of pinned memory{pinned}, but XLA may pin at most 3 GiB: set {devices.PINNED_LIMIT}=12 before"
+        )
+        with pytest.raises(InputError, match=message):
             host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     monkeypatch.setenv(devices.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
@@ -223,6 +226,6 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     [("uint8", 100, 100), ("uint8", 600_000, 2**32 // 4608 + 1), ("uint8", 2**20, 2**20), ("uint16", 300_000, 300_000)],
 )
 def test_byte_pool_has_no_size_a_kernel_cannot_address(dtype, pages, expected):
-    """Between 2 and 4 GiB offsets in bytes would not fit the 32 bits that Pallas takes for them."""
+    """Byte offsets between 2 and 4 GiB would not fit the 32 bits that Pallas uses for them."""
     shape = (pages, 1, 1, 1, 2, 18, 128)
     assert host_pool._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])

@@ -1,4 +1,4 @@
-"""Keys of pages that come first: where that is done, and what crosses the bus for it."""
+"""The option `keys_first`: where pages' keys are fetched before the best tokens' values, and how much crosses the bus."""
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ from tests.helpers.run import jitted
     [
         ({}, "cpu", False, True),
         ({}, "gpu", False, True),
-        ({}, "tpu", False, False),  # whose host memory is read in tiles of several rows
-        ({}, "cpu", True, False),  # whose keys hold their values
+        ({}, "tpu", False, False),  # TPU reads host memory in tiles of several rows
+        ({}, "cpu", True, False),  # latent keys hold the values
         (dict(page_dtype="int8"), "cpu", False, False),
         (dict(resident=True), "cpu", False, False),
         (dict(tail=False), "cpu", False, False),
         (dict(rerank=False), "cpu", False, False),
         (dict(keys_first=False), "cpu", False, False),
-        (dict(keys_first=True), "tpu", False, True),  # a plan refuses it
+        (dict(keys_first=True), "tpu", False, True),  # make_plan refuses it
     ],
     ids=str,
 )
@@ -82,23 +82,23 @@ def test_host_sends_keys_of_pages_and_values_of_the_best():
 
 @pytest.mark.parametrize("lse", [-np.inf, 0.0, 95.0, 300.0])
 def test_the_rest_may_outweigh_all_that_was_fetched(lse):
-    """By more than the largest number's logarithm, where pages were chosen by another query."""
+    """At lse 95 and 300 the tail outweighs the fetched pages by more than fp32 can hold: another query chose the pages."""
     rng = np.random.default_rng(0)
     q, k, v, keys = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 2, 8), (1, 6, 8), (1, 6, 8), (1, 3, 4, 8)))
-    values, there = rng.standard_normal(keys.shape).astype(np.float32), np.ones((1, 3, 4), bool)
+    values, mask = rng.standard_normal(keys.shape).astype(np.float32), np.ones((1, 3, 4), bool)
     rest = Attended(jnp.ones((1, 2, 8)), jnp.full((1, 2), lse, jnp.float32))
 
-    def attend(q, k, v, keys, values, there, rest):
-        pages = jax.tree.map(lambda x: x[0], digest(keys[None], values[None], there[None]))
+    def attend(q, k, v, keys, values, mask, rest):
+        pages = jax.tree.map(lambda x: x[0], digest(keys[None], values[None], mask[None]))
         room = dict(room=jnp.asarray([12]), most=12)
-        found = rank_tokens(q, (k, jnp.ones((1, 6), bool)), keys, pages, rest, None, scoring=Scoring(1.0), **room)
-        return found.attended(v, jnp.take_along_axis(values.reshape(1, 12, 8), found.best[..., None], axis=1))
+        ranked = rank_tokens(q, (k, jnp.ones((1, 6), bool)), keys, pages, rest, None, scoring=Scoring(1.0), **room)
+        return ranked.attended(v, jnp.take_along_axis(values.reshape(1, 12, 8), ranked.best[..., None], axis=1))
 
-    found = jitted(attend, q, k, v, keys, values, there, rest)
-    every = [np.concatenate([x, y.reshape(1, 12, 8)], axis=1)[0].astype(np.float64) for x, y in ((k, keys), (v, values))]
-    scores = q[0].astype(np.float64) @ every[0].T
-    own = np.logaddexp.reduce(scores, axis=1)
-    total = np.logaddexp(own, lse)
-    out = np.exp(scores - total[:, None]) @ every[1] + np.exp(lse - total)[:, None]
-    np.testing.assert_allclose(np.asarray(found.lse)[0], total, rtol=tolerances.EXACT)
-    np.testing.assert_allclose(np.asarray(found.out)[0], out, rtol=0, atol=tolerances.EXACT)
+    attended = jitted(attend, q, k, v, keys, values, mask, rest)
+    joined = [np.concatenate([x, y.reshape(1, 12, 8)], axis=1)[0].astype(np.float64) for x, y in ((k, keys), (v, values))]
+    scores = q[0].astype(np.float64) @ joined[0].T
+    exact_lse = np.logaddexp.reduce(scores, axis=1)
+    total = np.logaddexp(exact_lse, lse)
+    out = np.exp(scores - total[:, None]) @ joined[1] + np.exp(lse - total)[:, None]
+    np.testing.assert_allclose(np.asarray(attended.lse)[0], total, rtol=tolerances.EXACT)
+    np.testing.assert_allclose(np.asarray(attended.out)[0], out, rtol=0, atol=tolerances.EXACT)

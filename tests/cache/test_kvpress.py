@@ -1,4 +1,4 @@
-"""What we keep of a prompt, layer by layer and head by head, against kvpress in an environment of its own (make test-slow)."""
+"""The prompt tokens that evicting policies keep, by layer and head, against kvpress in its own environment (make test-slow)."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ OURS = {
     "snapkv": SnapKV(budget=BUDGET, window=WINDOW),
     "tova": TOVA(budget=BUDGET),
     "pyramidkv": PyramidKV(budget=BUDGET + WINDOW, window=WINDOW, beta=3),
-    "adakv": AdaKV(budget=BUDGET, window=WINDOW, floor=0.0),  # the rules of floors differ
+    "adakv": AdaKV(budget=BUDGET, window=WINDOW, floor=0.0),  # kvpress has another rule for floors
     "keydiff": KeyDiff(budget=BUDGET),
     "expected-attention": ExpectedAttention(budget=BUDGET, epsilon=0.01),
     "observed": H2O(budget=PROMPT),
@@ -27,33 +27,33 @@ OURS = {
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """A model as we have it, its prompt, and what kvpress keeps of it: positions by method, layer and KV head."""
+def ours_and_theirs(tmp_path_factory):
+    """Our model, its prompt, and the positions that kvpress keeps, by method, layer and KV head."""
     folder, theirs = tmp_path_factory.mktemp("model"), families.build(families.row("llama-gqa"))
     tokens = families.tokens(PROMPT)
     model = families.load(theirs, folder)
     (folder / "tokens.json").write_text(json.dumps(tokens))
     argv = [KVPRESS, Path(__file__).parents[1] / "helpers" / "kvpress_kept.py", folder, folder / "tokens.json", str(BUDGET)]
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return model, tokens, json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return model, tokens, json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
-def test_we_keep_what_kvpress_keeps(name, both):
-    model, tokens, theirs = both
+def test_we_keep_what_kvpress_keeps(name, ours_and_theirs):
+    model, tokens, theirs = ours_and_theirs
     plan = plan_for(model, OURS[name], [tokens], 1)
     state, _, _ = prefill(model, [tokens], plan)
-    for layer, (slots, expected) in enumerate(zip(state.cache.layers, theirs[name], strict=True)):
+    for layer, (slots, heads) in enumerate(zip(state.cache.layers, theirs[name], strict=True)):
         positions, scores = np.asarray(slots.positions[0]), np.asarray(slots.scores[0])
-        for head, of in enumerate(expected):
-            there = positions[head] >= 0
-            found = positions[head][there]
-            if name == "observed":  # kvpress divides the sums by how many queries see a token, and keeps no newest ones
-                worth = scores[head][there] / (PROMPT - found)
-                found = found[np.argsort(-worth, kind="stable")[: len(of)]]
-            if name == "pyramidkv":  # kvpress has no room for the window beside the budgets: of one ranking it keeps fewer
-                assert set(of) < set(found.tolist()) and abs(len(found) - WINDOW - len(of)) <= 1
+        for head, expected in enumerate(heads):
+            filled = positions[head] >= 0
+            actual = positions[head][filled]
+            if name == "observed":  # kvpress divides sums by the number of queries that see a token, and keeps no newest tokens
+                mean_scores = scores[head][filled] / (PROMPT - actual)
+                actual = actual[np.argsort(-mean_scores, kind="stable")[: len(expected)]]
+            if name == "pyramidkv":  # kvpress keeps WINDOW fewer tokens, from the same ranking
+                assert set(expected) < set(actual.tolist()) and abs(len(actual) - WINDOW - len(expected)) <= 1
                 continue
-            assert sorted(found.tolist()) == of, f"layer {layer}, head {head}"
+            assert sorted(actual.tolist()) == expected, f"layer {layer}, head {head}"

@@ -1,4 +1,4 @@
-"""OmniKV against plain numpy: what a layer behind a filter attends to, which layers are which, and a text that goes on."""
+"""OmniKV against plain numpy: the tokens of a layer after a filter layer, the kinds of layers, and more text in a session."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tests.helpers.policy_steps import LENGTHS, STEPS, row_of
 from tests.helpers.run import greedy, plan_for
 from tests.reference import retrieval as reference
 
-MIRROR = np.where(np.arange(16) % 3, 1, -1).astype(np.float32)  # of the keys of a filter and of the layer behind it
+MIRROR = np.where(np.arange(16) % 3, 1, -1).astype(np.float32)  # a filter layer's keys are the next layer's keys times it
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def mirrored(heads):
 
 
 class Led(PositionFollower):
-    """A filter and the layer behind it as one: they have the same queries, and keys that are mirrored."""
+    """A filter layer and the layer after it as one policy: they have the same queries; the filter's keys are mirrored."""
 
     filter = OmniKV(budget=40, generated=24)
 
@@ -40,19 +40,19 @@ class Led(PositionFollower):
         return self.filter.init(spec), super().init(spec)
 
     def prefill(self, state, heads, attended, view):
-        led = self.filter.prefill(state[0], mirrored(heads), attended, view)
-        found = super().prefill(state[1], heads, attended, view)
-        return replace(found, state=(led.state, found.state))
+        filtered = self.filter.prefill(state[0], mirrored(heads), attended, view)
+        outcome = super().prefill(state[1], heads, attended, view)
+        return replace(outcome, state=(filtered.state, outcome.state))
 
     def decode(self, state, heads, view):
-        led = self.filter.decode(state[0], mirrored(heads), view)
-        found = super().decode(state[1], heads, replace(view, shared=led.shared))
-        return replace(found, state=(led.state, found.state))
+        filtered = self.filter.decode(state[0], mirrored(heads), view)
+        outcome = super().decode(state[1], heads, replace(view, shared=filtered.shared))
+        return replace(outcome, state=(filtered.state, outcome.state))
 
     def extend(self, state, heads, view):
-        led = self.filter.extend(state[0], mirrored(heads), view)
-        found = super().extend(state[1], heads, view)
-        return replace(found, state=(led.state, found.state))
+        filtered = self.filter.extend(state[0], mirrored(heads), view)
+        outcome = super().extend(state[1], heads, view)
+        return replace(outcome, state=(filtered.state, outcome.state))
 
     def flush(self, state, lengths):
         return super().flush(state[1], lengths)
@@ -66,46 +66,46 @@ class Led(PositionFollower):
 
 @pytest.mark.parametrize("clock", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_omnikv_attends_to_what_its_filter_layer_ranks_highest(clock):
-    """Other tokens than its own keys would choose; by their positions, also where rows have joined a batch."""
+    """Its own keys would select other tokens; positions are right also in rows that joined a running batch."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     layer = Layer(Led(budget=40, generated=24), LENGTHS, *prompt)
     layer.join(clock)
     theirs = [reference.OmniKV(40, 24, MIRROR, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
-    own, came = [reference.OmniKV(40, 24, 1, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], []
+    unfiltered, num_fetched = [reference.OmniKV(40, 24, 1, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], []
     for step in range(STEPS):
-        found = layer.step(*(x[step] for x in new))
-        for row, (one, other) in enumerate(zip(theirs, own, strict=True)):
-            for each in (one, other):
-                each.append(new[1][step, row], new[2][step, row])
+        out = layer.step(*(x[step] for x in new))
+        for row, (peer, unfiltered_peer) in enumerate(zip(theirs, unfiltered, strict=True)):
+            for reference_row in (peer, unfiltered_peer):
+                reference_row.append(new[1][step, row], new[2][step, row])
             q = new[0][step, row]
-            np.testing.assert_allclose(found[row], one.attend(q), rtol=0, atol=tolerances.EXACT, err_msg=f"{step} {row}")
+            np.testing.assert_allclose(out[row], peer.attend(q), rtol=0, atol=tolerances.EXACT, err_msg=f"{step} {row}")
             ids, window = np.asarray(layer.state[1].ids)[row], (clock + step) % 16 + 1
-            for head in range(KV_HEADS):  # all but those in the window
+            for head in range(KV_HEADS):  # `ids` leaves out tokens in the window
                 assert (ids[head] >= 0).sum() == sum(
-                    p < max(LENGTHS[row], len(one.tokens) - window) for p in one.selected(q)[0]
+                    p < max(LENGTHS[row], len(peer.tokens) - window) for p in peer.selected(q)[0]
                 )
-            assert row == 1 or one.selected(q) != other.selected(q)
-        came.append(layer.state[1].fetched)
-    assert np.median(came, axis=0).max() < KV_HEADS * 40  # what was there already did not come again
+            assert row == 1 or peer.selected(q) != unfiltered_peer.selected(q)
+        num_fetched.append(layer.state[1].fetched)
+    assert np.median(num_fetched, axis=0).max() < KV_HEADS * 40  # held tokens are not fetched again
 
 
 def test_omnikv_has_filters_dense_layers_and_followers():
-    def of_each(policy, layers):
-        named = {Full: "-", OmniKV: "O", PositionFollower: "."}
-        return "".join(named[type(each)] for each in policy.for_layers(range(layers), of=layers))
+    def kinds(policy, layers):
+        letters = {Full: "-", OmniKV: "O", PositionFollower: "."}
+        return "".join(letters[type(layer_policy)] for layer_policy in policy.for_layers(range(layers), of=layers))
 
-    assert of_each(OmniKV(), 32) == "--O-......O-......O-......O-...."
-    assert of_each(OmniKV(), 4) == "O-.."
-    assert of_each(OmniKV(first=1, every=3, wait=0), 6) == "-O..O."
+    assert kinds(OmniKV(), 32) == "--O-......O-......O-......O-...."
+    assert kinds(OmniKV(), 4) == "O-.."
+    assert kinds(OmniKV(first=1, every=3, wait=0), 6) == "-O..O."
 
 
 @pytest.mark.slow
 def test_omnikv_with_room_for_all_tokens_is_the_full_cache(model):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 80)
-    found = greedy(model, OmniKV(budget=512, generated=16, every=3), prompts, 80)
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+    actual = greedy(model, OmniKV(budget=512, generated=16, every=3), prompts, 80)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
 @pytest.mark.slow
@@ -117,30 +117,30 @@ def test_layers_behind_a_filter_fetch_the_same_tokens(model):
     for _ in range(20):
         state, _, pool = decoding.step(state, pool)
         ids = [np.asarray(state.cache.layers[i].ids) for i in plan.pooled]
-        for each in ids:
-            np.testing.assert_array_equal(each, ids[0])
+        for layer_ids in ids:
+            np.testing.assert_array_equal(layer_ids, ids[0])
         assert (ids[0] >= 0).sum() >= 40
 
 
 @pytest.mark.slow
 def test_omnikv_goes_on_after_more_text(tmp_path, model):
-    """A second answer is that of one long text, and what a session asks is kept."""
+    """A second answer equals the answer to one long text, before and after saving the session."""
     policy = OmniKV(budget=600, generated=16, every=3)
     session = icejax.Session(model, Letters(), cache=policy, context_length=500)
     first = session.ask("a" * 150 + "bcd", max_new_tokens=40)
     session.save(tmp_path / "kept")
     loaded = icejax.Session.load(tmp_path / "kept", model, Letters())
-    second, again = (each.ask("zyx" * 20, max_new_tokens=40) for each in (session, loaded))
-    whole = Letters().decode(session.token_ids[: 153 + first.new_tokens + 60])
-    (expected,) = icejax.generate(model, Letters(), whole, cache=Full(), max_new_tokens=40)
-    assert first.new_tokens == 40 and second.token_ids == again.token_ids == expected.token_ids
+    second, resumed = (x.ask("zyx" * 20, max_new_tokens=40) for x in (session, loaded))
+    whole_text = Letters().decode(session.token_ids[: 153 + first.new_tokens + 60])
+    (expected,) = icejax.generate(model, Letters(), whole_text, cache=Full(), max_new_tokens=40)
+    assert first.new_tokens == 40 and second.token_ids == resumed.token_ids == expected.token_ids
 
 
 @pytest.mark.slow
 def test_rows_come_and_go(model):
-    """As those of every policy do, here with layers behind the filters."""
+    """The tests of every policy's rows, with layers after the filter layers."""
     plan = plan_for(model, test_rows.EXACT["omnikv"], [[1] * 300], 80)
-    assert [type(each) for each in plan.policies] == [OmniKV, PositionFollower] * 2
+    assert [type(layer_policy) for layer_policy in plan.policies] == [OmniKV, PositionFollower] * 2
     test_rows.test_a_row_that_joins_at_any_step_goes_on_as_alone(model, "omnikv")
     test_rows.test_the_pages_of_new_tokens_are_filled_over_and_over(model, "omnikv")
     test_rows.test_more_text_is_put_behind_a_row_that_then_joins_again(model, "omnikv", 230)

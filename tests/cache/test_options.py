@@ -1,4 +1,4 @@
-"""Options of Python callers: wrong types and sizes are one line, and large ones cost nothing."""
+"""Options that Python callers pass: wrong types and sizes give a one-line error, and large values cost nothing."""
 
 from types import SimpleNamespace
 
@@ -47,14 +47,14 @@ def test_options_of_the_cache(case):
     budget=st.integers(1, 1200),
 )
 def test_a_budget_is_taken_if_it_holds_what_it_must(sinks, window, page, budget):
-    good = window is None or window > page
+    valid = window is None or window > page
     first = min(32, budget // 8) if sinks is None else sinks
     last = min(2 * page, budget // 8 + page) if window is None else window
-    good = good and first + last + page <= budget and budget >= 8
+    valid = valid and first + last + page <= budget and budget >= 8
     try:
-        assert Clustered(sinks=sinks, window=window, page_size=page, budget=budget, compact_every=0) and good
+        assert Clustered(sinks=sinks, window=window, page_size=page, budget=budget, compact_every=0) and valid
     except icejax.InputError:
-        assert not good
+        assert not valid
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_options_of_an_answer(bundled, options, message):
 
 
 def test_stop_string_alone_and_endless_new_tokens_are_valid(bundled):
-    """A text that is taken for its letters would stop at the first of them."""
+    """A `stop` string read as a list of letters would end the answer at its first letter."""
     options = dict(cache=Full(), context_length=40)
-    (whole,) = icejax.generate(*bundled, "import os\nimport sys\n", max_new_tokens=10**12, **options)
-    text, several = whole.text, icejax.Session(*bundled, **options)
+    (answer,) = icejax.generate(*bundled, "import os\nimport sys\n", max_new_tokens=10**12, **options)
+    text, session = answer.text, icejax.Session(*bundled, **options)
     assert len(text) > 8 and text[7] not in text[:4]
     stop = text[6] + text[7]
     expected = text[: text.index(stop)]
     assert icejax.generate(*bundled, "import os\nimport sys\n", stop=stop, **options)[0].text == expected
-    assert several.ask("import os\nimport sys\n", stop=stop).text == expected
+    assert session.ask("import os\nimport sys\n", stop=stop).text == expected
 
 
 def test_a_text_far_too_long_is_told_at_once(bundled):
@@ -111,7 +111,7 @@ def test_a_text_far_too_long_is_told_at_once(bundled):
 
 
 def test_a_text_of_long_tokens_is_read_on():
-    """Where a token holds many characters, a prefix does not show how many tokens there are."""
+    """If tokens hold many characters, a prefix of the text does not show how many tokens it has."""
 
     def words(text, **_):
         return {"input_ids": [len(word) for word in text.split()]}
@@ -123,7 +123,7 @@ def test_a_text_of_long_tokens_is_read_on():
 
 
 def test_slow_tokenizer_is_found_by_a_few_characters(monkeypatch):
-    """Here each character takes a second by the clock."""
+    """The clock shows a second per character."""
     now = [0]
 
     def slow(text, **_):
@@ -139,20 +139,20 @@ def test_slow_tokenizer_is_found_by_a_few_characters(monkeypatch):
 
 
 class Letters:
-    """A token is a letter."""
+    """A tokenizer with a token per letter."""
 
     def decode(self, tokens, **_):
         return "".join(map(chr, tokens))
 
 
 def naive_release(held: str, text: str, stop: list[str]) -> tuple[str, str, bool]:
-    """The rule as it is said: what is let out, what is held back, and whether a stop string has come."""
+    """The rule, written plainly: returns the released text, the held text, and whether a stop string has come."""
     text = held + text
-    found = [text.index(s) for s in stop if s in text]
-    if found:
-        return text[: min(found)], "", True
-    hold = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-    return text[: len(text) - hold], text[len(text) - hold :], False
+    starts = [text.index(s) for s in stop if s in text]
+    if starts:
+        return text[: min(starts)], "", True
+    num_held = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    return text[: len(text) - num_held], text[len(text) - num_held :], False
 
 
 @given(text=st.text("ab", max_size=40), stop=st.lists(st.text("abc", min_size=1, max_size=8), max_size=5))
@@ -168,7 +168,7 @@ def test_what_is_held_back_is_as_the_rule_says(text, stop):
 
 @pytest.mark.parametrize("stop", [["a" * 10**6], ["a" * n for n in range(1000, 4000)]], ids=["long", "many"])
 def test_long_and_many_stop_strings_cost_little(stop):
-    """By the rule as it is said this would take minutes."""
+    """With `naive_release` this would take minutes."""
     stream = Detokenizer(Letters(), stop)
     out = "".join(stream.add(ord(letter)) for letter in "a" * 300 + "b" + "a" * 300)
     assert out == "a" * 300 + "b" and stream.rest() == "a" * 300

@@ -1,4 +1,4 @@
-"""The oracles against plain numpy: which tokens are chosen, and what comes of it."""
+"""The oracle policies against plain numpy: the selected tokens and the attention outputs."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.helpers.policy_steps import LENGTHS, STEPS, compare, row_of
 from tests.reference import oracles as reference
 from tests.reference.peers import softmax
 
-EACH = {
+ORACLES = {
     "topk": (TopK(budget=40), lambda **prompt: reference.TopK(40, **prompt)),
     "topk-sum": (TopK(budget=40, group="sum"), lambda **prompt: reference.TopK(40, "sum", **prompt)),
     "topp": (TopP(mass=0.7), lambda **prompt: reference.TopP(0.7, **prompt)),
@@ -23,20 +23,20 @@ EACH = {
 }
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", ORACLES)
 def test_the_tokens_of_highest_score_are_attended_to(name):
-    policy, make = EACH[name]
+    policy, make = ORACLES[name]
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     chosen = jax.jit(policy.chosen)
 
-    def check(layer, row, one, q):
-        positions, slots = one.selected(q), layer.state.k.shape[1]
+    def check(layer, row, peer, q):
+        positions, slots = peer.selected(q), layer.state.k.shape[1]
         scores = np.full((2, 2, slots), -np.inf, np.float32)
-        scores[..., : len(one.tokens)] = one.scores(q)
-        found = np.broadcast_to(chosen(scores, np.full(2, len(one.tokens) - 1, np.int32)), scores.shape) & (scores > -np.inf)
-        assert [np.flatnonzero(each).tolist() for each in found.reshape(4, -1)] == positions
-        several = [set(a) | set(b) for a, b in zip(positions[::2], positions[1::2], strict=True)]
-        assert [*np.asarray(layer.tokens)[:, row]] == [np.mean([len(each) for each in of]) for of in (positions, several)]
+        scores[..., : len(peer.tokens)] = peer.scores(q)
+        mask = np.broadcast_to(chosen(scores, np.full(2, len(peer.tokens) - 1, np.int32)), scores.shape) & (scores > -np.inf)
+        assert [np.flatnonzero(head_mask).tolist() for head_mask in mask.reshape(4, -1)] == positions
+        union = [set(a) | set(b) for a, b in zip(positions[::2], positions[1::2], strict=True)]
+        assert [*np.asarray(layer.tokens)[:, row]] == [np.mean([len(x) for x in sets]) for sets in (positions, union)]
 
     compare(policy, [make(**row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
 
@@ -44,43 +44,43 @@ def test_the_tokens_of_highest_score_are_attended_to(name):
 def test_equal_scores_choose_the_earlier_tokens():
     prompt, new = draw((100,), 1)
     for x in (*prompt[:2], *new[:2]):
-        x[:] = 1.0  # so that every score is the same to the last bit
+        x[:] = 1.0  # all scores are the same to the last bit
     prompt[2][:], new[2][:] = np.arange(256)[None, :, None, None], 100
     for policy in (TopK(budget=10), TopK(budget=10, group="sum"), TopP(mass=0.0985)):
-        found = Layer(policy, (100,), *prompt).step(*(x[0] for x in new))
-        np.testing.assert_allclose(found, np.arange(10).mean(), rtol=1e-6)
-    found = Layer(TopKPages(budget=32), (100,), *prompt).step(*(x[0] for x in new))
-    np.testing.assert_allclose(found, np.mean([*range(16), *range(96, 101)]), rtol=1e-6)  # the newest page and the first
+        out = Layer(policy, (100,), *prompt).step(*(x[0] for x in new))
+        np.testing.assert_allclose(out, np.arange(10).mean(), rtol=1e-6)
+    out = Layer(TopKPages(budget=32), (100,), *prompt).step(*(x[0] for x in new))
+    np.testing.assert_allclose(out, np.mean([*range(16), *range(96, 101)]), rtol=1e-6)  # the newest page and the first
 
 
 def test_no_set_of_that_size_has_more_of_the_attention():
-    """All sets of three of nine tokens, for each query head; the mass is told by the log-sum-exp."""
+    """Compared with all sets of three of nine tokens, for each query head."""
     prompt, new = draw((8,), 1, sharp=2.0)
-    one = reference.TopK(3, **row_of(prompt, 0, 8))
-    one.append(new[1][0, 0], new[2][0, 0])
-    scores = one.scores(new[0][0, 0])
+    peer = reference.TopK(3, **row_of(prompt, 0, 8))
+    peer.append(new[1][0, 0], new[2][0, 0])
+    scores = peer.scores(new[0][0, 0])
     chosen = jax.jit(TopK(budget=3).chosen)(scores.astype(np.float32), np.full(2, 8, np.int32))
     weights = softmax(scores)
-    best = np.max([weights[..., list(each)].sum(-1) for each in itertools.combinations(range(9), 3)], axis=0)
-    np.testing.assert_allclose((weights * np.asarray(chosen)).sum(-1), best, rtol=1e-6)
+    largest_mass = np.max([weights[..., list(tokens)].sum(-1) for tokens in itertools.combinations(range(9), 3)], axis=0)
+    np.testing.assert_allclose((weights * np.asarray(chosen)).sum(-1), largest_mass, rtol=1e-6)
 
 
 def test_the_least_of_the_chosen_tokens_is_needed_for_the_mass():
     prompt, _ = draw((250,), 1, sharp=2.0)
-    one = reference.TopP(0.9, **row_of(prompt, 0, 250))
-    scores = one.scores(prompt[0][0, 249])
+    peer = reference.TopP(0.9, **row_of(prompt, 0, 250))
+    scores = peer.scores(prompt[0][0, 249])
     chosen = np.asarray(jax.jit(TopP(mass=0.9).chosen)(scores.astype(np.float32), np.full(2, 249, np.int32)))
     weights = softmax(scores)
-    mass, least = np.where(chosen, weights, 0).sum(-1), np.where(chosen, weights, 1).min(-1)
-    assert (mass >= 0.9).all() and (mass - least < 0.9).all()
-    assert (least >= np.where(chosen, 0, weights).max(-1)).all()
+    mass, smallest = np.where(chosen, weights, 0).sum(-1), np.where(chosen, weights, 1).min(-1)
+    assert (mass >= 0.9).all() and (mass - smallest < 0.9).all()
+    assert (smallest >= np.where(chosen, 0, weights).max(-1)).all()
 
 
 def test_an_oracle_has_dense_layers_like_the_others():
     def kinds(policy, windows):
         return [
-            type(each)
-            for each in layer_policies(
+            type(layer_policy)
+            for layer_policy in layer_policies(
                 policy, SimpleNamespace(windows=windows, sliding_head_dim=None, sliding_key_value_heads=None), capacity=100
             )
         ]

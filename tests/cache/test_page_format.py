@@ -1,4 +1,4 @@
-"""Pages in the pool: exact bits, or int8 within half a step of each channel's own scale."""
+"""Page formats of the pool: int8 pages are within half a step of each channel's scale, and sessions keep their bits."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ TABLE = jnp.zeros((1, 1), jnp.int32)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_int8_pages_are_within_half_a_step(dtype):
     rng = np.random.default_rng(0)
-    # Channels of very different size, as keys have them; one page is empty.
+    # Like those of keys, channels differ much in size; one page is empty.
     values = rng.standard_normal(SHAPE) * 10.0 ** rng.integers(-3, 3, (1, 1, 1, 1, 1, 1, 24))
     values[2] = 0
     pages = jnp.asarray(values, dtype)
@@ -28,17 +28,17 @@ def test_int8_pages_are_within_half_a_step(dtype):
     assert pool.shape[-2:] == (18, 24)
     ids = jnp.asarray(rng.integers(0, 5, (1, 3, 4)), jnp.int32)
     layer = host_pool.PoolLayer(pool, TABLE, None, 1, choose.ORDER["cpu"][0], dtype)
-    found = jax.jit(lambda layer: jnp.stack(layer.fetch(ids)))(layer)
+    fetched = jax.jit(lambda layer: jnp.stack(layer.fetch(ids)))(layer)
     expected = np.asarray(pages, np.float64)
-    for at in np.ndindex(ids.shape):
-        page = expected[ids[at], 1, at[0], at[1]]
+    for index in np.ndindex(ids.shape):
+        page = expected[ids[index], 1, index[0], index[1]]
         step = np.abs(page).max(1, keepdims=True) / 127
-        # Half a step of a scale that was rounded to eight bits before, and the rounding of the result; the largest may be cut.
-        cut = np.maximum(np.abs(page) - step * 127 * (1 - 2.0**-8), 0)
-        atol = step * 0.5 * (1 + 2.0**-8) + cut + np.abs(page) * float(jnp.finfo(dtype).eps)
-        assert (np.abs(np.asarray(found, np.float64)[(slice(None), *at)] - page) <= atol).all()
-    again = jax.jit(lambda layer: layer.run(jnp.int32(2), 1))(layer)
-    np.testing.assert_array_equal(np.asarray(again, np.float32), 0)
+        # Half a step of a scale rounded to eight bits, and the rounding of the result; the largest numbers may be clipped.
+        clipped = np.maximum(np.abs(page) - step * 127 * (1 - 2.0**-8), 0)
+        atol = step * 0.5 * (1 + 2.0**-8) + clipped + np.abs(page) * float(jnp.finfo(dtype).eps)
+        assert (np.abs(np.asarray(fetched, np.float64)[(slice(None), *index)] - page) <= atol).all()
+    empty_page = jax.jit(lambda layer: layer.run(jnp.int32(2), 1))(layer)
+    np.testing.assert_array_equal(np.asarray(empty_page, np.float32), 0)
 
 
 @pytest.mark.slow
@@ -46,12 +46,12 @@ def test_the_bundled_model_answers_from_int8_pages(bundled):
     model, tokenizer = bundled
     text, questions = document()
     options = dict(max_new_tokens=8)
-    plain, narrow = (
+    exact, int8 = (
         icejax.generate(model, tokenizer, text + questions[0].text, cache=Clustered(budget=64, page_dtype=dtype), **options)[0]
         for dtype in (None, "int8")
     )
-    assert narrow.text == plain.text == questions[0].answer
-    assert narrow.run.host_kv_bytes == plain.run.host_kv_bytes * 18 // (16 * 4)
+    assert int8.text == exact.text == questions[0].answer
+    assert int8.run.host_kv_bytes == exact.run.host_kv_bytes * 18 // (16 * 4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the protocol offers beyond the policies that are there: layers that choose for others, text taken token by token."""
+"""Parts of the cache protocol that no policy covers alone: layers that choose for others, extension token by token, reports."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from tests.helpers.layer import Layer, draw
 from tests.helpers.run import greedy, plan_for
 
 PAGE, COUNT = 16, 3
-MOST = 19  # pages of a prompt of 300 tokens; of the last one some tokens are in the window
+PROMPT_PAGES = 19  # pages of a prompt of 300 tokens; the last one is partly in the window
 
 
 @dataclass(frozen=True)
 class Filter(Full):
-    """Attends to every token and chooses pages for others by the size of their keys, where OmniKV does so by attention."""
+    """Attends to every token, and chooses pages for the next layer by the size of their keys (OmniKV: by attention)."""
 
     count: int = COUNT
 
     def decode(self, state, heads: Heads, view: View) -> Outcome:
-        found = super().decode(state, heads, view)
-        size = jnp.square(found.state.k).sum(-1)  # B K, S
+        outcome = super().decode(state, heads, view)
+        size = jnp.square(outcome.state.k).sum(-1)  # B K, S
         pages = size.reshape(len(heads.q), heads.k.shape[2], -1, PAGE).sum(-1)
-        return replace(found, shared=Shared(choice=jax.lax.top_k(pages[..., :MOST], self.count)[1]))
+        return replace(outcome, shared=Shared(choice=jax.lax.top_k(pages[..., :PROMPT_PAGES], self.count)[1]))
 
 
 @dataclass(frozen=True)
 class Filtered(Quest):
-    """Attends to the pages that were chosen for it."""
+    """Attends to the pages that the layer before it chose."""
 
     follows = True
     per_query_head = False
@@ -63,7 +63,7 @@ class InTurns(CachePolicy):
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
         return [self.follower if rank % 2 else self.leader for rank in range(len(full))]
 
-    init = prefill = decode = report = None  # of layers, which have policies of their own
+    init = prefill = decode = report = None  # never called: each layer has its own policy
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
         state, _, pool = decoding.step(state, pool)
         for layer in plan.pooled:
             keys = np.asarray(state.cache.layers[layer - 1].k)
-            sizes = np.square(keys).sum(-1).reshape(1, -1, keys.shape[1] // PAGE, PAGE).sum(-1)[..., :MOST]
+            sizes = np.square(keys).sum(-1).reshape(1, -1, keys.shape[1] // PAGE, PAGE).sum(-1)[..., :PROMPT_PAGES]
             expected = np.sort(np.argsort(-sizes, axis=-1, kind="stable")[..., :COUNT])
             np.testing.assert_array_equal(np.sort(np.asarray(state.cache.layers[layer].ids)), expected)
 
@@ -89,29 +89,29 @@ def test_a_layer_chooses_for_the_one_after_it(model):
 def test_a_choice_of_all_pages_is_the_full_cache(model):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 40)
-    policy = InTurns(Filter(MOST), Filtered(budget=PAGE * (MOST + 1) + 1, dense_layers=0))
-    found = greedy(model, policy, prompts, 15)  # before a page of decoded tokens stands behind all others
-    np.testing.assert_array_equal(found[0], expected[0][:, :15])
-    np.testing.assert_allclose(found[1], expected[1][:15], rtol=0, atol=tolerances.LOGITS)
+    policy = InTurns(Filter(PROMPT_PAGES), Filtered(budget=PAGE * (PROMPT_PAGES + 1) + 1, dense_layers=0))
+    actual = greedy(model, policy, prompts, 15)  # before the first page of decoded tokens is flushed
+    np.testing.assert_array_equal(actual[0], expected[0][:, :15])
+    np.testing.assert_allclose(actual[1], expected[1][:15], rtol=0, atol=tolerances.LOGITS)
 
 
 class TokenByToken(Streaming):
-    """Takes more text as the protocol does for a policy that says nothing else."""
+    """Streaming with the protocol's default `extend`."""
 
     extend = CachePolicy.extend
 
 
 def test_more_text_is_by_default_taken_token_by_token():
     lengths, new = (250, 9, 100), (30, 7, 50)
-    prompt, more = draw(lengths, 64)
+    prompt, decoded = draw(lengths, 64)
     layers = [Layer(policy, lengths, *prompt) for policy in (Streaming(budget=400), TokenByToken(budget=400))]
-    text = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in more]
-    for x, part in zip(more, text, strict=True):
+    text = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in decoded]
+    for x, part in zip(decoded, text, strict=True):
         for row, count in enumerate(new):
             part[row, :count] = x[:count, row]
-    expected, found = (layer.extend(*text, new) for layer in layers)
+    expected, actual = (layer.extend(*text, new) for layer in layers)
     for row, count in enumerate(new):
-        np.testing.assert_allclose(found[row, :count], expected[row, :count], rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(actual[row, :count], expected[row, :count], rtol=0, atol=tolerances.EXACT)
     for x, y in zip(*(jax.tree.leaves(layer.state) for layer in layers), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -126,11 +126,11 @@ def test_the_registry_names_policies_and_presets():
 
 def test_layers_have_policies_of_their_own(model):
     policy = Clustered(dense_layers=1, reuse=2)
-    found = layer_policies(policy, replace(model.config, num_hidden_layers=4), capacity=600)
-    assert [type(each).__name__ for each in found] == ["Full", "Clustered", "ClusteredFollower", "Clustered"]
+    policies = layer_policies(policy, replace(model.config, num_hidden_layers=4), capacity=600)
+    assert [type(layer_policy).__name__ for layer_policy in policies] == ["Full", "Clustered", "ClusteredFollower", "Clustered"]
     sliding = replace(model.config, layer_types=("full_attention", "sliding_attention") * 2, sliding_window=64)
-    found = layer_policies(Quest(), sliding, capacity=600)
-    assert [type(each).__name__ for each in found] == ["Quest", "Ring", "Quest", "Ring"]
+    policies = layer_policies(Quest(), sliding, capacity=600)
+    assert [type(layer_policy).__name__ for layer_policy in policies] == ["Quest", "Ring", "Quest", "Ring"]
 
 
 def test_layers_must_keep_pages_of_one_kind(model):
@@ -151,7 +151,7 @@ def test_unrotatable_keys_are_told_before_anything_runs(model):
 
 
 def test_a_report_counts_tokens_and_bytes(model):
-    """Slots on the device, over KV heads, and what describes them; a ragged batch."""
+    """Slots on the device, summed over KV heads, and the bytes that describe them; in a ragged batch."""
     prompts = [families.tokens(300), families.tokens(20)]
     heads = model.config.num_key_value_heads
     for policy, slots in ((Full(), [302, 22]), (Streaming(budget=64), [64, 22]), (Quest(budget=64), [2, 2])):
@@ -160,8 +160,8 @@ def test_a_report_counts_tokens_and_bytes(model):
         decoding = DecodePrograms(model, plan)
         for _ in range(2):
             state, _, pool = decoding.step(state, pool)
-        found = policy.report(state.cache.layers[0], state.cache.lengths)
-        np.testing.assert_array_equal(found.slots, heads * np.asarray(slots))
-        assert [report.digest_bytes for report in reports(plan, state.cache)] == [found.digest_bytes] * 4
-        described = [x for x in jax.tree.leaves(state.cache.layers[0]) if x.shape[-1:] != (model.config.head_dim,)]
-        assert policy == Quest(budget=64) or found.digest_bytes == sum(x.nbytes for x in described)
+        report = policy.report(state.cache.layers[0], state.cache.lengths)
+        np.testing.assert_array_equal(report.slots, heads * np.asarray(slots))
+        assert [layer_report.digest_bytes for layer_report in reports(plan, state.cache)] == [report.digest_bytes] * 4
+        digests = [x for x in jax.tree.leaves(state.cache.layers[0]) if x.shape[-1:] != (model.config.head_dim,)]
+        assert policy == Quest(budget=64) or report.digest_bytes == sum(x.nbytes for x in digests)

@@ -1,4 +1,4 @@
-"""Retrieval methods of other papers against plain numpy: which pages or tokens are chosen, and what comes of it."""
+"""Retrieval methods of other papers against plain numpy: the selected pages or tokens, and the attention outputs."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,23 +25,25 @@ from tests.reference.peers import rotate
 def test_arkvale_chooses_pages_for_all_heads_of_a_layer(heads):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = ArkVale(budget=64, page_size=8, heads=heads)
-    own = dict(heads=heads, count=4, sinks=16, fill=8)
+    options = dict(heads=heads, count=4, sinks=16, fill=8)
     differ = []
 
-    def check(layer, row, one, q):
-        at = numbers(layer, row, one)
-        for head, chosen in enumerate(one.chosen(q)):
+    def check(layer, row, peer, q):
+        page_ids = numbers(layer, row, peer)
+        for head, chosen in enumerate(peer.chosen(q)):
             ids = np.asarray(layer.state.ids)[row, head]
-            assert sorted(ids[ids >= 0]) == sorted(at[i] for i in chosen)
-        differ.append(len(set(map(tuple, one.chosen(q)))) > 1)
-        one.end_step()
+            assert sorted(ids[ids >= 0]) == sorted(page_ids[i] for i in chosen)
+        differ.append(len(set(map(tuple, peer.chosen(q)))) > 1)
+        peer.end_step()
 
-    compare(policy, [reference.ArkVale(8, **own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    compare(
+        policy, [reference.ArkVale(8, **options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check
+    )
     assert any(differ) == (heads == "kv")
 
 
 def test_arkvale_ranks_a_page_by_its_one_matching_key():
-    """A page of 31 keys about zero and one along the query, among pages that all are a little along it: the mean is fooled."""
+    """One page has 31 keys near zero and one along the query; all other pages lie a little along it, so mean keys mislead."""
     rng = np.random.default_rng(0)
     q = np.sign(rng.standard_normal(16)).astype(np.float32)
     k = 0.3 * rng.standard_normal((1, 1, 12, 32, 16)).astype(np.float32)
@@ -57,19 +59,23 @@ def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = PQCache(budget=64, sinks=8, bits=4)
     assert policy.window_layout.slots == 28 and policy.num_fetched(1000) == 28
-    own = dict(count=28, parts=2, centroids=16, iterations=10, sinks=8, fill=12)
+    options = dict(count=28, parts=2, centroids=16, iterations=10, sinks=8, fill=12)
 
-    def check(layer, row, one, q):
-        for head, chosen in enumerate(one.chosen(q)[::2] if one.paged() else ()):
+    def check(layer, row, peer, q):
+        for head, chosen in enumerate(peer.chosen(q)[::2] if peer.paged() else ()):
             ids = np.asarray(layer.state.ids)[row, head]
-            assert sorted(ids[ids >= 0]) == at_positions(layer, row, one, chosen)
-        one.end_step()
-        if one.centroids is not None:
-            found = np.asarray(layer.state.index.centroids)[row]
-            np.testing.assert_allclose(found, one.centroids, rtol=0, atol=tolerances.EXACT)
+            assert sorted(ids[ids >= 0]) == at_positions(layer, row, peer, chosen)
+        peer.end_step()
+        if peer.centroids is not None:
+            centroids = np.asarray(layer.state.index.centroids)[row]
+            np.testing.assert_allclose(centroids, peer.centroids, rtol=0, atol=tolerances.EXACT)
 
     compare(
-        policy, [reference_clusters.PQCache(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check
+        policy,
+        [reference_clusters.PQCache(**options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)],
+        prompt,
+        new,
+        check,
     )
 
 
@@ -77,35 +83,41 @@ def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
 def test_clusterkv_chooses_whole_clusters_for_every_query_head():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = ClusterKV(budget=64, sinks=8, clusters=20, iterations=5)
-    own, cut = dict(count=policy.num_fetched(1000), centroids=20, iterations=5, sinks=8, fill=0), []
-    assert own["count"] == 40
+    options, cut = dict(count=policy.num_fetched(1000), centroids=20, iterations=5, sinks=8, fill=0), []
+    assert options["count"] == 40
 
-    def check(layer, row, one, q):
-        for head, two in enumerate(zip(*[iter(one.chosen(q))] * 2, strict=True) if one.paged() else ()):
-            counted = np.asarray(layer.state.weights)[row, head, :, 0] > 0  # a token that both have found is there twice
-            assert sorted(np.asarray(layer.state.ids)[row, head][counted]) == at_positions(layer, row, one, {*two[0], *two[1]})
-            codes = one.codes()[head][0]
-            for positions in two:
-                taken = np.isin(one.paged(), positions)
-                cut.append(sum(0 < taken[codes == i].sum() < (codes == i).sum() for i in range(20)))
-        one.end_step()
+    def check(layer, row, peer, q):
+        for head, pair in enumerate(zip(*[iter(peer.chosen(q))] * 2, strict=True) if peer.paged() else ()):
+            attended = np.asarray(layer.state.weights)[row, head, :, 0] > 0  # a token of both query heads is listed twice
+            assert sorted(np.asarray(layer.state.ids)[row, head][attended]) == at_positions(
+                layer, row, peer, {*pair[0], *pair[1]}
+            )
+            codes = peer.codes()[head][0]
+            for positions in pair:
+                selected = np.isin(peer.paged(), positions)
+                cut.append(sum(0 < selected[codes == i].sum() < (codes == i).sum() for i in range(20)))
+        peer.end_step()
 
     compare(
-        policy, [reference_clusters.ClusterKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check
+        policy,
+        [reference_clusters.ClusterKV(**options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)],
+        prompt,
+        new,
+        check,
     )
-    assert set(cut) == {0, 1}  # no more than the last of them is taken in part
+    assert set(cut) == {0, 1}  # at most one cluster, the last, is taken in part
 
 
 def test_pqcache_scores_are_products_with_rebuilt_keys():
     prompt, new = draw(LENGTHS, 1)
     index = Layer(PQCache(budget=64, sinks=8, parts=4, bits=5), LENGTHS, *prompt).state.index
     q = new[0][0].reshape(len(LENGTHS), KV_HEADS, 2, -1)
-    found = np.asarray(jitted(approximate, jnp.asarray(q), index))
+    scores = np.asarray(jitted(approximate, jnp.asarray(q), index))
     centroids, codes = (np.asarray(x) for x in (index.centroids, index.codes))
     codes = codes.reshape(*codes.shape[:2], -1, 4)
     for row, head in np.ndindex(codes.shape[:2]):
         rebuilt = np.concatenate([centroids[row, head, part][codes[row, head, :, part]] for part in range(4)], axis=-1)
-        np.testing.assert_allclose(found[row, head], q[row, head] @ rebuilt.T, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(scores[row, head], q[row, head] @ rebuilt.T, rtol=0, atol=tolerances.EXACT)
     assert index.codes.dtype == np.uint8
 
 
@@ -119,20 +131,20 @@ def test_a_key_that_cannot_be_cut_is_told(bundled):
 def test_retroinfer_attends_to_clusters_and_estimates_the_next():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = RetroInfer(budget=90, window=24, estimated=0.3, iterations=4)
-    own, estimated = dict(count=policy.num_fetched(1000), estimated=0.3, iterations=4, sinks=4, fill=8), []
-    assert own["count"] == 62
+    options, estimated = dict(count=policy.num_fetched(1000), estimated=0.3, iterations=4, sinks=4, fill=8), []
+    assert options["count"] == 62
 
-    def check(layer, row, one, q):
+    def check(layer, row, peer, q):
         for head in range(KV_HEADS):
-            exact, more = one.taken(q, head)
+            exact, estimated_clusters = peer.taken(q, head)
             ids = np.asarray(layer.state.ids)[row, head]
-            assert sorted(ids[ids >= 0]) == at_positions(layer, row, one, [p for each in exact for p in each])
-            estimated.append(len(more))
-        one.end_step()
+            assert sorted(ids[ids >= 0]) == at_positions(layer, row, peer, [p for cluster in exact for p in cluster])
+            estimated.append(len(estimated_clusters))
+        peer.end_step()
 
     compare(
         policy,
-        [reference_clusters.RetroInfer(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)],
+        [reference_clusters.RetroInfer(**options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)],
         prompt,
         new,
         check,
@@ -142,42 +154,44 @@ def test_retroinfer_attends_to_clusters_and_estimates_the_next():
 
 @pytest.mark.slow
 def test_estimate_is_exact_where_tokens_of_a_cluster_are_equal():
-    """Twelve pages of one key and one value each: the clusters are these, and three fit the budget."""
+    """Each of twelve pages has one key and one value, so each is a cluster; three fit the budget."""
     prompt, new = draw((196,), 1)
-    alike = 4 + np.arange(192) // 16 * 16  # pages begin behind four sinks
+    first_of_page = 4 + np.arange(192) // 16 * 16  # pages begin after four sinks
     for x in prompt[1:]:
-        x[:, 4:196] = x[:, alike]
-    prompt[1][:, 4:196] += 5 * np.eye(16, dtype=np.float32)[alike // 16][None, :, None]  # so that none are near another
+        x[:, 4:196] = x[:, first_of_page]
+    prompt[1][:, 4:196] += 5 * np.eye(16, dtype=np.float32)[first_of_page // 16][None, :, None]  # moves the pages apart
     expected = dense(prompt, new, (196,), 0)
     for share, close in ((9 / 12, True), (8 / 12, False)):
         layer = Layer(RetroInfer(budget=20 + 48, window=16, estimated=share), (196,), *prompt)
-        found = layer.step(*(x[0] for x in new))
-        assert np.allclose(found, expected, rtol=0, atol=tolerances.EXACT) == close
+        out = layer.step(*(x[0] for x in new))
+        assert np.allclose(out, expected, rtol=0, atol=tolerances.EXACT) == close
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [120, 60])
 def test_magicpig_samples_tokens_that_share_hashes(budget):
-    """All of them, and of more than the budget holds those that agree in most tables."""
+    """All of them if they fit the budget, else those that share most tables."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
-    policy, most = MagicPIG(budget=budget, window=24, bits=5, tables=24), []
+    policy, counts = MagicPIG(budget=budget, window=24, bits=5, tables=24), []
     sides = planes(KV_HEADS, 16, 120, 0).reshape(KV_HEADS, 16, 24, 5)
-    own = dict(count=budget - 4 - 24, planes=sides, sinks=4, fill=8)
+    options = dict(count=budget - 4 - 24, planes=sides, sinks=4, fill=8)
 
-    def check(layer, row, one, q):
-        for head, queries in enumerate(one.tokens.grouped(q)):
-            sampled = [one.sampled(query, head)[0] for query in queries]
-            counted = np.asarray(layer.state.weights)[row, head, :, 0] > 0  # a token that both have found is there twice
-            assert sorted(np.asarray(layer.state.ids)[row, head][counted]) == at_positions(layer, row, one, {*sum(sampled, [])})
-            most.append(max(map(len, sampled)))
-        one.end_step()
+    def check(layer, row, peer, q):
+        for head, queries in enumerate(peer.tokens.grouped(q)):
+            sampled = [peer.sampled(query, head)[0] for query in queries]
+            attended = np.asarray(layer.state.weights)[row, head, :, 0] > 0  # a token of both query heads is listed twice
+            assert sorted(np.asarray(layer.state.ids)[row, head][attended]) == at_positions(
+                layer, row, peer, {*sum(sampled, [])}
+            )
+            counts.append(max(map(len, sampled)))
+        peer.end_step()
 
-    compare(policy, [reference.MagicPIG(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
-    assert (max(most) == own["count"]) == (budget == 60)
+    compare(policy, [reference.MagicPIG(**options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    assert (max(counts) == options["count"]) == (budget == 60)
 
 
 def test_a_sampled_token_weighs_as_much_as_it_is_unlikely():
-    """In the mean over many tables' planes as many tokens share a hash as are said to be likely to."""
+    """Over many random planes the share of tokens with a common hash equals the estimated probability."""
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((200, 16))
     keys[:, 0] += 1
@@ -185,34 +199,36 @@ def test_a_sampled_token_weighs_as_much_as_it_is_unlikely():
     for seed in range(60):
         sides = planes(1, 16, 80, seed)[0].reshape(16, 20, 4)
         shared.append(((np.einsum("nh,hlb->nlb", keys, sides) > 0) == (sides[0] > 0)).all(-1).sum(1) >= 2)
-    likely = jitted(MagicPIG(bits=4, tables=20)._likely, jnp.asarray(keys[:, 0] / np.linalg.norm(keys, axis=1), jnp.float32))
-    assert abs(np.mean(shared) - np.mean(likely)) < 0.01 and np.corrcoef(np.mean(shared, 0), likely)[0, 1] > 0.95
+    probability = jitted(
+        MagicPIG(bits=4, tables=20)._likely, jnp.asarray(keys[:, 0] / np.linalg.norm(keys, axis=1), jnp.float32)
+    )
+    assert abs(np.mean(shared) - np.mean(probability)) < 0.01 and np.corrcoef(np.mean(shared, 0), probability)[0, 1] > 0.95
 
 
 @pytest.mark.slow
 def test_shadowkv_attends_to_low_rank_pages_and_outliers():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     mix = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
-    plain = (prompt[1].reshape(3, PROMPT, 32) * 3 * 0.85 ** np.arange(32)) @ mix  # some directions hold more than others
-    prompt[1][:] = np.stack([rotate(x, np.arange(PROMPT), THETA) for x in plain.reshape(3, PROMPT, KV_HEADS, 16)])
+    unrotated = (prompt[1].reshape(3, PROMPT, 32) * 3 * 0.85 ** np.arange(32)) @ mix  # directions differ in variance
+    prompt[1][:] = np.stack([rotate(x, np.arange(PROMPT), THETA) for x in unrotated.reshape(3, PROMPT, KV_HEADS, 16)])
     policy = ShadowKV(budget=96, window=1, outliers=3, rank=12)
-    own = dict(outliers=3, count=7, rank=12, theta=THETA, fill=8)
+    options = dict(outliers=3, count=7, rank=12, theta=THETA, fill=8)
     assert policy.num_fetched(1000) == 10
 
-    def check(layer, row, one, q):
-        at = numbers(layer, row, one)
-        for head, chosen in enumerate(one.chosen(q)):
+    def check(layer, row, peer, q):
+        page_ids = numbers(layer, row, peer)
+        for head, chosen in enumerate(peer.chosen(q)):
             ids = np.asarray(layer.state.ids)[row, head]
-            assert sorted(ids[ids >= 0]) == sorted(at[i] for i in chosen)
-        one.end_step()
+            assert sorted(ids[ids >= 0]) == sorted(page_ids[i] for i in chosen)
+        peer.end_step()
 
-    compare(policy, [reference.ShadowKV(**own, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
+    compare(policy, [reference.ShadowKV(**options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)], prompt, new, check)
 
 
 def test_shadowkv_keeps_the_keys_of_a_page_with_an_outlier():
     prompt, _ = draw((200,), 1)
     prompt[1][0] = prompt[1][0, :1] + 0.1 * prompt[1][0]
-    prompt[1][0, 83, 1] *= -1  # of the second KV head, in the page from 80 on
+    prompt[1][0, 83, 1] *= -1  # in the second KV head, page 10
     layer = Layer(ShadowKV(budget=96, window=1, outliers=1, rank=1), (200,), *prompt)
     keys = stored(layer.pool, layer.table)[0, :24, 0, :, 0].reshape(24, KV_HEADS, 8, 16)
     same = (keys == prompt[1][0, :192].reshape(24, 8, KV_HEADS, 16).swapaxes(1, 2)).all((2, 3))
@@ -221,12 +237,12 @@ def test_shadowkv_keeps_the_keys_of_a_page_with_an_outlier():
 
 
 def test_pages_of_rebuilt_keys_are_explained(bundled):
-    """By their positions, which rebuilt keys stand at too."""
+    """Rebuilt keys too have their tokens' positions."""
     model, prompt = bundled[0], list(range(3, 200))
     policy = ShadowKV(dense_layers=3, rank=8)
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=9)
-    found = attention_map._positions(model, prompt, plan)[3]
-    assert (found.reshape(len(found), -1)[:, :165] == np.arange(165)).all()  # the last four pages are in the window
+    positions = attention_map._positions(model, prompt, plan)[3]
+    assert (positions.reshape(len(positions), -1)[:, :165] == np.arange(165)).all()  # the last four pages are in the window
 
 
 @pytest.mark.parametrize(

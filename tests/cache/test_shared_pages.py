@@ -1,4 +1,4 @@
-"""What clustered layers take from one another: partition and pages (`reuse`), and a guess of their queries (`prefetch`)."""
+"""Clustered layers that share: pages and packing order (`reuse`), and a guess of a layer's queries (`prefetch`)."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.helpers import families
 from tests.helpers.paged import scatter_of
 from tests.helpers.run import greedy, jitted, plan_for
 
-LAYERS = 5  # with reuse=3 the last group is not whole
+LAYERS = 5  # with reuse=3 the last group has two layers
 SMALL = Clustered(budget=64, compact_every=32)
 
 
@@ -37,9 +37,9 @@ def model(tmp_path_factory):
 def test_room_for_all_tokens_is_still_the_full_cache(model, options):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 80)
-    found = greedy(model, Clustered(budget=512, compact_every=32, **options), prompts, 80)
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+    actual = greedy(model, Clustered(budget=512, compact_every=32, **options), prompts, 80)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
 @pytest.mark.slow
@@ -52,41 +52,44 @@ def test_layers_of_a_group_fetch_the_pages_of_its_first(model):
         ids = [np.asarray(layer.ids) for layer in state.cache.layers]
         for follower, leader in ((1, 0), (2, 0), (4, 3)):
             np.testing.assert_array_equal(ids[follower], ids[leader])
-        assert (ids[3] != ids[0]).any() or (ids[0] < 0).all()  # none are known after a compaction
+        assert (ids[3] != ids[0]).any() or (ids[0] < 0).all()  # after a compaction no ids are known
 
 
 def test_a_follower_is_packed_in_the_order_of_its_leader():
-    """The follower's values are positions, and its keys noise: pages of equal positions are pages of the leader's keys."""
+    """Values are positions and the follower's keys noise: equal values show the same tokens in the pages of both layers."""
     policy, tokens = replace(SMALL, reuse=2), 256
     sizes = dict(batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16)
     spec = CacheSpec(**sizes, prompt_capacity=tokens, new_capacity=tokens, dtype="float32")
     rng = np.random.default_rng(0)
     q, k, noise = (jnp.asarray(rng.standard_normal((1, tokens, n, 16)), jnp.float32) for n in (4, 2, 2))
-    where = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
+    token_positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None], k.shape)
     lengths = Lengths.of(jnp.asarray([200]))
 
-    leads, follows = policy.for_layers([0, 1], of=2)
+    leading_policy, following_policy = policy.for_layers([0, 1], of=2)
 
     def prefill(k, policy, shared=None):
         attended = Attended(q, q[..., 0])
-        found = policy.prefill(
-            policy.init(spec), Heads(q, k, where, lengths.seen, Scoring(0.25)), attended, View(Lengths.none(1), shared=shared)
+        outcome = policy.prefill(
+            policy.init(spec),
+            Heads(q, k, token_positions, lengths.seen, Scoring(0.25)),
+            attended,
+            View(Lengths.none(1), shared=shared),
         )
-        return found.state, found.pages, found.shared
+        return outcome.state, outcome.pages, outcome.shared
 
-    _, leader, order = jitted(prefill, k, policy=leads)
-    _, alone, _ = jitted(prefill, noise, policy=leads)
-    state, follower, _ = jitted(lambda k, shared: prefill(k, follows, shared), noise, order)
+    _, leader, order = jitted(prefill, k, policy=leading_policy)
+    _, unled, _ = jitted(prefill, noise, policy=leading_policy)
+    state, follower, _ = jitted(lambda k, shared: prefill(k, following_policy, shared), noise, order)
     positions = np.asarray(follower)[:, :, :, 1, :, 0].astype(int)
     np.testing.assert_array_equal(positions, np.asarray(leader)[:, :, :, 1, :, 0])
-    assert (positions != np.asarray(alone)[:, :, :, 1, :, 0]).any()
+    assert (positions != np.asarray(unled)[:, :, :, 1, :, 0]).any()
     digests = state.index.levels[0]
     keys, counts = np.asarray(follower)[:, 0, 0, 0], np.asarray(digests.count)[0, 0]
     for page, count in enumerate(counts[: len(keys)]):
         np.testing.assert_array_equal(keys[page, :count], np.asarray(noise)[0, positions[page, 0, 0, :count], 0])
         if count:
-            *outliers, others = (np.asarray(x.data)[0, 0, page] for x in (*digests.outliers, digests.mean))
-            mean = (sum(outliers) + (count - 2) * others) / count if count > 2 else others
+            *outliers, inlier_mean = (np.asarray(x.data)[0, 0, page] for x in (*digests.outliers, digests.mean))
+            mean = (sum(outliers) + (count - 2) * inlier_mean) / count if count > 2 else inlier_mean
             np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
 
 
@@ -105,33 +108,33 @@ def test_walk_by_guess_fetches_for_guess_weighs_for_query(monkeypatch):
         scoring=Scoring(8**-0.5),
         rules=tree_walk.WalkRules(opened=4, selected=6),
     )
-    own, other = jitted(tree_walk.walk, q, levels, **options), jitted(tree_walk.walk, guess, levels, **options)
-    found = jitted(lambda q, levels, guess: tree_walk.walk(q, levels, guess=guess, **options), q, levels, guess)
-    followed = jitted(lambda q, levels, path: tree_walk.walk(q, levels, path=path, **options), q, levels, other.path)
-    for each in (found, followed):
-        np.testing.assert_array_equal(each.page_ids, other.page_ids)
-        assert set(np.asarray(each.page_ids).ravel()) != set(np.asarray(own.page_ids).ravel())
+    by_query, by_guess = jitted(tree_walk.walk, q, levels, **options), jitted(tree_walk.walk, guess, levels, **options)
+    guessed = jitted(lambda q, levels, guess: tree_walk.walk(q, levels, guess=guess, **options), q, levels, guess)
+    followed = jitted(lambda q, levels, path: tree_walk.walk(q, levels, path=path, **options), q, levels, by_guess.path)
+    for walked in (guessed, followed):
+        np.testing.assert_array_equal(walked.page_ids, by_guess.page_ids)
+        assert set(np.asarray(walked.page_ids).ravel()) != set(np.asarray(by_query.page_ids).ravel())
     for name in ("tail_out", "tail_lse"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(followed, name))
-        assert not np.allclose(getattr(found, name), getattr(other, name))
+        np.testing.assert_array_equal(getattr(guessed, name), getattr(followed, name))
+        assert not np.allclose(getattr(guessed, name), getattr(by_guess, name))
     exact = jitted(lambda q, levels: tree_walk.walk(q, levels, guess=q, **options), q, levels)
     for name in ("page_ids", "tail_out", "tail_lse"):
-        np.testing.assert_array_equal(getattr(exact, name), getattr(own, name))
+        np.testing.assert_array_equal(getattr(exact, name), getattr(by_query, name))
 
 
 def test_layer_walk_hands_on_input_and_selection(model):
-    def run(layer: DecoderLayer, x: jax.Array, at: LayerPlace):
-        assert layer is model.model.layers[at.number]
-        return x + 1, (at.number, at.before, at.shared), f"found by {at.number}"
+    def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
+        assert layer is model.model.layers[place.number]
+        return x + 1, (place.number, place.before, place.shared), f"found by {place.number}"
 
-    for number, (x, kept) in enumerate(run_layers(model, jnp.zeros((1, 1, 1)), run)):
+    for number, (x, handed_on) in enumerate(run_layers(model, jnp.zeros((1, 1, 1)), run)):
         assert x == number + 1
-        assert kept == (number, number - 1, f"found by {number - 1}") if number else (0, None, None)
+        assert handed_on == (number, number - 1, f"found by {number - 1}") if number else (0, None, None)
     assert number == LAYERS - 1
 
 
 def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
-    """By hand: norm, projection and rotation of the layer's own weights, on another layer's input."""
+    """Computed by hand with the layer's own norm, projection and rotation, from another layer's input."""
     layer, rng = model.model.layers[1], np.random.default_rng(0)
     x = rng.standard_normal((1, 1, 64)).astype(np.float32)
     normal = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + layer.input_layernorm.eps)
@@ -142,5 +145,5 @@ def test_the_guess_of_a_layer_is_its_query_for_the_input_before(model):
     expected = np.concatenate(
         [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
     )
-    found = jitted(lambda x: layer.enter(x, jnp.asarray([[9]]), jnp.asarray([10])).q, x)[0, 0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.EXACT)
+    guess = jitted(lambda x: layer.enter(x, jnp.asarray([[9]]), jnp.asarray([10])).q, x)[0, 0]
+    np.testing.assert_allclose(guess, expected, rtol=0, atol=tolerances.EXACT)

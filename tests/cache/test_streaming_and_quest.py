@@ -1,4 +1,4 @@
-"""Methods of other papers against plain numpy: which tokens are kept or which pages are chosen, and what comes of it."""
+"""StreamingLLM, SnapKV and Quest against plain numpy: the kept tokens or selected pages, and the attention outputs."""
 
 import numpy as np
 import pytest
@@ -18,13 +18,13 @@ def test_streaming_keeps_the_first_tokens_and_the_newest(sinks, reassign):
     theta = THETA if reassign else None
     theirs = [reference.Streaming(sinks, 48, theta, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
 
-    def check(layer, row, one, q):
-        assert all(kept(layer, row, head) == one.kept() for head in range(KV_HEADS))
+    def check(layer, row, peer, q):
+        assert all(kept(layer, row, head) == peer.kept() for head in range(KV_HEADS))
 
     compare(Streaming(budget=48, sinks=sinks, reassign=reassign), theirs, prompt, new, check)
 
 
-# A maximum of means or sums is another thing than a mean or sum of maxima.
+# The order of pooling and grouping matters: a maximum of means is not a mean of maxima.
 OPTIONS = (
     dict(),
     dict(pooling="max", group="max", kernel=7),
@@ -39,32 +39,32 @@ def test_snapkv_keeps_what_the_last_queries_attend_to(options):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     theirs = [reference.SnapKV(64, 16, **options, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
 
-    def check(layer, row, one, q):
-        assert all(kept(layer, row, head) == one.kept(head) for head in range(KV_HEADS))
+    def check(layer, row, peer, q):
+        assert all(kept(layer, row, head) == peer.kept(head) for head in range(KV_HEADS))
 
     compare(SnapKV(budget=64, window=16, **options), theirs, prompt, new, check)
 
 
 def test_snapkv_chooses_anew_after_more_text():
-    """Shorter than the window that watches, and longer; tokens are decoded between."""
+    """Texts shorter and longer than the observation window; a token is decoded after each."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     layer = Layer(SnapKV(budget=64, window=16), LENGTHS, *prompt)
     theirs = [reference.SnapKV(64, 16, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
     step = 0
     for count in (7, 3, 30, 2):
-        more = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in new]
-        for x, part in zip(new, more, strict=True):
+        chunk = [np.full((3, 256, *x.shape[2:]), np.nan, np.float32) for x in new]
+        for x, part in zip(new, chunk, strict=True):
             part[:, :count] = x[step : step + count].swapaxes(0, 1)
-        found = layer.extend(*more, [count] * 3)
-        for row, one in enumerate(theirs):
-            expected = one.extend(*(x[step : step + count, row] for x in new))
-            np.testing.assert_allclose(found[row, :count], expected, rtol=0, atol=tolerances.EXACT)
-            assert all(kept(layer, row, head) == one.kept(head) for head in range(KV_HEADS))
+        out = layer.extend(*chunk, [count] * 3)
+        for row, peer in enumerate(theirs):
+            expected = peer.extend(*(x[step : step + count, row] for x in new))
+            np.testing.assert_allclose(out[row, :count], expected, rtol=0, atol=tolerances.EXACT)
+            assert all(kept(layer, row, head) == peer.kept(head) for head in range(KV_HEADS))
         step += count
-        found = layer.step(*(x[step] for x in new))
-        for row, one in enumerate(theirs):
-            one.append(new[1][step, row], new[2][step, row])
-            np.testing.assert_allclose(found[row], one.attend(new[0][step, row]), rtol=0, atol=tolerances.EXACT)
+        out = layer.step(*(x[step] for x in new))
+        for row, peer in enumerate(theirs):
+            peer.append(new[1][step, row], new[2][step, row])
+            np.testing.assert_allclose(out[row], peer.attend(new[0][step, row]), rtol=0, atol=tolerances.EXACT)
         step += 1
 
 
@@ -74,16 +74,16 @@ def test_quest_chooses_pages_for_every_query_head():
     assert (policy.num_fetched(1000), policy.window_layout.slots) == (7, 8)
     theirs = [reference.Quest(8, pages=7, window=8, **row_of(prompt, i, n)) for i, n in enumerate(LENGTHS)]
 
-    def check(layer, row, one, q):
-        # The first page decoded stands behind the pages of the longest prompt that there may be.
-        first, several = -(-(LENGTHS[row] - one.fill) // 8), 256 // 8
-        numbered = {i: i if i < first else i - first + several for i in range(len(one.pages))}
+    def check(layer, row, peer, q):
+        # Pages of decoded tokens are numbered after the prompt capacity's pages.
+        num_prompt_pages, max_prompt_pages = -(-(LENGTHS[row] - peer.fill) // 8), 256 // 8
+        page_ids = {i: i if i < num_prompt_pages else i - num_prompt_pages + max_prompt_pages for i in range(len(peer.pages))}
         for head in range(KV_HEADS):
             ids = np.asarray(layer.state.ids)[row, head]
-            group = one.chosen(q)[2 * head : 2 * head + 2]
-            assert set(ids[ids >= 0]) == {numbered[i] for chosen in group for i in chosen}
-            assert len(set(ids[ids >= 0])) == (ids >= 0).sum()  # once each
-        one.end_step()
+            group = peer.chosen(q)[2 * head : 2 * head + 2]
+            assert set(ids[ids >= 0]) == {page_ids[i] for chosen in group for i in chosen}
+            assert len(set(ids[ids >= 0])) == (ids >= 0).sum()  # no page twice
+        peer.end_step()
 
     compare(policy, theirs, prompt, new, check)
 

@@ -1,4 +1,4 @@
-"""What a step estimates of its own error, and what heads above a tolerance do, against plain numpy."""
+"""The tolerant policy against plain numpy: a step's estimated error, and the larger budget of heads above the tolerance."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def tolerant(tolerance: float) -> Tolerant:
 def test_the_estimate_and_what_follows_from_it_equal_plain_numpy(tolerance, steps):
     mix = np.random.default_rng(1).standard_normal((layer.SIZE, layer.SIZE)).astype(np.float32) / layer.SIZE**0.5
     prompt, new = ((*uneven(q, k), v + k @ mix) for q, k, v in draw(LENGTHS, steps, sharp=1.5))
-    ours = Layer(tolerant(tolerance), LENGTHS, *prompt)
+    cache = Layer(tolerant(tolerance), LENGTHS, *prompt)
     few, many = (
         {
             (row, kv): Reference(
@@ -42,53 +42,57 @@ def test_the_estimate_and_what_follows_from_it_equal_plain_numpy(tolerance, step
         for policy in (FEW, MANY)
     )
     gains = [gain([few[row, kv] for kv in range(layer.KV_HEADS)], *(x[row] for x in prompt), LENGTHS[row]) for row in range(2)]
-    np.testing.assert_allclose(ours.state.gain, gains, rtol=1e-3)
-    more = []
+    np.testing.assert_allclose(cache.state.gain, gains, rtol=1e-3)
+    exceeded = []
     for step in range(steps):
-        out = ours.step(*(x[step] for x in new))
+        out = cache.step(*(x[step] for x in new))
         errors = np.zeros((2, layer.KV_HEADS))
         for (row, kv), reference in few.items():
             heads = slice(kv * GROUP, kv * GROUP + GROUP)
             token = (new[0][step, row, heads], new[1][step, row, kv], new[2][step, row, kv])
-            expected, told = step_of(reference, *token)
-            again = step_of(many[row, kv], *token)
-            more.append(COVERED * gains[row] * told > tolerance)
-            if more[-1]:
-                expected, told = again
-            errors[row, kv] = COVERED * gains[row] * told
+            expected, unevenness = step_of(reference, *token)
+            with_more = step_of(many[row, kv], *token)
+            exceeded.append(COVERED * gains[row] * unevenness > tolerance)
+            if exceeded[-1]:
+                expected, unevenness = with_more
+            errors[row, kv] = COVERED * gains[row] * unevenness
             np.testing.assert_allclose(out[row, heads], expected, rtol=0, atol=tolerances.EXACT)
-        np.testing.assert_allclose(ours.state.error, errors.mean(1), rtol=2e-3)
-        budgets = ours.policy.report(ours.state, ours.lengths).estimates[1]
-        assert (np.asarray(budgets) <= np.reshape(more[-4:], (2, 2)).mean(1) * 48 + 48).all()
-    assert all(more) if tolerance < 0.3 else not any(more) if tolerance > 1 else 0 < np.mean(more) < 1, np.mean(more)
+        np.testing.assert_allclose(cache.state.error, errors.mean(1), rtol=2e-3)
+        budgets = cache.policy.report(cache.state, cache.lengths).estimates[1]
+        assert (np.asarray(budgets) <= np.reshape(exceeded[-4:], (2, 2)).mean(1) * 48 + 48).all()
+    assert all(exceeded) if tolerance < 0.3 else not any(exceeded) if tolerance > 1 else 0 < np.mean(exceeded) < 1, np.mean(
+        exceeded
+    )
 
 
 def step_of(reference: Reference, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
-    """Returns the output of a step, and how uneven the weights are, mean over heads."""
-    told: list[np.ndarray] = []
+    """Returns the output of a step, and `uneven` of `Reference.look`, mean over query heads."""
+    recorded: list[np.ndarray] = []
     look = type(reference).look
 
-    def remember(*args):
-        found = look(reference, *args)
-        told.append(found[1])
-        return found
+    def recording_look(*args):
+        result = look(reference, *args)
+        recorded.append(result[1])
+        return result
 
-    reference.look = remember
-    return reference.step(q, k, v), float(told[0].mean())
+    reference.look = recording_look
+    return reference.step(q, k, v), float(recorded[0].mean())
 
 
 def gain(heads: list[Reference], q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int) -> float:
-    """Returns the true errors of the prompt's last four tokens over how uneven weights are, means over heads."""
-    true, told = 0.0, 0.0
-    for seen in range(length, length - 4, -1):
-        exact = attention(q[seen - 1], k[:seen], v[:seen])
+    """Returns the ratio of true error to `uneven`, both summed over the prompt's last four tokens and all heads."""
+    error_sum, uneven_sum = 0.0, 0.0
+    for num_keys in range(length, length - 4, -1):
+        exact = attention(q[num_keys - 1], k[:num_keys], v[:num_keys])
         for kv, reference in enumerate(heads):
-            mine = slice(kv * GROUP, kv * GROUP + GROUP)
-            near = [*reference.sinks, *(token for token in reference.window if token < seen)]
-            out, uneven = reference.look(q[seen - 1, mine].astype(np.float64) / reference.factors, np.asarray(near, int))
-            true += (np.linalg.norm(out - exact[mine], axis=-1) / np.linalg.norm(exact[mine], axis=-1)).sum()
-            told += uneven.sum()
-    return true / told
+            group = slice(kv * GROUP, kv * GROUP + GROUP)
+            resident = [*reference.sinks, *(token for token in reference.window if token < num_keys)]
+            out, uneven = reference.look(
+                q[num_keys - 1, group].astype(np.float64) / reference.factors, np.asarray(resident, int)
+            )
+            error_sum += (np.linalg.norm(out - exact[group], axis=-1) / np.linalg.norm(exact[group], axis=-1)).sum()
+            uneven_sum += uneven.sum()
+    return error_sum / uneven_sum
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_an_answer_tells_its_error_and_its_budget():
     def answer(policy):
         return icejax.generate(model, tokenizer, prompt, cache=policy, max_new_tokens=8)[0]
 
-    plain, loose, tight = (
+    clustered, loose, tight = (
         answer(x)
         for x in (
             Clustered(budget=64, keys_first=False),
@@ -125,8 +129,8 @@ def test_an_answer_tells_its_error_and_its_budget():
             Tolerant(budget=64, tolerance=1e-3),
         )
     )
-    assert plain.estimated_error is plain.budget_used is None
-    assert loose.token_ids == plain.token_ids and loose.budget_used == 64 and loose.pages_fetched == plain.pages_fetched
+    assert clustered.estimated_error is clustered.budget_used is None
+    assert loose.token_ids == clustered.token_ids and loose.budget_used == 64 and loose.pages_fetched == clustered.pages_fetched
     assert (
         0 < tight.estimated_error < loose.estimated_error < 1
         and tight.pages_fetched > loose.pages_fetched

@@ -1,4 +1,4 @@
-"""Checkpoint folders: every key once, every fault told, both forms bit for bit, nothing half-written."""
+"""Loading and converting checkpoint folders: bit-exact round trips, one-line errors for faults, no half-written folders."""
 
 import json
 import os
@@ -32,7 +32,7 @@ KEY = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A sound Hugging Face folder in bf16, sharded."""
+    """A valid, sharded Hugging Face folder in bf16."""
     model = families.build(families.row("llama-gqa")).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     return tmp_path / "hf"
@@ -46,10 +46,10 @@ def test_sharded_and_single_files_load_alike(folder):
 
 
 def test_progress_names_every_parameter_once(folder):
-    told = []
-    model = load_model(folder, progress=lambda key, done, total: told.append((key, done, total)))
+    calls = []
+    model = load_model(folder, progress=lambda key, done, total: calls.append((key, done, total)))
     count = len(jax.tree.leaves(model))
-    assert len({key for key, _, _ in told}) == count and told[-1][1:] == (count, count)
+    assert len({key for key, _, _ in calls}) == count and calls[-1][1:] == (count, count)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -60,18 +60,18 @@ def test_dtype_is_what_was_asked_for(folder, dtype, monkeypatch):
 
 
 def test_matrices_in_bfloat16_are_bits_on_a_cpu(folder, monkeypatch):
-    """The logits are as near to those in fp32 as before."""
+    """The error against fp32 logits is less than 1.2 times that of bf16 matrices."""
     model = load_model(folder, dtype="bfloat16")
     with monkeypatch.context() as patch:
         patch.setattr(devices, "platform", lambda: "gpu")
         plain = load_model(folder, dtype="bfloat16")
-    found = model.model.layers[1].mlp.up_proj.weight.get_value()
+    bits = model.model.layers[1].mlp.up_proj.weight.get_value()
     stored = plain.model.layers[1].mlp.up_proj.weight[...]
-    assert found.codes.dtype == "uint16" and model.model.norm.weight[...].dtype == model.dtype == "bfloat16"
-    np.testing.assert_array_equal(np.asarray(found.weights("float32"))[0], np.asarray(stored, np.float32))
+    assert bits.codes.dtype == "uint16" and model.model.norm.weight[...].dtype == model.dtype == "bfloat16"
+    np.testing.assert_array_equal(np.asarray(bits.weights("float32"))[0], np.asarray(stored, np.float32))
     prompt = families.tokens(40)
     exact = all_logits(load_model(folder, dtype="float32"), prompt, Full())
-    errors = (np.abs(all_logits(each, prompt, Full()) - exact).mean() for each in (model, plain))
+    errors = (np.abs(all_logits(loaded, prompt, Full()) - exact).mean() for loaded in (model, plain))
     assert next(errors) < 1.2 * next(errors)
 
 
@@ -115,10 +115,10 @@ def test_tied_head_is_dropped_if_equal_and_refused_if_not(tmp_path):
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
     with pytest.raises(InputError, match="lm_head.weight differs from the embedding"):
         load_model(tmp_path)
-    whole = model.model.embed_tokens.weight.detach().numpy()
-    for wrong in (np.zeros((), np.float32), whole[:0], whole[:3], np.concatenate([whole, whole[:9]])):
-        edit(tmp_path, lambda tensors, wrong=wrong: tensors.update({"lm_head.weight": wrong.copy()}))
-        message = f"lm_head.weight has shape {list(wrong.shape)}, expected {list(whole.shape)}"
+    embedding = model.model.embed_tokens.weight.detach().numpy()
+    for head in (np.zeros((), np.float32), embedding[:0], embedding[:3], np.concatenate([embedding, embedding[:9]])):
+        edit(tmp_path, lambda tensors, head=head: tensors.update({"lm_head.weight": head.copy()}))
+        message = f"lm_head.weight has shape {list(head.shape)}, expected {list(embedding.shape)}"
         with pytest.raises(InputError, match=re.escape(message)):
             load_model(tmp_path)
 
@@ -226,21 +226,21 @@ def test_a_damaged_orbax_folder_is_told_in_one_line(folder, tmp_path, damage):
     else:
         file = tmp_path / "orbax" / ORBAX / "_METADATA"
         fields = json.loads(file.read_text())
-        for each in fields["tree_metadata"].values():
-            each["value_metadata"]["skip_deserialize"] = True
+        for metadata in fields["tree_metadata"].values():
+            metadata["value_metadata"]["skip_deserialize"] = True
         file.write_text(json.dumps(fields))
     with pytest.raises(InputError, match=r"^\S+ is not a whole Orbax checkpoint \([^\n]+\): convert it again$"):
         load_model(tmp_path / "orbax")
 
 
-def _endless(folder):
+def _link_to_dev_zero(folder):
     (folder / "_METADATA").unlink()
     (folder / "_METADATA").symlink_to("/dev/zero")
 
 
 NOT_FILES = {
     "pipe": (lambda f: (f / "manifest.ocdbt").unlink() or os.mkfifo(f / "manifest.ocdbt"), "manifest.ocdbt is no file"),
-    "endless": (_endless, "_METADATA is no file"),
+    "endless": (_link_to_dev_zero, "_METADATA is no file"),
     "large": (lambda f: os.truncate(f / "_METADATA", 2**40), "_METADATA has 1099511627776 bytes"),
     "elsewhere": (lambda f: (f / "more").symlink_to(f.parent), "more is a link to a folder"),
 }
@@ -263,10 +263,10 @@ def test_what_is_no_file_is_not_copied(folder, tmp_path, capsys):
 
 
 def test_a_conversion_without_memory_is_one_line(folder, tmp_path, capsys, monkeypatch):
-    def full(*_):
+    def raise_memory_error(*_):
         raise MemoryError
 
-    monkeypatch.setattr(huggingface, "read_tensor", full)
+    monkeypatch.setattr(huggingface, "read_tensor", raise_memory_error)
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 2
     message = (
         "out of memory on the host: convert on a machine with more memory: two of the largest tensors are in memory at once\n"
@@ -275,12 +275,12 @@ def test_a_conversion_without_memory_is_one_line(folder, tmp_path, capsys, monke
 
 
 def test_what_a_folder_wishes_of_sampling_is_told(folder, caplog):
-    wishes = dict(do_sample=True, temperature=0.6, top_p=None, eos_token_id=1)
-    (folder / "generation_config.json").write_text(json.dumps(wishes))
+    generation_config = dict(do_sample=True, temperature=0.6, top_p=None, eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
     with caplog.at_level("INFO", "icejax"):
         load_model(folder)
-    told = "generation_config.json has do_sample=True, temperature=0.6, which is ignored: sampling is set by the options alone"
-    assert told in caplog.messages
+    line = "generation_config.json has do_sample=True, temperature=0.6, which is ignored: sampling is set by the options alone"
+    assert line in caplog.messages
 
 
 def test_conversion_into_or_of_a_broken_source_makes_nothing(folder, tmp_path, capsys):
@@ -328,30 +328,30 @@ def test_failed_conversion_leaves_only_the_old_folder(folder, tmp_path, capsys, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(converters.orbax, "save", interrupt)
-    for line in ([str(target), "--force"], [str(tmp_path / "new")]):
+    for arguments in ([str(target), "--force"], [str(tmp_path / "new")]):
         with pytest.raises(KeyboardInterrupt):
-            convert("hf_to_orbax", [str(folder), *line])
+            convert("hf_to_orbax", [str(folder), *arguments])
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     load_model(target)
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
 def test_unwritable_conversion_is_one_line_and_keeps_the_old(folder, tmp_path, capfd, monkeypatch, to):
-    """The limit makes Orbax and safetensors fail in their own code, at the first file of some size."""
+    """The file-size limit makes Orbax and safetensors fail in their own code."""
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
     name, source = ("hf_to_orbax", folder) if to == "orbax" else ("orbax_to_hf", tmp_path / "orbax")
     assert convert(name, [str(source), str(tmp_path / "target")]) == 0
-    before, seen = sorted(p.name for p in tmp_path.iterdir()), []
-    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    before, unraisable = sorted(p.name for p in tmp_path.iterdir()), []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     capfd.readouterr()
     with file_limit(10_000):
         status = convert(name, [str(source), str(tmp_path / "target"), "--force"])
     expected = f"{tmp_path / 'target'} cannot be written (File too large): what was there before is kept"
-    assert (status, capfd.readouterr().err) == (2, f"convert.{name}: error: {expected}\n") and not seen
+    assert (status, capfd.readouterr().err) == (2, f"convert.{name}: error: {expected}\n") and not unraisable
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     load_model(tmp_path / "target")
-    for form, reads in ((huggingface, "read_tensor"), (converters.orbax, "read")):
-        monkeypatch.setattr(form, reads, lambda *_: pytest.fail("a tensor was read"))
+    for reader, function in ((huggingface, "read_tensor"), (converters.orbax, "read")):
+        monkeypatch.setattr(reader, function, lambda *_: pytest.fail("a tensor was read"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 1000))
     assert convert(name, [str(source), str(tmp_path / "target"), "--force"]) == 2
     assert "GiB and 9.31e-07 GiB is free on its disk: make room" in capfd.readouterr().err

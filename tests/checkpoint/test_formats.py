@@ -1,4 +1,4 @@
-"""The quantization_config of a folder: which of its matrices are quantised; what is not read, or not sound, is one line."""
+"""Reading `quantization_config`: which matrices are quantised, and one-line errors for unsupported formats and bad tensors."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from icejax.api import generate as generation
 from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import resolve
-from icejax.checkpoint.quantized import formats
+from icejax.checkpoint.quantized import formats, module_names
 from icejax.commands import convert, generate
 from icejax.sandbox import client
 from tests.helpers import families, quantised
@@ -25,7 +25,7 @@ KEY = WEIGHT.removesuffix(".weight")
 
 @pytest.fixture(scope="module")
 def model():
-    """A model with biases of q, k and v alone, and a head of its own."""
+    """A model with q, k and v biases and an untied head."""
     return families.build(families.row("qwen2-plain"), num_hidden_layers=2)
 
 
@@ -40,7 +40,7 @@ def group(**changes) -> dict:
 
 
 def layouts(config: dict, *modules: str) -> list[bool]:
-    """Says which modules of a model are quantised."""
+    """Returns, for each module, whether `config` quantises it."""
     raw, shapes = {"quantization_config": config}, {f"{module}.weight": (64, 64) for module in modules}
     return [source.layout is not None for source in formats.sources(raw, shapes).values()]
 
@@ -71,7 +71,7 @@ NAMES = (
 )
 def test_modules_are_left_as_they_are_by_name(config, quantised):
     assert layouts(config, "model.layers.0.mlp.gate") == [False]  # a router
-    assert layouts(config, *NAMES) == [each == "1" for each in quantised.split()]
+    assert layouts(config, *NAMES) == [flag == "1" for flag in quantised.split()]
 
 
 CHANNEL = {"dynamic": False, "group_size": None, "num_bits": 8, "strategy": "channel", "symmetric": True, "type": "int"}
@@ -137,22 +137,22 @@ NOT_READ = {
 
 @pytest.fixture(scope="module")
 def sound(model, tmp_path_factory):
-    """A sound folder of a format."""
-    made = {}
+    """Returns a function that gives a valid folder of a format; folders are made once and only read."""
+    folders = {}
 
     def folder(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            quantised.save(model, made[name], FORMATS[name])
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            quantised.save(model, folders[name], FORMATS[name])
             for file in generation.ASSETS.glob("token*"):
-                shutil.copy(file, made[name])
-        return made[name]
+                shutil.copy(file, folders[name])
+        return folders[name]
 
     return folder
 
 
 def refused(capsys, folder) -> str:
-    """Returns the one line that the command line ends with."""
+    """Returns the one error line of `icejax generate` on `folder`."""
     capsys.readouterr()
     assert generate.main(["--model", str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 2
     out, err = capsys.readouterr()
@@ -176,7 +176,7 @@ def test_an_expression_that_does_not_end_is_one_line(capsys, sound, tmp_path, mo
 
 
 def test_expressions_that_take_long_together_are_one_line(capsys, sound, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "MOST_SECONDS", -1)
+    monkeypatch.setattr(module_names, "MOST_SECONDS", -1)
     shutil.copytree(sound("packed-4"), tmp_path, dirs_exist_ok=True)
     families.edit_config(tmp_path, quantization_config=group() | {"ignore": ["re:lm_head"]})
     assert "the expression 'lm_head' and those before it took more than -1 s: expected a simpler one" in refused(
@@ -186,7 +186,7 @@ def test_expressions_that_take_long_together_are_one_line(capsys, sound, tmp_pat
 
 @pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "nobody/Some-8B-GGUF", "folder"])
 def test_gguf_is_refused_by_name(capsys, sound, tmp_path, monkeypatch, name):
-    """A file, what the hub has under such a name, which is not asked, and a folder without other weights."""
+    """A file, a hub id (the hub is not asked), and a folder; a folder that also has safetensors is accepted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for file in (tmp_path / "model.Q4_K_M.gguf", tmp_path / "folder" / "model.gguf"):
@@ -197,11 +197,11 @@ def test_gguf_is_refused_by_name(capsys, sound, tmp_path, monkeypatch, name):
     assert resolve("folder") == Path("folder")
 
 
-def drop(name):
+def remove_part(name):
     return lambda tensors: tensors.pop(f"{KEY}.{name}")
 
 
-def put(name, change):
+def replace_part(name, change):
     def edit(tensors):
         tensors[f"{KEY}.{name}"] = change(tensors[f"{KEY}.{name}"]).contiguous()
 
@@ -209,22 +209,34 @@ def put(name, change):
 
 
 UNSOUND = {
-    "missing scales": ("fp8-blocks", drop("weight_scale_inv"), "weights quantised by fp8): {}.weight_scale_inv is missing"),
+    "missing scales": (
+        "fp8-blocks",
+        remove_part("weight_scale_inv"),
+        "weights quantised by fp8): {}.weight_scale_inv is missing",
+    ),
     "codes of floats": (
         "fp8-blocks",
-        put("weight", torch.Tensor.float),
+        replace_part("weight", torch.Tensor.float),
         "{}.weight: dtype F32 is not supported: expected F8_E4M3",
     ),
-    "codes of bytes": ("fp8-blocks", put("weight", lambda w: w.view(torch.int8)), "{}.weight: dtype I8 is not supported"),
-    "other codes": ("awq", put("qweight", lambda w: w[:, 1:]), "{}.qweight has shape [96, 7], expected [96, 8]"),
-    "other groups": ("awq", put("scales", lambda s: s[1:]), "{}.scales has shape [2, 64], expected [3, 64]"),
-    "no zero points": ("packed-4-asymmetric", drop("weight_zero_point"), "{}.weight_zero_point is missing"),
+    "codes of bytes": (
+        "fp8-blocks",
+        replace_part("weight", lambda w: w.view(torch.int8)),
+        "{}.weight: dtype I8 is not supported",
+    ),
+    "other codes": ("awq", replace_part("qweight", lambda w: w[:, 1:]), "{}.qweight has shape [96, 7], expected [96, 8]"),
+    "other groups": ("awq", replace_part("scales", lambda s: s[1:]), "{}.scales has shape [2, 64], expected [3, 64]"),
+    "no zero points": ("packed-4-asymmetric", remove_part("weight_zero_point"), "{}.weight_zero_point is missing"),
     "other shape": (
         "packed-4",
-        put("weight_shape", lambda s: s + 1),
+        replace_part("weight_shape", lambda s: s + 1),
         "{}.weight_shape says [65, 97], expected [64, 96]: fetch",
     ),
-    "other order": ("gptq", put("g_idx", lambda g: g.flip(0)), "{}.g_idx is not in order (act-order is not supported): fetch"),
+    "other order": (
+        "gptq",
+        replace_part("g_idx", lambda g: g.flip(0)),
+        "{}.g_idx is not in order (act-order is not supported): fetch",
+    ),
     "a bias": (
         "gptq",
         lambda tensors: tensors.update({f"{KEY}.bias": torch.ones(64)}),
@@ -256,21 +268,21 @@ def test_zero_biases_and_activation_scales_are_ignored(model, tmp_path):
         weights = quantised.save(model, tmp_path / name, FORMATS[name])
         file = tmp_path / name / "model.safetensors"
         save_file(load_file(file) | {f"{KEY}.{part[0]}": part[1]}, file)
-        found = load_model(tmp_path / name, dtype="float32").model.layers[0].mlp.down_proj.weight
-        np.testing.assert_allclose(quantised.dense(found.get_value()), weights[WEIGHT], rtol=1e-6, atol=1e-6)
+        weight = load_model(tmp_path / name, dtype="float32").model.layers[0].mlp.down_proj.weight
+        np.testing.assert_allclose(quantised.dense(weight.get_value()), weights[WEIGHT], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "awq" else pytest.mark.slow) for name in FORMATS])
 def test_a_round_trip_of_codes_is_bit_exact(model, tmp_path, name):
-    source, icejax, back = (tmp_path / each for each in ("hf", "orbax", "back"))
+    source, icejax, back = (tmp_path / part for part in ("hf", "orbax", "back"))
     quantised.save(model, source, FORMATS[name])
     assert convert.main([str(source), str(icejax)], name="icejax convert") == 0
     assert convert.main([str(icejax), str(back)], name="icejax convert") == 0
-    stored, found = (load_file(folder / "model.safetensors") for folder in (source, back))
-    assert stored.keys() == found.keys() and len(stored) > 40
+    stored, converted = (load_file(folder / "model.safetensors") for folder in (source, back))
+    assert stored.keys() == converted.keys() and len(stored) > 40
     for key in stored:
-        assert (stored[key].dtype, stored[key].shape) == (found[key].dtype, found[key].shape)
-        assert torch.equal(stored[key].reshape(-1).view(torch.uint8), found[key].reshape(-1).view(torch.uint8))
+        assert (stored[key].dtype, stored[key].shape) == (converted[key].dtype, converted[key].shape)
+        assert torch.equal(stored[key].reshape(-1).view(torch.uint8), converted[key].reshape(-1).view(torch.uint8))
     for folder in (icejax, back):
         assert (folder / "config.json").read_text() == (source / "config.json").read_text()
     assert same_arrays(load_model(source), load_model(icejax))

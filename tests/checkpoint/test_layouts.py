@@ -1,4 +1,4 @@
-"""Matrices in every layout of quantised weights mean what their bits say, and folders of them what their matrices mean."""
+"""Reading every layout of quantised weights: matrices equal the numpy reference, folders have their dequantised logits."""
 
 import json
 import logging
@@ -23,11 +23,11 @@ from tests.helpers.run import all_logits
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 KEY = WEIGHT.removesuffix(".weight")
-EACH = pytest.mark.parametrize("name", FORMATS)
+EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
 
 
 def read(config: dict, tensors: dict[str, torch.Tensor], shape: tuple[int, int]) -> np.ndarray:
-    """Returns what a folder's tensors of one matrix come to, by the code that reads folders."""
+    """Returns one matrix f32[shape] as icejax reads it from `tensors`, whose names lack the module."""
     source = formats.sources({"quantization_config": config}, {WEIGHT: shape})[WEIGHT]
     stored = {key: tensors[key.removeprefix(KEY + ".")] for key in source.parts if key.removeprefix(KEY + ".") in tensors}
     assert len(stored) == len(tensors)
@@ -46,35 +46,35 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-@EACH
+@EACH_FORMAT
 @pytest.mark.parametrize("shape", [(72, 160), (8, 40)])
 def test_a_matrix_is_what_its_bits_say(name, shape):
-    """And near the Gaussian that they were written from; both shapes cut some layouts' last block."""
+    """It is near the Gaussian that was encoded, too. Both shapes leave some layouts' last block cut short."""
     format = FORMATS[name]
     matrix = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     tensors = format.write(matrix)
-    found = read(format.config, tensors, shape)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, format.read(tensors, shape), rtol=1e-6, atol=1e-6)
-    assert np.linalg.norm(found - matrix) / np.linalg.norm(matrix) < 1.3 * format.error
+    weights = read(format.config, tensors, shape)
+    assert weights.dtype == np.float32
+    np.testing.assert_allclose(weights, format.read(tensors, shape), rtol=1e-6, atol=1e-6)
+    assert np.linalg.norm(weights - matrix) / np.linalg.norm(matrix) < 1.3 * format.error
 
 
-@EACH
+@EACH_FORMAT
 def test_any_bits_are_read_alike(name):
-    """Every code and zero point there can be, those that no quantiser writes too."""
+    """Random bits cover all codes and zero points, also those that no quantiser writes."""
     format, rng, shape = FORMATS[name], np.random.default_rng(1), (64, 96)
     tensors = format.write(rng.standard_normal(shape).astype(np.float32))
     for key, tensor in tensors.items():
         if tensor.dtype in (torch.int32, torch.int8) and key not in ("g_idx", "weight_shape"):
             limits = torch.iinfo(tensor.dtype)
             tensors[key] = torch.tensor(rng.integers(limits.min, limits.max, tensor.shape, endpoint=True)).to(tensor.dtype)
-    found = read(format.config, tensors, shape)
-    np.testing.assert_allclose(found, format.read(tensors, shape), rtol=1e-6, atol=1e-6)
+    weights = read(format.config, tensors, shape)
+    np.testing.assert_allclose(weights, format.read(tensors, shape), rtol=1e-6, atol=1e-6)
 
 
 def test_a_block_may_be_larger_than_any_matrix():
-    rng, most = np.random.default_rng(0), 2**31 - 1
-    format = quantised.fp8([most, most])
+    rng, largest = np.random.default_rng(0), 2**31 - 1
+    format = quantised.fp8([largest, largest])
     tensors = format.write(rng.standard_normal((8, 40)).astype(np.float32))
     np.testing.assert_allclose(read(format.config, tensors, (8, 40)), format.read(tensors, (8, 40)), rtol=1e-6, atol=1e-6)
 
@@ -87,7 +87,7 @@ def test_words_hold_the_lowest_number_first(bits):
 
 
 def test_blocks_of_gpt_oss_are_those_of_transformers():
-    """All codes, and all exponents of which none makes too much for fp32."""
+    """With all codes, and all exponents that do not overflow fp32."""
     raw = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}}
     key, router, shape = "model.layers.3.mlp.experts.down_proj", "model.layers.3.mlp.router.weight", (2, 64, 127)
     sources = formats.sources(raw, {key: shape, router: (2, 64)})
@@ -97,31 +97,31 @@ def test_blocks_of_gpt_oss_are_those_of_transformers():
     tensors = {f"{key}_blocks": bits.numpy(), f"{key}_scales": exponents.numpy()}
     assert {name: part.shapes for name, part in sources[key].parts.items()} == {k: (t.shape,) for k, t in tensors.items()}
     expected = convert_moe_packed_tensors(bits, exponents, dtype=torch.float32).transpose(1, 2)
-    for i in range(2):
-        np.testing.assert_array_equal(sources[key].read(tensors, expert=i).weights(), expected[i])
+    for expert in range(2):
+        np.testing.assert_array_equal(sources[key].read(tensors, expert=expert).weights(), expected[expert])
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A model with biases of q, k and v alone, and a head of its own."""
+    """A model with q, k and v biases and an untied head."""
     return families.build(families.row("qwen2-plain"), num_hidden_layers=2)
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "int-asymmetric", "packed-4-asymmetric", "awq", "gptq"])
 def test_a_folder_has_the_logits_of_its_dequantised_weights(model, tmp_path, name, caplog):
     weights = quantised.save(model, tmp_path / name, FORMATS[name])
-    plain = tmp_path / "plain"
-    shutil.copytree(tmp_path / name, plain)
-    families.edit_config(plain, quantization_config=...)
-    save_file(model.state_dict() | {key: torch.tensor(w) for key, w in weights.items()}, plain / "model.safetensors")
+    dequantised = tmp_path / "plain"
+    shutil.copytree(tmp_path / name, dequantised)
+    families.edit_config(dequantised, quantization_config=...)
+    save_file(model.state_dict() | {key: torch.tensor(w) for key, w in weights.items()}, dequantised / "model.safetensors")
     with caplog.at_level(logging.INFO, logger="icejax"):
-        ours = load_model(tmp_path / name, dtype="float32")
+        quantised_model = load_model(tmp_path / name, dtype="float32")
     method = FORMATS[name].config["quant_method"]
     assert caplog.messages == [f"of 14 matrices quantised by {method} 14 stay codes", load.SLOWER]
     prompt = families.tokens(40)
-    expected = all_logits(load_model(plain, dtype="float32"), prompt, Full())
-    np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
-    with torch.no_grad():  # and those are not the logits of the weights before
+    expected = all_logits(load_model(dequantised, dtype="float32"), prompt, Full())
+    np.testing.assert_allclose(all_logits(quantised_model, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+    with torch.no_grad():  # the unquantised logits differ
         assert np.abs(model(torch.tensor([prompt])).logits[0].numpy() - expected).max() > 100 * tolerances.LOGITS
 
 
@@ -131,7 +131,7 @@ STORED = {"F32": torch.float32, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
 def test_loading_peaks_under_1_3_times_the_model(tmp_path, name):
-    """Random codes of the size that `tests/checkpoint/test_loading.py` measures with."""
+    """The codes are random."""
     sizes = dict(vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
     raw = families.SIZES | sizes | dict(model_type="llama", quantization_config=FORMATS[name].config)
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -141,7 +141,9 @@ def test_loading_peaks_under_1_3_times_the_model(tmp_path, name):
     save_file(tensors, tmp_path / "model.safetensors")
     del tensors
     group = FORMATS["awq"].config["group_size"]
-    code_bytes = {"fp8-blocks": 2, "awq": 1 + 5 / group}[name]  # on a CPU: bits of bfloat16; int8, with scale and zero per group
+    code_bytes = {"fp8-blocks": 2, "awq": 1 + 5 / group}[
+        name
+    ]  # on a CPU: bits of bfloat16; int8, with scale and zero per group
     size = sum(math.prod(shape) * (code_bytes if "proj" in key else 2) for key, shape in shapes.items())
     peak = resident_peak(f"icejax.checkpoint.load_model({str(tmp_path)!r}, dtype='bfloat16')")
     print(f"peak {peak / size:.3f} of the model")
@@ -151,5 +153,5 @@ def test_loading_peaks_under_1_3_times_the_model(tmp_path, name):
 def test_a_dtype_of_16_bits_is_rounded_once(model, tmp_path):
     weights = quantised.save(model, tmp_path, FORMATS["awq"])
     codes = load_model(tmp_path, dtype="bfloat16").model.layers[0].mlp.down_proj.weight.get_value()
-    found = quantised.dense(codes, "bfloat16")
-    np.testing.assert_array_equal(found, weights[WEIGHT].astype(found.dtype))
+    matrix = quantised.dense(codes, "bfloat16")
+    np.testing.assert_array_equal(matrix, weights[WEIGHT].astype(matrix.dtype))

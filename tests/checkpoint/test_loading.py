@@ -1,4 +1,4 @@
-"""What loading and converting take of host memory: beside weights that are kept there, two of the largest tensor."""
+"""Peak host memory of loading and converting: at most twice the largest tensor, beside weights that stay on the host."""
 
 import gc
 import tracemalloc
@@ -17,7 +17,7 @@ from tests.helpers.checkpoints import edit
 from tests.helpers.peak import resident_peak
 
 SIZES = dict(num_hidden_layers=2, hidden_size=512, vocab_size=256)
-# A row, its sizes, and what its matrices are rounded to, or its experts stored in: the largest tensor has some 4M numbers.
+# Family row, sizes, and the format that matrices are rounded to or experts stored in. The largest tensor has about 4M numbers.
 CASES = {
     "plain": ("llama-gqa", dict(intermediate_size=8192), None),
     "experts": ("qwen3_moe-plain", dict(num_local_experts=16, moe_intermediate_size=512), None),
@@ -30,14 +30,14 @@ CASES = {
     "experts of blocks": ("gpt_oss-plain", dict(num_local_experts=64, intermediate_size=128), "mxfp4"),
 }
 BY_DEFAULT = "turned experts"
-EACH = pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == BY_DEFAULT else pytest.mark.slow) for x in CASES])
-PYTHON, PROGRAMS, ORBAX = 2e6, 6e7, 1e8  # bytes of objects that are no arrays, of JAX's programs, and of what Orbax keeps
+EACH_CASE = pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == BY_DEFAULT else pytest.mark.slow) for x in CASES])
+PYTHON, PROGRAMS, ORBAX = 2e6, 6e7, 1e8  # allowances in bytes: other objects, JAX programs, Orbax
 
 
-def folder(case: str, path, dtype="bfloat16", **more):
+def folder(case: str, path, dtype="bfloat16", **changes):
     """Writes the folder of a case; returns the bytes of its largest tensor."""
     name, sizes, _ = CASES[case]
-    model = families.build(families.row(name), **SIZES | sizes | more)
+    model = families.build(families.row(name), **SIZES | sizes | changes)
     families.save(getattr(model, dtype)(), path)
     if CASES[case][2] == "mxfp4":
         families.edit_config(
@@ -55,7 +55,7 @@ def size_of(parameter: np.ndarray | QuantizedMatrix) -> int:
 
 
 def blocks(tensors: dict[str, np.ndarray]) -> None:
-    """Puts blocks of zeros in the place of experts."""
+    """Replaces experts by mxfp4 blocks of zeros."""
     for key in [key for key in tensors if key.endswith("_proj") and ".experts." in key]:
         count, columns, rows = tensors.pop(key).shape
         tensors[f"{key}_blocks"] = np.zeros((count, rows, columns // 32, 16), np.uint8)
@@ -63,41 +63,41 @@ def blocks(tensors: dict[str, np.ndarray]) -> None:
 
 
 def numpy_peak(run) -> int:
-    """Returns the bytes that Python and numpy have at most while `run` runs a second time, beyond what they had before."""
+    """Returns the peak bytes that Python and numpy allocate during a second call of `run`."""
     run()
-    seldom = gc.get_threshold()
-    gc.set_threshold(2000, 10, 10)  # as in use: the suite's leaves garbage for longer
+    thresholds = gc.get_threshold()
+    gc.set_threshold(2000, 10, 10)  # as in use: the test suite collects garbage less often
     tracemalloc.start()
     try:
         run()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        gc.set_threshold(*seldom)
+        gc.set_threshold(*thresholds)
 
 
-@EACH
+@EACH_CASE
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_weights_go_to_a_device_one_by_one(case, dtype, tmp_path, monkeypatch):
-    """One with memory of its own: what has been put there is gone here. Every tensor is read once."""
-    stored, read, put = folder(case, tmp_path), [], []
-    reading = huggingface.read_tensor
-    monkeypatch.setattr(huggingface, "read_tensor", lambda file, key: (read.append(key), reading(file, key))[1])
+    """The device has its own memory: arrays put there no longer count on the host. Each load reads every tensor once."""
+    stored, read_keys, put_bytes = folder(case, tmp_path), [], []
+    read_tensor = huggingface.read_tensor
+    monkeypatch.setattr(huggingface, "read_tensor", lambda file, key: (read_keys.append(key), read_tensor(file, key))[1])
     monkeypatch.setattr(jax, "device_put", lambda x: jnp.zeros(()))
-    putting = load._to_device
-    monkeypatch.setattr(load, "_to_device", lambda x: (put.append(size_of(x)), putting(x))[1])
+    to_device = load._to_device
+    monkeypatch.setattr(load, "_to_device", lambda x: (put_bytes.append(size_of(x)), to_device(x))[1])
     quantize = CASES[case][2] if CASES[case][2] in METHODS else None
     peak = numpy_peak(lambda: load_model(tmp_path, dtype=dtype, quantize=quantize))
-    largest = max(stored, *put)
+    largest = max(stored, *put_bytes)
     print(f"peak {peak / largest:.3f} of the largest tensor")
     assert largest > 4e6 and 0.9 * largest < peak < 2 * largest + PYTHON
-    assert len(read) == 2 * len(set(read))
+    assert len(read_keys) == 2 * len(set(read_keys))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] is None])
 def test_a_process_holds_the_weights_and_two_tensors(case, tmp_path):
-    """On CPU, where the device is host memory too."""
+    """On a CPU, whose device memory is host memory."""
     stored = folder(case, tmp_path, num_hidden_layers=4, hidden_size=1024)
     leaves = [leaf.nbytes for leaf in jax.tree.leaves(load_model(tmp_path, dtype="float32"))]
     peak = resident_peak(f"icejax.checkpoint.load_model({str(tmp_path)!r}, dtype='float32')")
@@ -112,9 +112,9 @@ def test_a_conversion_holds_two_tensors(case, tmp_path):
     quantize, names = CASES[case][2], ("hf", "orbax", "back")
     largest = folder(case, tmp_path / "hf")
     for run, source, target in zip((convert.hf_to_orbax, convert.orbax_to_hf), names, names[1:], strict=False):
-        how = dict(quantize=quantize if source == "hf" else None, force=True)
+        options = dict(quantize=quantize if source == "hf" else None, force=True)
         peak = numpy_peak(
-            lambda run=run, source=source, target=target, how=how: run(tmp_path / source, tmp_path / target, **how)
+            lambda run=run, source=source, target=target, options=options: run(tmp_path / source, tmp_path / target, **options)
         )
         print(f"{source}: peak {peak / largest:.3f} of the largest tensor")
         assert peak < 2 * largest + PYTHON

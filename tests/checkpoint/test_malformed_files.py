@@ -1,4 +1,4 @@
-"""Files that anyone may have written: whatever stands in them, it is read, or refused in one line; nothing else happens."""
+"""Fuzzes config, weight, session and prompt files: any content is read, or refused with a one-line InputError."""
 
 import copy
 import json
@@ -33,13 +33,13 @@ SHAPES = {key: leaf.shape for key, leaf in load.abstract(load.family(CONFIG).rea
 
 
 def weights() -> tuple[dict, bytes]:
-    """The header of a sound weight file, and its data."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    """Returns the header of a valid safetensors file, and its data."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
     for key, shape in SHAPES.items():
         size = 4 * int(np.prod(shape))
-        header[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    return header, bytes(at)
+        header[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    return header, bytes(offset)
 
 
 HEADER, DATA = weights()
@@ -50,7 +50,7 @@ def safetensors(text: bytes) -> bytes:
 
 
 def sound(folder: Path) -> None:
-    """Writes a whole small checkpoint, and the arrays of a session."""
+    """Writes a valid small checkpoint, and the arrays of a session."""
     (folder / "arrays").write_bytes(TOKENS)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model.safetensors").write_bytes(safetensors(json.dumps(HEADER).encode()))
@@ -65,26 +65,26 @@ def read_config(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> None:
-    found = open_tensors(folder, load.read_config(folder), SHAPES)
-    for key in found.sources:
-        tensor = found.read(key)
+    tensors = open_tensors(folder, load.read_config(folder), SHAPES)
+    for key in tensors.sources:
+        tensor = tensors.read(key)
         assert (tensor.weights() if isinstance(tensor, QuantizedMatrix) else tensor).dtype.kind in "fV"
 
 
 def read_jsonl(folder: Path) -> None:
     prompts = read_prompts(parser("icejax.generate").parse_args(["--prompt-file", str(folder / "prompts.jsonl")]))
-    assert all(isinstance(asked.prompt, str) or asked.messages for asked in prompts)
+    assert all(isinstance(request.prompt, str) or request.messages for request in prompts)
 
 
 def read_session(folder: Path) -> None:
-    found = storage.read_session(folder)
-    assert 0 < found.about.tokens <= found.about.context_length <= 2**24
-    assert hash(found.policy) is not None
-    found.verify()
+    session = storage.read_session(folder)
+    assert 0 < session.about.tokens <= session.about.context_length <= 2**24
+    assert hash(session.policy) is not None
+    session.verify()
 
 
 def with_checksum(text: bytes) -> bytes:
-    """Or every change would be refused for the same reason."""
+    """Returns a session.json with its checksum recomputed; a wrong checksum would hide all other faults."""
     try:
         fields = json.loads(text)
         return json.dumps(fields | {"checksum": storage._checksum(fields)}).encode()
@@ -100,7 +100,7 @@ SESSION = dict(
 )  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "max_new_tokens": 5, "stop": "x"}
 QUANTISED = [CONFIG | {"quantization_config": FORMATS[name].config} for name in ("fp8-blocks", "awq", "gptq", "packed-4")]
-# File -> what reads it, sound contents to begin with, and what makes bytes of a changed content's JSON.
+# File -> its reader, valid contents that are mutated, and a function from the mutated JSON text to the file's bytes.
 ENTRIES = {
     "config.json": (read_config, [CONFIG, *QUANTISED, *(raw for raw, _ in PUBLISHED.values())], bytes),
     "generation_config.json": (read_config, [{"eos_token_id": 2}, {"eos_token_id": [1, 2], "temperature": 0.6}], bytes),
@@ -133,27 +133,27 @@ SELDOM = st.sampled_from([False] * 19 + [True])
 
 @st.composite
 def contents(draw, name: str) -> bytes:
-    """Bytes for a file: JSON with fields dropped and values replaced, then, at times, bytes changed, cut or put in."""
+    """Draws a file's bytes: JSON with fields dropped and values replaced, and sometimes bytes changed, cut or inserted."""
     _, seeds, wrap = ENTRIES[name]
     content = copy.deepcopy(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(0, 3))):
-        inside = content
-        while isinstance(inside, (dict, list)) and inside:
-            key = draw(st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside))))
-            if isinstance(inside[key], (dict, list)) and inside[key] and draw(st.booleans()):
-                inside = inside[key]
+        node = content
+        while isinstance(node, (dict, list)) and node:
+            key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+            if isinstance(node[key], (dict, list)) and node[key] and draw(st.booleans()):
+                node = node[key]
                 continue
             if draw(SELDOM):
-                del inside[key]
+                del node[key]
             else:
-                inside[key] = draw(JSON)
+                node[key] = draw(JSON)
             break
     text = json.dumps(draw(JSON) if draw(SELDOM) else content).encode()
     for _ in range(draw(st.sampled_from([0] * 8 + [1, 4]))):
-        at, by = draw(st.integers(0, len(text))), draw(st.binary(max_size=3))
-        text = text[:at] + by + text[at + draw(st.integers(0, 3)) :]
-    found = wrap(text)
-    return found[: draw(st.integers(0, len(found)))] if draw(SELDOM) else found
+        position, replacement = draw(st.integers(0, len(text))), draw(st.binary(max_size=3))
+        text = text[:position] + replacement + text[position + draw(st.integers(0, 3)) :]
+    content_bytes = wrap(text)
+    return content_bytes[: draw(st.integers(0, len(content_bytes)))] if draw(SELDOM) else content_bytes
 
 
 def check(name: str, folder: Path, content: bytes) -> None:
@@ -170,13 +170,13 @@ def check(name: str, folder: Path, content: bytes) -> None:
     assert sorted(folder.iterdir()) == before
 
 
-def few(examples: int):
-    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=quiet)
+def limited_examples(examples: int):
+    suppressed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=suppressed)
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-@few(150)
+@limited_examples(150)
 @given(data=st.data())
 def test_any_content_is_read_or_refused_in_one_line(tmp_path, name, data):
     check(name, tmp_path, data.draw(contents(name)))
@@ -184,7 +184,7 @@ def test_any_content_is_read_or_refused_in_one_line(tmp_path, name, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENTRIES)
-@few(1500)
+@limited_examples(1500)
 @given(data=st.data())
 def test_more_contents_are_read_or_refused_in_one_line(tmp_path, name, data):
     check(name, tmp_path, data.draw(contents(name)))
@@ -192,7 +192,7 @@ def test_more_contents_are_read_or_refused_in_one_line(tmp_path, name, data):
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_what_the_changes_begin_with_is_sound(tmp_path, name):
-    """Or every example would be refused for the same reason."""
+    """If a seed were refused, every mutation of it would be, for the same reason."""
     read, seeds, wrap = ENTRIES[name]
     for seed in seeds:
         sound(tmp_path)

@@ -1,6 +1,6 @@
-"""Matrices are what compressed-tensors and AutoAWQ make of them, in `.venv-kvpress` (make test-slow).
+"""Dequantised matrices equal those of the compressed-tensors and AutoAWQ packages, run in `.venv-kvpress` (make test-slow).
 
-GPTQ's packages are not there: GPTQModel has no wheel, and AutoGPTQ's are of CUDA and of few Pythons.
+GPTQ packages are not installed there: GPTQModel has no wheel, and AutoGPTQ's wheels need CUDA and fit few Python versions.
 """
 
 import json
@@ -16,14 +16,17 @@ from tests.checkpoint.test_layouts import read
 from tests.helpers.quantised import FORMATS, fp4
 
 ROWS = {name: row for name, row in FORMATS.items() if row.config["quant_method"] in ("compressed-tensors", "awq")}
-del ROWS["int-channel-flat"]  # the package takes no scales of one axis
-ROWS |= {"nvfp4": fp4("nvfp4", 16, error=0.098), "mxfp4": fp4("mxfp4", 32, error=0.115)}  # the package knows these groups alone
+del ROWS["int-channel-flat"]  # the package accepts no 1-D scales
+ROWS |= {
+    "nvfp4": fp4("nvfp4", 16, error=0.098),
+    "mxfp4": fp4("mxfp4", 32, error=0.115),
+}  # the package has only these group sizes
 SHAPE = (72, 160)
 
 
 @pytest.fixture(scope="module")
 def matrices(tmp_path_factory):
-    """The tensors of a Gaussian matrix in every format, and the weights that its package reads in them."""
+    """For each format: the tensors of a Gaussian matrix, and the weights that the format's package decodes from them."""
     folder, rng = tmp_path_factory.mktemp("matrices"), np.random.default_rng(0)
     tensors = {name: row.write(rng.standard_normal(SHAPE).astype(np.float32)) for name, row in ROWS.items()}
     for name, parts in tensors.items():
@@ -32,8 +35,8 @@ def matrices(tmp_path_factory):
         weights = config if name == "awq" else config["config_groups"]["group_0"]["weights"]
         (folder / f"{name}.json").write_text(json.dumps(dict(format=config.get("format", name), weights=weights)))
     argv = [KVPRESS, Path(__file__).parents[1] / "helpers" / "official_weights.py", folder]
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
     return {name: (parts, load_file(folder / f"{name}.found")["weight"].numpy()) for name, parts in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder's weight files may be: floats of three kinds, whole headers, an index of plain names."""
+"""Validation of safetensors files and their index: dtypes F32, F16 and BF16, a whole header, plain file names."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def folder(source, tmp_path):
-    """A folder of its own for every test, of links."""
+    """A fresh folder of links to `source`, which a test may change."""
     for file in source.iterdir():
         os.symlink(file, tmp_path / file.name)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Experts in checkpoints, a tensor each there, stacked here; what stands in one tensor there and apart here; and back bit for bit."""
+"""Mapping checkpoint tensors to parameters: experts are stacked, fused tensors split, and conversion back is bit-exact."""
 
 import logging
 
@@ -13,7 +13,7 @@ from tests.helpers import families
 from tests.helpers.checkpoints import convert, edit, same_arrays
 
 MIXTURES = ("qwen2_moe-plain",)
-LIKE = (
+SLOW_MIXTURES = (
     "glm4_moe-plain",
     "qwen3_moe-dense-layers",
     "mixtral-plain",
@@ -29,10 +29,10 @@ LIKE = (
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in LIKE)])
+@pytest.mark.parametrize("name", [*MIXTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MIXTURES)])
 def test_round_trip_is_bit_exact(name, tmp_path):
     model = families.build(families.row(name)).to(torch.bfloat16)
-    for key, buffer in model.named_buffers():  # as published
+    for key, buffer in model.named_buffers():  # published checkpoints have it in fp32
         if key.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()
     model.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
@@ -50,37 +50,37 @@ def test_round_trip_is_bit_exact(name, tmp_path):
 
 
 def test_what_stands_in_one_tensor_is_taken_apart(tmp_path):
-    """gpt-oss has turned matrices, with columns of gate and up by turns; Phi-3 rows behind rows."""
+    """gpt-oss has transposed matrices with interleaved gate and up columns; Phi-3 concatenates q, k and v rows."""
     theirs = families.build(families.row("gpt_oss-plain"), num_hidden_layers=1)
     ours = families.load(theirs, tmp_path / "gpt_oss").model.layers[0].mlp.experts
     stored = {key: tensor.numpy() for key, tensor in theirs.model.layers[0].mlp.experts.state_dict().items()}
-    for at, part in enumerate((ours.gate_proj, ours.up_proj)):
-        np.testing.assert_array_equal(part.weight[...], stored["gate_up_proj"][:, :, at::2].swapaxes(1, 2))
-        np.testing.assert_array_equal(part.bias[...], stored["gate_up_proj_bias"][:, at::2])
+    for first_column, part in enumerate((ours.gate_proj, ours.up_proj)):
+        np.testing.assert_array_equal(part.weight[...], stored["gate_up_proj"][:, :, first_column::2].swapaxes(1, 2))
+        np.testing.assert_array_equal(part.bias[...], stored["gate_up_proj_bias"][:, first_column::2])
     np.testing.assert_array_equal(ours.down_proj.weight[...], stored["down_proj"].swapaxes(1, 2))
     theirs = families.build(families.row("phi3-long"), num_hidden_layers=1)
     attention = families.load(theirs, tmp_path / "phi3").model.layers[0].self_attn
-    found = np.concatenate([part.weight[...] for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
-    np.testing.assert_array_equal(found, theirs.model.layers[0].self_attn.qkv_proj.weight.detach().numpy())
+    qkv = np.concatenate([part.weight[...] for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    np.testing.assert_array_equal(qkv, theirs.model.layers[0].self_attn.qkv_proj.weight.detach().numpy())
 
 
 def test_layers_behind_the_last_are_passed_over(tmp_path, caplog):
-    """As many as the config says, which guess further tokens, and that is told; one more is a fault."""
+    """Layers that predict further tokens are skipped with a log line, as many as the config says; one more is an error."""
     families.save(families.build(families.row("glm4_moe-plain")), tmp_path)
     edit(
         tmp_path, lambda t: t.update({"model.layers.3.mlp.gate.weight": t[ROUTER].copy(), "model.layers.3.x": t[ROUTER].copy()})
     )
     with caplog.at_level(logging.INFO, logger="icejax"):
         load_model(tmp_path)
-    passed = "model.layers.3.mlp.gate.weight; model.layers.3.x"
-    assert caplog.messages == [f"2 tensors hold no parameter and are skipped: {passed}"]
+    skipped = "model.layers.3.mlp.gate.weight; model.layers.3.x"
+    assert caplog.messages == [f"2 tensors hold no parameter and are skipped: {skipped}"]
     edit(tmp_path, lambda t: t.update({"model.layers.4.mlp.gate.weight": t[ROUTER].copy()}))
     with pytest.raises(InputError, match=r": model\.layers\.4\.mlp\.gate\.weight is not a parameter of this model$"):
         load_model(tmp_path)
 
 
 def test_a_bias_of_choice_stays_fp32(tmp_path):
-    """Or models in bf16 would choose others."""
+    """In bf16 the router would choose other experts."""
     model = families.load(families.build(families.row("glm4_moe-plain")), tmp_path / "hf")
     bias = np.asarray(model.model.layers[1].mlp.gate.e_score_correction_bias[...])
     assert (bias.astype(np.float16) != bias).any()

@@ -1,4 +1,4 @@
-"""JSON out of files that anyone may have written: one line for each fault, and no harm in reading."""
+"""Reading JSON files from strangers: every fault is one error line, and no file hangs the reader or exhausts memory."""
 
 import os
 
@@ -38,7 +38,7 @@ def test_a_byte_order_mark_and_numbers_that_are_none_are_read(tmp_path):
 
 
 def test_what_is_no_file_or_too_large_is_not_opened(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # to read one that nobody writes to would never end
+    os.mkfifo(tmp_path / "pipe")  # reading a pipe that nobody writes to would never end
     for name in (".", "pipe"):
         with pytest.raises(InputError, match="is no file: expected one with a JSON object"):
             json_file.read(tmp_path / name)

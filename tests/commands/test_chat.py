@@ -1,4 +1,4 @@
-"""`icejax chat`: what is typed or piped in is answered as a session does, kept, and nothing but Ctrl-D and /quit ends it."""
+"""`icejax chat`: answers equal a Session's, slash commands, saved conversations, errors, Ctrl-C and Ctrl-D."""
 
 import io
 import os
@@ -41,7 +41,7 @@ def chatting(folder):
 
 @pytest.fixture
 def talk(folder, chatting, capsys, monkeypatch):
-    """Returns a function that pipes lines in, and gives the status, the lines of stdout and those of stderr."""
+    """Returns a function that pipes lines into the chat, and returns exit status, stdout lines and stderr lines."""
     monkeypatch.setattr(chat, "load", lambda *_: chatting)
 
     def talk(*typed, options=OPTIONS):
@@ -80,37 +80,37 @@ def test_reset_begins_anew_and_files_can_be_left_out(talk, chatting):
 
 
 def test_a_conversation_is_kept_and_gone_on_with(talk, chatting, tmp_path):
-    kept = tmp_path / "kept"
-    status, out, err = talk("a", f"/save {kept}", "b", f"/load {kept}", "c")
+    saved = tmp_path / "kept"
+    status, out, err = talk("a", f"/save {saved}", "b", f"/load {saved}", "c")
     expected = answers(chatting, "a", "b")
     assert (status, "\n".join(out)) == (0, "\n".join([*expected, answers(chatting, "a", "c")[1]]))
-    assert err == [f"kept in {kept}", "2 messages, 26 tokens"]
+    assert err == [f"kept in {saved}", "2 messages, 26 tokens"]
 
 
 def test_a_folder_holds_the_conversation_after_every_answer(talk, chatting, tmp_path, monkeypatch):
-    kept, other = tmp_path / "kept", tmp_path / "other"
-    session = ["--session", str(kept)]
-    real = Session.save
+    saved, other = tmp_path / "kept", tmp_path / "other"
+    session_option = ["--session", str(saved)]
+    original_save = Session.save
 
     def save(self, path):
-        with pytest.raises(icejax.InputError, match="in use by another writer"), claim(kept, mark=storage.ABOUT):
+        with pytest.raises(icejax.InputError, match="in use by another writer"), claim(saved, mark=storage.ABOUT):
             pass
-        real(self, path)
+        original_save(self, path)
 
     monkeypatch.setattr(Session, "save", save)
-    assert talk("a", options=[*OPTIONS, *session])[0] == 0
-    more = [option for option in OPTIONS if option not in ("--context-length", "600")] + session
-    stays = f"{kept} stays as it is: /save {kept} keeps this conversation there instead"
-    status, out, err = talk("b", f"/save {other}", "/reset", "c", options=more)
+    assert talk("a", options=[*OPTIONS, *session_option])[0] == 0
+    resumed_options = [option for option in OPTIONS if option not in ("--context-length", "600")] + session_option
+    stays_line = f"{saved} stays as it is: /save {saved} keeps this conversation there instead"
+    status, out, err = talk("b", f"/save {other}", "/reset", "c", options=resumed_options)
     assert (status, "\n".join(out[:1])) == (0, answers(chatting, "a", "b")[1].split("\n")[0])
-    assert err == ["2 messages, 26 tokens", f"kept in {other}", stays]
-    said = [m["content"] for m in Session.load(kept, *chatting).messages[::2]]
-    assert said == ["a", "b"] == [m["content"] for m in Session.load(other, *chatting).messages[::2]]
-    status, _, err = talk("/reset", "d", f"/save {kept}", "e", f"/load {kept}", options=more)
-    assert status == 0 and err[1:] == [stays, f"kept in {kept}", err[-1]] and err[-1].startswith("4 messages")
-    assert [m["content"] for m in Session.load(kept, *chatting).messages[::2]] == ["d", "e"]
+    assert err == ["2 messages, 26 tokens", f"kept in {other}", stays_line]
+    contents = [message["content"] for message in Session.load(saved, *chatting).messages[::2]]
+    assert contents == ["a", "b"] == [message["content"] for message in Session.load(other, *chatting).messages[::2]]
+    status, _, err = talk("/reset", "d", f"/save {saved}", "e", f"/load {saved}", options=resumed_options)
+    assert status == 0 and err[1:] == [stays_line, f"kept in {saved}", err[-1]] and err[-1].startswith("4 messages")
+    assert [message["content"] for message in Session.load(saved, *chatting).messages[::2]] == ["d", "e"]
     assert sorted(os.listdir(tmp_path)) == ["kept", "other"]
-    status, out, err = talk("a", options=[*more, "--system", "s"])
+    status, out, err = talk("a", options=[*resumed_options, "--system", "s"])
     assert (status, out) == (2, []) and err == [
         "icejax chat: error: a session's system message is set when it begins: leave --system out"
     ]
@@ -131,8 +131,8 @@ WRONG = {
 
 def test_bad_line_is_told_in_one_line_and_the_chat_goes_on(talk, chatting, tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
-    wrong = [case.format(tmp=tmp_path) for case, _ in WRONG.values()]
-    status, out, err = talk(*wrong, "a")
+    bad_lines = [case.format(tmp=tmp_path) for case, _ in WRONG.values()]
+    status, out, err = talk(*bad_lines, "a")
     assert (status, "\n".join(out)) == (0, answers(chatting, "a")[0])
     expected = [f"icejax chat: error: {message.format(tmp=tmp_path)}" for _, message in WRONG.values()]
     assert err == expected
@@ -193,25 +193,25 @@ def test_stdin_that_is_no_text_is_one_line(talk, capsys, monkeypatch, folder):
 
 
 def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch):
-    """The action of `instead_of_ending` is called after the first layer: first of a new cache, then of one that is there."""
+    """The test calls the Ctrl-C handler after the first layer of "stop": with a new cache, then with a filled one."""
     session = Session(*chatting, cache=Full(), context_length=600)
-    expected = [session.chat(text, max_new_tokens=most).text for text, most in (("a", 4), ("stop", 1), ("b", 4))]
-    pressed, real = [], Session.stream_chat
+    expected = [session.chat(text, max_new_tokens=limit).text for text, limit in (("a", 4), ("stop", 1), ("b", 4))]
+    handlers, original_stream_chat = [], Session.stream_chat
 
     def stream_chat(self, text, *, progress, **options):
-        def told(layers):
+        def interrupting_progress(layers):
             if layers == 1 and "stop" in text:
-                pressed[-1]()
+                handlers[-1]()
             progress(layers)
 
-        return real(self, text, progress=told, **options)
+        return original_stream_chat(self, text, progress=interrupting_progress, **options)
 
     class Typed(io.StringIO):
         def isatty(self):
             return True
 
     monkeypatch.setattr(Session, "stream_chat", stream_chat)
-    monkeypatch.setattr(chat, "instead_of_ending", lambda action: _appended(pressed, action))
+    monkeypatch.setattr(chat, "instead_of_ending", lambda action: _record_handler(handlers, action))
     monkeypatch.setattr(io, "StringIO", Typed)
     monkeypatch.setattr(chat, "typed", lines.piped)
     status, out, err = talk("stop", "a", "stop", "b")
@@ -219,8 +219,8 @@ def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch)
     assert err == ["ended before there was an answer: the message is not part of the conversation"]
 
 
-def _appended(pressed, action):
-    pressed.append(action)
+def _record_handler(handlers, action):
+    handlers.append(action)
     return chat.contextlib.nullcontext()
 
 
@@ -232,45 +232,47 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, tmp_path):
     families.edit_config(endless, eos_token_id=None)
     arguments = ["--model", str(endless), "--cache", "full", "--max-new-tokens", "20000", "--session", str(tmp_path / "kept")]
     code = f"from icejax.commands.process import launch; launch('icejax.commands.chat', {arguments}, name='icejax chat')"
-    here, there = pty.openpty()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or what is started in the background ignores it
+    terminal, child_end = pty.openpty()
+    old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job children would ignore it
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); " + code],
-        stdin=there, stdout=there, stderr=there, env=environment,
+        stdin=child_end, stdout=child_end, stderr=child_end, env=environment,
     )  # fmt: skip
-    signal.signal(signal.SIGINT, before)
-    os.close(there)
+    signal.signal(signal.SIGINT, old_handler)
+    os.close(child_end)
     shown = b""
 
-    def until(condition) -> None:
+    def wait_until(condition) -> None:
         nonlocal shown
-        stop = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not condition(shown):
-            assert time.monotonic() < stop and process.poll() is None, shown
-            if select.select([here], [], [], 0.2)[0]:
-                shown += os.read(here, 4096)
+            assert time.monotonic() < deadline and process.poll() is None, shown
+            if select.select([terminal], [], [], 0.2)[0]:
+                shown += os.read(terminal, 4096)
 
     try:
-        until(lambda found: b"\x1b[?2004h" in found)  # the prompt: pasting is told apart
-        os.write(here, b"dropped\x03")
-        until(lambda found: found.count(b"\x1b[?2004h") == 2)
-        os.write(here, b"first\r")
-        until(lambda found: b"prefill layers" in found)
-        os.write(here, b"\x03")
-        until(lambda found: b"\x1b[?2004h" in found.partition(b"the message is not part of the conversation")[2])
+        wait_until(lambda output: b"\x1b[?2004h" in output)  # bracketed paste is on: the prompt is shown
+        os.write(terminal, b"dropped\x03")
+        wait_until(lambda output: output.count(b"\x1b[?2004h") == 2)
+        os.write(terminal, b"first\r")
+        wait_until(lambda output: b"prefill layers" in output)
+        os.write(terminal, b"\x03")
+        wait_until(lambda output: b"\x1b[?2004h" in output.partition(b"the message is not part of the conversation")[2])
         shown = b""
-        os.write(here, b"import\r")
-        until(lambda found: len(found.partition(b"\x1b[1A\x1b[2K")[2]) > 100)  # the bar is gone, an answer on its way
-        os.write(here, b"\x03")
+        os.write(terminal, b"import\r")
+        wait_until(
+            lambda output: len(output.partition(b"\x1b[1A\x1b[2K")[2]) > 100
+        )  # the progress bar is cleared, the answer streams
+        os.write(terminal, b"\x03")
         shown = b""
-        until(lambda found: b"\x1b[?2004h" in found)
-        os.write(here, b"\x04")
+        wait_until(lambda output: b"\x1b[?2004h" in output)
+        os.write(terminal, b"\x04")
         status = process.wait(timeout=30)
     finally:
         process.kill()
-        os.close(here)
+        os.close(terminal)
     assert status == 0
     messages = Session.load(tmp_path / "kept", *icejax.load(endless)).messages
-    assert [m["role"] for m in messages] == ["user", "assistant"] and messages[0]["content"] == "import"
+    assert [message["role"] for message in messages] == ["user", "assistant"] and messages[0]["content"] == "import"
     assert 50 < len(messages[1]["content"]) < 15000

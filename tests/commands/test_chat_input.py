@@ -1,4 +1,4 @@
-"""Where the messages of a conversation come from: keys at a prompt, a history."""
+"""The prompt of `icejax chat`: keys, pasted text, and the history."""
 
 import logging
 
@@ -16,6 +16,7 @@ def state(tmp_path, monkeypatch):
 
 
 def keyed(keys: str) -> list[str]:
+    """Returns the messages that `keys` enter."""
     with create_pipe_input() as source:
         source.send_text(keys)
         return list(lines.typed(source=source, shown=DummyOutput()))
@@ -25,8 +26,8 @@ def test_keys(state):
     enter, newline, drop, leave, up = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
     assert keyed(f"a{enter}b{newline}c{enter}dropped{drop}d{enter}{leave}") == ["a", "b\nc", "d"]
     assert keyed(f"\x1b[200~e\r\nf\n\x1b[201~g{enter}{leave}") == ["e\nf\ng"]  # pasted
-    assert keyed(f"{up}!{enter}{leave}") == ["e\nf\ng!"]  # the last one
-    assert keyed(f"\x12c{enter}{enter}{leave}") == ["b\nc"]  # one searched for
+    assert keyed(f"{up}!{enter}{leave}") == ["e\nf\ng!"]  # from the history
+    assert keyed(f"\x12c{enter}{enter}{leave}") == ["b\nc"]  # found by searching the history
     assert (state / "icejax" / "chat").stat().st_mode & 0o777 == 0o600
 
 

@@ -1,4 +1,4 @@
-"""The doctor says what works here, what does not and why, and what is used."""
+"""`icejax doctor` tests and times each fetch backend, shows why one fails, and says which is used."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from icejax.runtime.host_reads.backends import BACKENDS
 
 def test_every_backend_is_tested_and_timed(capsys):
     assert doctor.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["backend"] for row in found["fetch"]] == list(choose.ORDER["cpu"])
-    for row in found["fetch"]:
+    report = json.loads(capsys.readouterr().out)
+    assert [row["backend"] for row in report["fetch"]] == list(choose.ORDER["cpu"])
+    for row in report["fetch"]:
         assert row["exact"] and abs(row["gb_per_s"] * row["microseconds"] / 1e6 * 1e9 / (512 * 8192) - 1) < 0.05
-    assert found["fetch_backend"] == "gather_flat" and "pinned_host" in found["devices"][0]["memory_kinds"]
+    assert report["fetch_backend"] == "gather_flat" and "pinned_host" in report["devices"][0]["memory_kinds"]
 
 
 def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
@@ -42,7 +42,7 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", [["doctor"], ["generate", "--prompt", "x", "--compile-cache", "none"]])
 def test_a_machine_without_the_device_is_one_line(command):
-    settings = dict(os.environ) | dict(JAX_PLATFORMS="cuda")
-    done = subprocess.run([sys.executable, "-m", "icejax", *command], env=settings, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
-    assert f"icejax {command[0]}: error: JAX finds no device, with JAX_PLATFORMS='cuda'" in done.stderr
+    environment = dict(os.environ) | dict(JAX_PLATFORMS="cuda")
+    process = subprocess.run([sys.executable, "-m", "icejax", *command], env=environment, capture_output=True, text=True)
+    assert process.returncode == 2 and not process.stdout and process.stderr.count("\n") == 1, process.stderr
+    assert f"icejax {command[0]}: error: JAX finds no device, with JAX_PLATFORMS='cuda'" in process.stderr

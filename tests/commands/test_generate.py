@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and one clear line for every kind of bad input."""
+"""`icejax generate`: stdout, stderr and JSON output, and a one-line error for every kind of bad input."""
 
 import io
 import json
@@ -31,50 +31,52 @@ FIELDS = set(
 
 @pytest.fixture(autouse=True)
 def loaded_once(monkeypatch, bundled):
-    """The bundled model is read once for all; others are loaded."""
+    """The bundled model is loaded once for all tests."""
     load = command.load
 
-    def loaded(arguments, console):
+    def load_once(arguments, console):
         return bundled if arguments.model is None and arguments.dtype is None else load(arguments, console)
 
-    monkeypatch.setattr(command, "load", loaded)
+    monkeypatch.setattr(command, "load", load_once)
 
 
 def optimised(*arguments) -> subprocess.CompletedProcess:
-    """Runs the command line as users have it, in a process whose programs are optimised."""
+    """Runs the command line in a process with XLA's optimisations, which the test suite turns off."""
     line = [sys.executable, "-m", "icejax.generate", *arguments]
     return subprocess.run(line, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True)
 
 
 def test_without_arguments_the_bundled_example_is_answered():
-    done = optimised()
+    process = optimised()
     prompt = BUNDLED_PROMPT.read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     answer = prompt[prompt.index(question) + len(question) :][:5]
-    assert done.returncode == 0 and len(prompt) >= 8000
-    assert done.stdout == f"{answer}.\n"
-    assert "clustered cache, budget 256" in done.stderr and "KV host" in done.stderr
+    assert process.returncode == 0 and len(prompt) >= 8000
+    assert process.stdout == f"{answer}.\n"
+    assert "clustered cache, budget 256" in process.stderr and "KV host" in process.stderr
 
 
 def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--json", *SHORT)
-    found = json.loads(out)
-    assert status == 0 and err == "" and set(found) == FIELDS
-    assert found["prompt_tokens"] == 3000 and found["new_tokens"] == len(found["token_ids"]) <= 4
-    layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, found["new_tokens"] - 1
-    assert found["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
-    slots = kv_heads * (256 - 16 - 1)  # in a step of a layer at most: an id and a weight each
-    fit = kv_heads * 4 * (3 * size**2 + 2 + size)  # with the scatter of keys, and factors of their channels
+    report = json.loads(out)
+    assert status == 0 and err == "" and set(report) == FIELDS
+    assert report["prompt_tokens"] == 3000 and report["new_tokens"] == len(report["token_ids"]) <= 4
+    layers, kv_heads, size, item, pages, steps = 4, 2, 64, 4, (3072 + 256) // 16, report["new_tokens"] - 1
+    assert report["device_kv_bytes"] == layers * kv_heads * 2 * (32 + 32) * size * item
+    slots = kv_heads * (256 - 16 - 1)  # most tokens selected per layer and step: an id and a weight each
+    fit = kv_heads * 4 * (3 * size**2 + 2 + size)  # value fit, with the scatter of keys and the channel scales
     page = 4 * size * item + 4 + 4 * 8  # four vectors, a count and eight widths
-    assert found["digest_bytes"] == layers * (kv_heads * pages * page + fit + slots * (1 + 1) * 4 + 8)
-    assert found["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents
-    assert found["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + found["new_tokens"])
-    keys = layers * kv_heads * 112 * 16 * steps  # and the values of what is selected, as slots that have both
-    assert found["pages_fetched"] == (keys + found["pages_selected"]) // 2
-    assert found["hit_rate"] == 0
-    assert 192 * layers * kv_heads * steps <= found["pages_selected"] <= 207 * layers * kv_heads * steps
-    assert found["fetch_backend"] == "gather_flat" and found["dtype"] == "float32" and found["budget"] == 256
+    assert report["digest_bytes"] == layers * (kv_heads * pages * page + fit + slots * (1 + 1) * 4 + 8)
+    assert report["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents
+    assert report["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + report["new_tokens"])
+    keys_fetched = (
+        layers * kv_heads * 112 * 16 * steps
+    )  # then the values of selected tokens; `pages_fetched` counts slots of key and value
+    assert report["pages_fetched"] == (keys_fetched + report["pages_selected"]) // 2
+    assert report["hit_rate"] == 0
+    assert 192 * layers * kv_heads * steps <= report["pages_selected"] <= 207 * layers * kv_heads * steps
+    assert report["fetch_backend"] == "gather_flat" and report["dtype"] == "float32" and report["budget"] == 256
 
 
 def test_prompts_give_one_json_line_each_as_in_single_runs(capsys, tmp_path):
@@ -113,10 +115,10 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
     (tmp_path / "chat" / "chat_template.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    seen = []
+    prompts = []
 
     def record(model, tokenizer, requests, **_):
-        seen.extend((each.prompt, each.special_tokens) for each in requests)
+        prompts.extend((request.prompt, request.special_tokens) for request in requests)
         raise InputError("seen")
 
     monkeypatch.setattr(command, "encode_prompts", record)
@@ -125,8 +127,8 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
     assert run(capsys, *files, "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)[0] == 2
     assert run(capsys, *files, "--prompt", "hello", *SHORT)[0] == 2
     chats = "[user] a\n[assistant] b\n[assistant]"
-    begun = [("[system] be brief\n[user] hello\n[assistant]", False), (f"[system] be brief\n{chats}", False)]
-    assert seen == [*begun, ("hello", True), (chats, False)]
+    with_system = [("[system] be brief\n[user] hello\n[assistant]", False), (f"[system] be brief\n{chats}", False)]
+    assert prompts == [*with_system, ("hello", True), (chats, False)]
 
 
 def test_cache_options_reach_the_policy():
@@ -135,7 +137,7 @@ def test_cache_options_reach_the_policy():
 
 
 def test_every_cache_is_made_by_its_name():
-    """With values too, which are the policy's own to check."""
+    """The values of options are checked by the policy."""
     preset = Clustered(budget=128, page_size=8, rerank=False, tail=False, balance=False, score="mean", group="interleave")
     assert make_policy("icecache", {"budget": 128, "page_size": "8", "sinks": None}) == preset
     assert [name_of(make_policy(name, {})) for name in names()] == names()
@@ -150,18 +152,18 @@ def test_every_cache_is_made_by_its_name():
 
 
 def test_options_of_sampling_without_a_temperature_are_told(capsys, tmp_path):
-    told, none = (
+    warning, error = (
         "icejax.generate: warning: %s without --temperature: no effect, the most likely token is taken\n",
         "icejax.generate: error",
     )
     (tmp_path / "p.jsonl").write_text('{"prompt": "x", "temperature": 0.5}')
     for prompt in (["--prompt", "x"], ["--prompt-file", str(tmp_path / "p.jsonl")]):
-        for flags, expected in (("--top-p 0.9 --min-p 0.1", told % "--top-p, --min-p"), ("--repetition-penalty 1.1", none)):
+        for flags, expected in (("--top-p 0.9 --min-p 0.1", warning % "--top-p, --min-p"), ("--repetition-penalty 1.1", error)):
             err = run(capsys, *prompt, "--model", "/no/such", *flags.split())[2]
-            assert err.startswith(none if prompt[0] == "--prompt-file" else expected)
+            assert err.startswith(error if prompt[0] == "--prompt-file" else expected)
 
 
-BAD = {
+BAD_ARGUMENTS = {
     "model of no name": (["--model", "", "--prompt", "x"], ". has no config.json: expected a Hugging Face or icejax checkpoint folder"),
     "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - is given more than once: standard input can be read only once"),
     "stop that is no text": (["--prompt", "x", "--stop", "\udce9"], "a stop string must be Unicode text"),
@@ -223,16 +225,16 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_input_is_one_line_and_status_2(capsys, case):
-    arguments, message = BAD[case]
+    arguments, message = BAD_ARGUMENTS[case]
     status, out, err = run(capsys, *arguments)
     assert status == 2 and out == ""
     assert err.startswith("icejax.generate: error: ") and message in err
     assert err.count("\n") == 1 and "Traceback" not in err
 
 
-FILES = {
+BAD_FILES = {
     "not utf-8": ("p.txt", b"caf\xe9", "is not UTF-8 text (byte 3): convert it first"),
     "empty": ("p.txt", b"", "prompt 1 is empty"),
     "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON (Expecting ':' delimiter"),
@@ -295,9 +297,9 @@ def test_a_broken_tokenizer_and_one_of_another_model(capsys, tmp_path):
     assert (status, out, err.count("\n")) == (2, "", 1) and "has no tokenizer that loads" in err
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_prompt_files(capsys, tmp_path, case):
-    name, content, message = FILES[case]
+    name, content, message = BAD_FILES[case]
     (tmp_path / name).write_bytes(content)
     status, out, err = run(capsys, "--prompt-file", str(tmp_path / name))
     assert (status, out, err.count("\n")) == (2, "", 1) and message in err
@@ -317,9 +319,9 @@ def test_host_memory_limit_is_told_before_prefill(capsys):
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
     assert "GiB of host memory and the limit is 0.001 GiB: use a shorter prompt" in err
     assert run(capsys, "--prompt", prompt, "--host-memory-limit", "1", *SHORT)[0] == 0
-    for bad in ("0", "nan", "inf"):
-        status, _, err = run(capsys, "--prompt", prompt, "--host-memory-limit", bad, *SHORT)
-        assert status == 2 and f"--host-memory-limit must be a number above 0 and at most 1e+09, got {float(bad)}" in err
+    for limit in ("0", "nan", "inf"):
+        status, _, err = run(capsys, "--prompt", prompt, "--host-memory-limit", limit, *SHORT)
+        assert status == 2 and f"--host-memory-limit must be a number above 0 and at most 1e+09, got {float(limit)}" in err
 
 
 OUT_OF_MEMORY = (
@@ -330,33 +332,33 @@ OUT_OF_MEMORY = (
 
 
 def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monkeypatch):
-    kept = ["--session", str(tmp_path / "kept"), *SHORT]
-    begun = run(capsys, "--prompt", "Pass key ab:12345.\nPass key ab:", "--context-length", "2000", *kept)
-    assert begun[0] == 0
+    options = ["--session", str(tmp_path / "kept"), *SHORT]
+    first = run(capsys, "--prompt", "Pass key ab:12345.\nPass key ab:", "--context-length", "2000", *options)
+    assert first[0] == 0
     before = (tmp_path / "kept" / "session.json").read_text()
     for error, side in OUT_OF_MEMORY:
 
         def fail(*_, error=error, **__):
-            raise type(error)(*error.args)  # anew, or it would keep the arrays of what it ended
+            raise type(error)(*error.args)  # a new instance: a traceback would keep arrays alive
 
         with monkeypatch.context() as patch:
             patch.setattr(session, "extend", fail)
-            status, _, err = run(capsys, "--prompt", "Pass key ab:", *kept)
+            status, _, err = run(capsys, "--prompt", "Pass key ab:", *options)
         assert status == 2 and len(err.splitlines()) == 1
         assert f"out of memory on {side}" in err
         assert f"{tmp_path / 'kept'} holds the session up to its last whole answer" in err
         assert (tmp_path / "kept" / "session.json").read_text() == before
-    assert run(capsys, "--prompt", "Pass key ab:", *kept)[0] == 0
+    assert run(capsys, "--prompt", "Pass key ab:", *options)[0] == 0
 
 
 @pytest.mark.slow
 def test_two_processes_draw_the_same_text(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-1500:]
-    line = ["--prompt", prompt, "--json", "--temperature", "1", "--seed", "7", "--max-new-tokens", "60", "--budget", "64"]
-    command_line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", *line]
-    found = [json.loads(run(capsys, *line, "--compile-cache", "none")[1])]
-    found += [json.loads(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout) for _ in range(2)]
-    assert len({(tuple(each["token_ids"]), each["pages_selected"]) for each in found}) == 1
+    options = ["--prompt", prompt, "--json", "--temperature", "1", "--seed", "7", "--max-new-tokens", "60", "--budget", "64"]
+    command_line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", *options]
+    reports = [json.loads(run(capsys, *options, "--compile-cache", "none")[1])]
+    reports += [json.loads(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout) for _ in range(2)]
+    assert len({(tuple(report["token_ids"]), report["pages_selected"]) for report in reports}) == 1
 
 
 def test_response_is_documented():
@@ -368,24 +370,24 @@ def test_response_is_documented():
 def test_device_part_of_32k_is_under_15_percent_of_full(tmp_path):
     text = BUNDLED_PROMPT.read_text() * 3
     (tmp_path / "book.txt").write_text(text[:32000])
-    done = optimised("--prompt-file", str(tmp_path / "book.txt"), "--cache", "clustered", "--json", *SHORT)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["prompt_tokens"] == 32000
-    assert found["device_kv_bytes"] + found["digest_bytes"] < 0.15 * found["full_kv_bytes"]
+    process = optimised("--prompt-file", str(tmp_path / "book.txt"), "--cache", "clustered", "--json", *SHORT)
+    report = json.loads(process.stdout)
+    assert process.returncode == 0 and report["prompt_tokens"] == 32000
+    assert report["device_kv_bytes"] + report["digest_bytes"] < 0.15 * report["full_kv_bytes"]
 
 
 def test_a_session_goes_on_from_the_shell(capsys, tmp_path):
     context = task.context(np.random.default_rng(4), length=1200, facts=task.Facts(keys=3), split="heldout")
     (tmp_path / "document.txt").write_bytes(context.text)
-    kept = ("--session", str(tmp_path / "kept"))
-    begun = ["--max-new-tokens", "1", "--budget", "64", "--context-length", "2000"]
-    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "document.txt"), *kept, *begun)
+    session_option = ("--session", str(tmp_path / "kept"))
+    first_options = ["--max-new-tokens", "1", "--budget", "64", "--context-length", "2000"]
+    status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "document.txt"), *session_option, *first_options)
     assert status == 0 and len(out) <= 2
     for question in context.questions[:2]:
-        assert run(capsys, "--prompt", question.text, *kept) == (0, question.answer + "\n", "")
-    both = [part for q in context.questions[1:] for part in ("--prompt", q.text)]
-    assert run(capsys, *both, *kept)[1] == "".join(q.answer + "\n" for q in context.questions[1:])
-    assert run(capsys, "--prompt", "x", *kept, "--budget", "128")[0] == 2
-    status, _, err = run(capsys, "--prompt", "x", *kept, "--context-length", "5000")
+        assert run(capsys, "--prompt", question.text, *session_option) == (0, question.answer + "\n", "")
+    two_prompts = [argument for question in context.questions[1:] for argument in ("--prompt", question.text)]
+    assert run(capsys, *two_prompts, *session_option)[1] == "".join(q.answer + "\n" for q in context.questions[1:])
+    assert run(capsys, "--prompt", "x", *session_option, "--budget", "128")[0] == 2
+    status, _, err = run(capsys, "--prompt", "x", *session_option, "--context-length", "5000")
     assert status == 2 and "a session's context length is set when it begins: leave --context-length out" in err
     assert run(capsys, "--prompt", "x", "--session", str(tmp_path))[0] == 2

@@ -1,4 +1,4 @@
-"""A session from the command line: what keeps it from being kept is told in one line, if it can be before the prompt runs."""
+"""`icejax generate --session`: a session that cannot be saved is a one-line error, before the prompt runs where possible."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.helpers.crash import file_limit
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """No model is loaded."""
+    """Loading a model fails the test."""
     monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("the model was loaded"))
 
 
@@ -37,11 +37,11 @@ def test_unusable_session_folder_is_told_before_the_model_loads(capsys, tmp_path
 
 
 def test_the_folder_is_held_while_the_command_runs(capsys, tmp_path, monkeypatch):
-    def at_work(*_, **__):
+    def interrupted_prefill(*_, **__):
         assert os.listdir(tmp_path) == [".kept.lock"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "prefill", at_work)
+    monkeypatch.setattr(session, "prefill", interrupted_prefill)
     with pytest.raises(KeyboardInterrupt):
         run(capsys, *line(tmp_path / "kept"))
     assert os.listdir(tmp_path) == []
@@ -57,7 +57,7 @@ def test_a_disk_too_small_is_told_before_the_prompt_runs(capsys, tmp_path, monke
 def test_failed_save_is_told_after_the_answer_keeps_old_session(capsys, tmp_path):
     assert run(capsys, *line(tmp_path / "kept"), "--cache", "full")[0] == 0
     before = {file: (tmp_path / "kept" / file).read_bytes() for file in os.listdir(tmp_path / "kept")}
-    os.rename(tmp_path / "kept", tmp_path / ".kept.old")  # as a writer leaves it that is killed at the wrong moment
+    os.rename(tmp_path / "kept", tmp_path / ".kept.old")  # as after a writer was killed between its two renames
     with file_limit(2**20):
         status, out, err = run(capsys, "--prompt", "Pass key ab:", "--session", str(tmp_path / "kept"), *SHORT)
     expected = (

@@ -1,4 +1,4 @@
-"""What the command line says of itself, and of names that are nearly right."""
+"""Help, hints for misspelt names, verbose output, and the tables and bars of the command line."""
 
 import dataclasses
 import io
@@ -63,9 +63,11 @@ def test_first_layers_and_windows_are_told_apart():
 
 @pytest.mark.parametrize("width, several", [(60, 1), (60, 7), (100, 7)])
 def test_the_table_fits_the_terminal(bundled, width, several):
-    found = icejax.generate(*bundled, "import os", max_new_tokens=2) * several
+    responses = icejax.generate(*bundled, "import os", max_new_tokens=2) * several
     console = Console(width=width, file=io.StringIO())
-    console.print(table([replace(each, prompt_tokens=10**6, ttft_s=1234.5, compile_s=98.76) for each in found], console))
+    console.print(
+        table([replace(response, prompt_tokens=10**6, ttft_s=1234.5, compile_s=98.76) for response in responses], console)
+    )
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width and sum(line.count("1000000") for line in lines) == several
     shown = " ".join(" ".join(lines).split())
@@ -76,7 +78,7 @@ def test_the_table_fits_the_terminal(bundled, width, several):
 
 @pytest.mark.parametrize("width", [60, 100, 150])
 def test_the_table_has_what_one_answer_of_a_run_knows(bundled, width):
-    """An answer of one token took no step, so it tells nothing of experts, and may be the first."""
+    """A one-token answer has no decode step, so no expert statistics; other answers of the run still show theirs."""
     short = icejax.generate(*bundled, "import os", max_new_tokens=1)[0]
     long = replace(short, expert_hit_rate=0.625, expert_bytes_per_token=2.0**21, estimated_error=0.0125, budget_used=99.0)
     console = Console(width=width, file=io.StringIO())

@@ -1,4 +1,4 @@
-"""How commands end: Ctrl-C at any moment, stdout full, closed or of few characters; one line and a status, no traceback."""
+"""How commands end: one line and a status, no traceback, on Ctrl-C and on a full, closed or non-Unicode stdout."""
 
 import concurrent.futures
 import io
@@ -24,7 +24,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or /dev/
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> list[str]:
-    """A command line that answers for minutes: no token ends its text."""
+    """A command line that generates for minutes: the model has no end token."""
     folder = tmp_path_factory.mktemp("model") / "endless"
     shutil.copytree(ASSETS, folder)
     (folder / "generation_config.json").unlink()
@@ -34,10 +34,10 @@ def endless(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def not_in_the_background():
-    """A shell's background job ignores Ctrl-C, and so would what it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Restores SIGINT: a background job of a shell ignores it, and its child processes would, too."""
+    old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, old_handler)
 
 
 def start(line: list[str], **streams) -> subprocess.Popen:
@@ -45,9 +45,9 @@ def start(line: list[str], **streams) -> subprocess.Popen:
 
 
 def interrupted(line: list[str], after_s: float) -> None:
-    """Interrupts the command some time after its first line of code has run."""
+    """Interrupts the command `after_s` after its signal thread started; asserts one line and status 130."""
     process = start(line)
-    while len(os.listdir(f"/proc/{process.pid}/task")) == 1:  # until the thread that listens is there
+    while len(os.listdir(f"/proc/{process.pid}/task")) == 1:  # until the signal thread runs
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     time.sleep(after_s)
@@ -59,10 +59,10 @@ def interrupted(line: list[str], after_s: float) -> None:
 @LINUX
 @pytest.mark.parametrize("moments", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_with_one_line_at_any_moment(endless, moments):
-    """While it imports, loads, compiles, prefills and answers."""
-    draw = random.Random(moments)
-    with concurrent.futures.ThreadPoolExecutor(2) as several:
-        list(several.map(lambda after_s: interrupted(endless, after_s), [draw.uniform(0, 4) for _ in range(moments)]))
+    """Importing, loading, compiling, prefilling and decoding."""
+    rng = random.Random(moments)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda after_s: interrupted(endless, after_s), [rng.uniform(0, 4) for _ in range(moments)]))
 
 
 @LINUX
@@ -143,15 +143,15 @@ def test_a_full_stdout_is_one_line(arguments):
 
 
 def test_a_closed_stdout_is_told_before_anything_runs():
-    done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m icejax.generate --prompt x >&-"], capture_output=True)
-    assert done.returncode == 2
-    assert done.stderr == b"icejax.generate: error: stdout is closed: expected a terminal, a pipe or a file for the answer\n"
+    process = subprocess.run(["sh", "-c", f"exec {sys.executable} -m icejax.generate --prompt x >&-"], capture_output=True)
+    assert process.returncode == 2
+    assert process.stderr == b"icejax.generate: error: stdout is closed: expected a terminal, a pipe or a file for the answer\n"
 
 
 def test_closed_stdin_and_stderr_do_no_harm():
     line = f"exec {sys.executable} -m icejax.generate --prompt - --max-new-tokens 2"
-    done = subprocess.run(["sh", "-c", f"{line} <&-"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "icejax.generate: error: prompt 1 is empty: expected some text\n")
+    process = subprocess.run(["sh", "-c", f"{line} <&-"], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (2, "icejax.generate: error: prompt 1 is empty: expected some text\n")
     assert subprocess.run(["sh", "-c", f"{line} --budget x 2>&-"], capture_output=True).returncode == 2
 
 
@@ -165,11 +165,11 @@ def main(argv, name):
 sys.modules["work"] = sys.modules["__main__"]
 launch.launch("work", name="work")
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
     )
-    assert done.returncode == 0 and done.stdout == "caf\\xe9 \\u2603\n"
-    assert done.stderr == ("work: warning: stdout takes ascii, not UTF-8: other characters are written as escapes\n")
+    assert process.returncode == 0 and process.stdout == "caf\\xe9 \\u2603\n"
+    assert process.stderr == ("work: warning: stdout takes ascii, not UTF-8: other characters are written as escapes\n")
 
 
 def test_errors_become_statuses(capsys, monkeypatch):

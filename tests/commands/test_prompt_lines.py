@@ -1,4 +1,4 @@
-"""Prompts with wishes of their own: lines of a file, token ids, log-probabilities, and what runs together."""
+"""Prompt files with options per line, token ids as prompts, log-probabilities, and how prompts are batched."""
 
 import json
 
@@ -27,16 +27,18 @@ def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundl
     monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in LINES))
     status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--batch-size", "2", *COMMON)
-    found = [json.loads(line) for line in out.splitlines()]
-    assert (status, err) == (0, "") and [each.get("id") for each in found] == ["a", 7, None, "b"]
-    assert [len(each["token_ids"]) for each in found][:2] == [3, 12] and "id" not in found[2]
-    assert found[1]["token_ids"] == found[3]["token_ids"] != found[0]["token_ids"]  # a seed draws alike wherever it stands
-    for line, each in zip(LINES, found, strict=True):
+    responses = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "") and [response.get("id") for response in responses] == ["a", 7, None, "b"]
+    assert [len(response["token_ids"]) for response in responses][:2] == [3, 12] and "id" not in responses[2]
+    assert (
+        responses[1]["token_ids"] == responses[3]["token_ids"] != responses[0]["token_ids"]
+    )  # a seed draws the same tokens in any row
+    for line, response in zip(LINES, responses, strict=True):
         options = {name: line[name] for name in ("seed", "stop") if line.get(name) is not None} | {"max_new_tokens": 6}
         options["max_new_tokens"] = line.get("max_new_tokens", 6)
         sampling = icejax.Sampling(temperature=line.get("temperature", 0.0))
-        (alone,) = icejax.generate(*bundled, line["prompt"], cache=Full(), sampling=sampling, **options)
-        assert each["text"] == alone.text
+        (single,) = icejax.generate(*bundled, line["prompt"], cache=Full(), sampling=sampling, **options)
+        assert response["text"] == single.text
 
 
 WRONG = {
@@ -80,7 +82,7 @@ def test_token_ids_are_prompts(bundled):
     ids = bundled[1](text).input_ids
     for prompts in (ids, [ids], np.asarray(ids), [np.asarray(ids, np.int64)], icejax.Request(prompt=ids)):
         assert icejax.generate(*bundled, prompts, **options)[0].token_ids == expected
-    for bad, message in (
+    for bad_prompts, message in (
         ([[1, 300]], "prompt 1 has token 300 and the model knows 257: they are of another model"),
         ([-1], "a token id of prompt 1 must be at least 0, got -1"),
         ([[]], "prompt 1 is empty"),
@@ -93,14 +95,14 @@ def test_token_ids_are_prompts(bundled):
         (7, "prompts must be text, token ids, or several of them, got 7"),
     ):
         with pytest.raises(icejax.InputError, match=message):
-            icejax.generate(*bundled, bad, **options)
+            icejax.generate(*bundled, bad_prompts, **options)
 
 
 @pytest.mark.parametrize(
     "cache", [pytest.param(Full(), marks=pytest.mark.slow), icejax.Clustered(budget=2000)], ids=["full", "clustered"]
 )
 def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
-    """Against a log-softmax in float64 of the logits of one pass over the whole text."""
+    """Compares with a float64 log-softmax of the logits of one pass over prompt and answer."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(40)
 
@@ -109,28 +111,28 @@ def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
             return " ".join(map(str, ids))
 
     options = dict(cache=cache, max_new_tokens=6, logprobs=3)
-    (found,) = icejax.generate(model, Numbers(), prompt, sampling=icejax.Sampling(temperature=2.0), seed=3, **options)
-    logits = all_logits(model, [*prompt, *found.token_ids], Full()).astype(np.float64)[len(prompt) - 1 : -1]
+    (response,) = icejax.generate(model, Numbers(), prompt, sampling=icejax.Sampling(temperature=2.0), seed=3, **options)
+    logits = all_logits(model, [*prompt, *response.token_ids], Full()).astype(np.float64)[len(prompt) - 1 : -1]
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert len(found.logprobs) == len(found.token_ids) == 6
-    for token, own, row in zip(found.token_ids, found.logprobs, expected, strict=True):
-        assert own.chosen.token_id == token and own.chosen.text == str(token)
+    assert len(response.logprobs) == len(response.token_ids) == 6
+    for token, reported, row in zip(response.token_ids, response.logprobs, expected, strict=True):
+        assert reported.chosen.token_id == token and reported.chosen.text == str(token)
         best = np.argsort(-row)[:3]
-        assert [each.token_id for each in own.top] == best.tolist()
+        assert [candidate.token_id for candidate in reported.top] == best.tolist()
         np.testing.assert_allclose(
-            [own.chosen.logprob, *(each.logprob for each in own.top)], [row[token], *row[best]], atol=1e-3
+            [reported.chosen.logprob, *(candidate.logprob for candidate in reported.top)], [row[token], *row[best]], atol=1e-3
         )
-    for bad in (-1, 1001, 2.5):
+    for bad_count in (-1, 1001, 2.5):
         with pytest.raises(icejax.InputError, match="logprobs must be"):
-            icejax.generate(model, Numbers(), prompt, **options | {"logprobs": bad})
+            icejax.generate(model, Numbers(), prompt, **options | {"logprobs": bad_count})
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 9))
 def test_what_runs_together_is_of_like_length(lengths, size):
-    found = batches([[0] * length for length in lengths], size)
-    rows = [row for each in found for row in each]
+    grouped = batches([[0] * length for length in lengths], size)
+    rows = [row for batch in grouped for row in batch]
     assert sorted(rows) == list(range(len(lengths))) and [lengths[row] for row in rows] == sorted(lengths)
-    assert all(len(each) == size for each in found[:-1]) and 0 < len(found[-1]) <= size
+    assert all(len(batch) == size for batch in grouped[:-1]) and 0 < len(grouped[-1]) <= size
 
 
 def test_options_of_other_types_are_refused(bundled):

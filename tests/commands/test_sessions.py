@@ -1,4 +1,4 @@
-"""`icejax sessions` lists what is kept, tells what is damaged, and removes nothing else than it was told to."""
+"""`icejax sessions`: lists saved sessions, says which are damaged, and removes only the sessions named."""
 
 import json
 import os
@@ -21,10 +21,10 @@ from tests.session.test_storage import fields_of, seal
 
 @pytest.fixture(scope="module")
 def whole(bundled, tmp_path_factory):
-    """The folder of a session of 13 tokens, with any numbers in its cache; only to be read."""
-    folder, draw = tmp_path_factory.mktemp("sessions"), np.random.default_rng(0)
+    """The folder of a session of 13 tokens with random numbers in its cache; tests must not change it."""
+    folder, rng = tmp_path_factory.mktemp("sessions"), np.random.default_rng(0)
     plan = make_plan(bundled[0], Full(), batch_size=1, prompt_tokens=9, new_tokens=91)
-    cache = jax.tree.map(lambda leaf: draw.integers(0, 99, leaf.shape).astype(leaf.dtype), storage._empty(plan))
+    cache = jax.tree.map(lambda leaf: rng.integers(0, 99, leaf.shape).astype(leaf.dtype), storage._empty(plan))
     about = storage.SessionInfo(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
     storage.write(folder, fingerprint(bundled[0], Full(), bundled[1]), about, range(13), cache, None)
     return folder
@@ -32,7 +32,7 @@ def whole(bundled, tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A folder of two sessions, one of them a chat that was saved three hours ago, and of much else."""
+    """A folder with two sessions, one of them a chat saved three hours ago, and with other files and folders."""
     for name in ("book", "chat"):
         shutil.copytree(whole, tmp_path / name)
     fields = fields_of(tmp_path / "chat")
@@ -47,8 +47,8 @@ def folder(whole, tmp_path):
     return tmp_path
 
 
-def run(capsys, *line) -> tuple[int, str, str]:
-    status = sessions.main([str(word) for word in line])
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    status = sessions.main([str(word) for word in arguments])
     return status, *capsys.readouterr()
 
 
@@ -154,7 +154,7 @@ def test_a_damaged_or_foreign_one_is_a_line_among_the_others(capsys, folder, dam
 
 @pytest.mark.parametrize("at", [0, 51, 52, 10**6, -1])
 def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
-    """The tokens take the first 52 bytes; the arrays are read in several pieces."""
+    """The token ids take the first 52 bytes; small blocks make the arrays be read in several pieces."""
     monkeypatch.setattr(stored_arrays, "BLOCK", 4099)
     status, out, err = run(capsys, folder, "--verify")
     assert (status, err) == (0, "") and "damaged" not in out
@@ -169,45 +169,45 @@ def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
 
 
 def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
-    """Once, and by a writer that never rests."""
-    verify, left = storage.StoredSession.verify, [1]
+    """A session saved anew once during --verify is sound; one saved anew at every try is damaged."""
+    verify, interruptions = storage.StoredSession.verify, [1]
 
-    def busy(self):
-        if self.path.name == "book" and left:
-            left.pop()
+    def verify_while_saving(self):
+        if self.path.name == "book" and interruptions:
+            interruptions.pop()
             fields = fields_of(self.path)
             fields["started"] += 1
             seal(self.path, fields)
             damaged(self.path, "the bytes of it are another's")
         verify(self)
 
-    monkeypatch.setattr(storage.StoredSession, "verify", busy)
+    monkeypatch.setattr(storage.StoredSession, "verify", verify_while_saving)
     status, out, err = run(capsys, folder, "--verify")
-    assert (status, err, left) == (0, "", []) and "damaged" not in out
-    left += 99 * [1]
+    assert (status, err, interruptions) == (0, "", []) and "damaged" not in out
+    interruptions += 99 * [1]
     status, out, err = run(capsys, folder, "--verify")
-    assert (status, err, len(left)) == (2, "", 96) and "damaged: the bytes of it are another's" in out
+    assert (status, err, len(interruptions)) == (2, "", 96) and "damaged: the bytes of it are another's" in out
 
 
 def test_one_that_changes_places_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
-    scandir, left = os.scandir, [1]
+    scandir, interruptions = os.scandir, [1]
 
-    def changing(path):
-        if Path(path).name == "book" and left:
-            left.pop()
+    def scandir_once_missing(path):
+        if Path(path).name == "book" and interruptions:
+            interruptions.pop()
             raise FileNotFoundError(2, "No such file or directory")
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", changing)
+    monkeypatch.setattr(os, "scandir", scandir_once_missing)
     status, out, err = run(capsys, folder, "--verify")
-    assert (status, err, left) == (0, "", []) and "damaged" not in out
+    assert (status, err, interruptions) == (0, "", []) and "damaged" not in out
 
 
 def test_one_that_may_not_be_read_is_not_removed(capsys, folder, monkeypatch):
-    def closed(self):
+    def denied(self):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "iterdir", closed)
+    monkeypatch.setattr(Path, "iterdir", denied)
     assert run(capsys, folder, "--remove", "book") == (2, "book  not removed: Permission denied\n", "")
 
 

@@ -1,4 +1,4 @@
-"""Rows that join and leave a batch that decodes: each goes on as it would alone, and forks as two runs would."""
+"""Rows that join and leave a decoding batch: a row decodes as it would alone, and a fork as a run of its own."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import greedy
 
-ROOM = 2048  # a budget for all tokens there are, in pages that may be filled in part
+ROOM = 2048  # tokens: a budget for all tokens, even in partly filled pages
 PAGE = 8
 EXACT = {
     "full": Full(),
@@ -37,73 +37,73 @@ EXACT = {
     "pariskv": ParisKV(budget=ROOM),
     "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
 }
-# What finds single tokens; OmniKV, which needs layers that follow, is in test_omnikv.py.
-SINGLY = ("pqcache", "retroinfer", "pariskv", "coded")
+# Policies that fetch single tokens. OmniKV needs layers that follow others: test_omnikv.py has it.
+SINGLE_TOKENS = ("pqcache", "retroinfer", "pariskv", "coded")
 
 
 def slow(*values):
-    """A case that the default run leaves out: others are like it."""
+    """Returns a case that the default run leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Sliding layers too, whose rings wrap."""
+    """Returns a model that also has sliding layers, whose rings wrap."""
     return families.load(families.build(families.row("qwen3-layer-types")), tmp_path_factory.mktemp("model"))
 
 
 class Batch:
-    """A batch of `rows` places, and what every row is told step by step."""
+    """A decoding batch with places for `rows` rows, and the logits of every row, step by step."""
 
     def __init__(self, model, policy, *, rows: int, longest: int = 250, new: int = 250, extents: int = 40) -> None:
         self.model, self.plan = model, make_plan(model, policy, batch_size=rows, prompt_tokens=longest, new_tokens=new)
-        self.alone = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
-        self.state, self.decoding, self.extents = empty_batch(self.plan), DecodePrograms(model, self.plan), Extents(extents)
+        self.row_plan = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
+        self.state, self.programs, self.extents = empty_batch(self.plan), DecodePrograms(model, self.plan), Extents(extents)
         self.pool = host_pool.allocate(self.plan.pool_shape(extents), self.plan.pool_dtype) if self.plan.pooled else None
         self.logits: dict[int, list[np.ndarray]] = {}
 
     def prefill(self, prompt, **options):
-        """Returns the state of a row behind its prompt, whose pages come into the pool."""
-        into = None
+        """Returns the state of a row after its prompt, and the step; the prompt's pages are written to the pool."""
+        pool_and_table = None
         if self.pool is not None:
-            into = self.pool, self.extents.take(self.plan.extents(len(prompt))[None])
-        row, step, self.pool = prefill(self.model, [prompt], self.alone, into=into, **options)
+            pool_and_table = self.pool, self.extents.take(self.plan.extents(len(prompt))[None])
+        row, step, self.pool = prefill(self.model, [prompt], self.row_plan, into=pool_and_table, **options)
         return row, step
 
-    def join(self, prompt, at: int, **options) -> None:
+    def join(self, prompt, index: int, **options) -> None:
         row, step = self.prefill(prompt, **options)
-        self.state, self.logits[at] = insert(self.state, row, at, plan=self.plan), [np.asarray(step.logits)[0]]
+        self.state, self.logits[index] = insert(self.state, row, index, plan=self.plan), [np.asarray(step.logits)[0]]
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            self.state, step, self.pool = self.decoding.step(self.state, self.pool)
-            for at, kept in self.logits.items():
-                kept.append(np.asarray(step.logits)[at])
+            self.state, step, self.pool = self.programs.step(self.state, self.pool)
+            for index, row_logits in self.logits.items():
+                row_logits.append(np.asarray(step.logits)[index])
 
 
-def assert_alone(model, policy, prompt, found) -> None:
-    """Asserts that logits are those of a greedy generation of the prompt alone, and the tokens too."""
-    tokens, expected, _ = greedy(model, policy, [prompt], len(found))
-    np.testing.assert_allclose(found, expected[:, 0], rtol=0, atol=tolerances.LOGITS)
-    np.testing.assert_array_equal(np.argmax(found, -1), tokens[0])
+def assert_alone(model, policy, prompt, logits) -> None:
+    """Asserts that logits and tokens are those of greedy generation from the prompt alone."""
+    tokens, expected, _ = greedy(model, policy, [prompt], len(logits))
+    np.testing.assert_allclose(logits, expected[:, 0], rtol=0, atol=tolerances.LOGITS)
+    np.testing.assert_array_equal(np.argmax(logits, -1), tokens[0])
 
 
-@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "quest", "snapkv", "streaming", *SINGLY))])
+@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "quest", "snapkv", "streaming", *SINGLE_TOKENS))])
 def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
-    """At every phase of the window's page; across compactions, and the rings of sliding layers wrap. Others' rows stay."""
+    """At every phase of the window's page, over compactions and wraps of sliding layers' rings, whatever other rows do."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
     prompts = [families.tokens(length, seed=length) for length in (200, 5, 40, 250, 33, 64, 9, 129, 77, 31)]
-    for at, prompt in enumerate(prompts):
-        batch.join(prompt, at)
-        batch.step(3 if at < 8 else 1)  # prime to the page: at phases 0, 3, 6, 1, 4, 7, 2, 5, 0, 1
+    for index, prompt in enumerate(prompts):
+        batch.join(prompt, index)
+        batch.step(3 if index < 8 else 1)  # the phases mod 8 at which rows join: 0, 3, 6, 1, 4, 7, 2, 5, 0, 1
     batch.step(20)
-    for at, prompt in enumerate(prompts):
-        assert_alone(model, policy, prompt, batch.logits[at])
+    for index, prompt in enumerate(prompts):
+        assert_alone(model, policy, prompt, batch.logits[index])
 
 
-@pytest.mark.parametrize("name", [slow("full"), "clustered", *map(slow, ("quest", *SINGLY))])
+@pytest.mark.parametrize("name", [slow("full"), "clustered", *map(slow, ("quest", *SINGLE_TOKENS))])
 def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
-    """A row joins when they are nearly through, in the place of one that has left, and its own go on from the first."""
+    """A row joins a freed place 20 slots before the last of these pages; its later tokens go to the first pages again."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2)
     batch.join(families.tokens(150), 1)
     free = batch.extents.free
@@ -117,7 +117,7 @@ def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
 
 
 def test_a_row_that_decodes_all_it_may_has_its_windows(model):
-    """Beyond the tokens that were asked for, up to what they are padded to."""
+    """A row may decode more than the 16 tokens planned for, as the plan pads them."""
     batch, prompt = Batch(model, Full(), rows=1, longest=16, new=16), families.tokens(16)
     batch.join(prompt, 0)
     batch.step(40)
@@ -126,7 +126,7 @@ def test_a_row_that_decodes_all_it_may_has_its_windows(model):
 
 
 def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
-    """Or a round would begin at the end of them and go on at their beginning. None runs for which they have no room."""
+    """Otherwise a round would wrap from their end to their start. Without room for a whole round, none runs."""
     sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=300)
     plans = [make_plan(model, Clustered(budget=64, compact_every=every), **sizes) for every in (256, 512)]
     assert [(plan.growth_pages * plan.page_size, plan.compact_every) for plan in plans] == [(512, 256), (384, 0)]
@@ -134,7 +134,7 @@ def test_pages_for_new_tokens_are_whole_rounds_of_compaction(model):
 
 @pytest.mark.slow
 def test_the_last_round_before_that_is_compacted_as_the_others(model):
-    """A round larger than the prompts: the pages of new tokens begin anew at the step at which it ends."""
+    """A round longer than the prompts, which ends at the step at which the pages of new tokens are reused from the first."""
     policy, prompt = Clustered(budget=ROOM, page_size=PAGE, compact_every=512), families.tokens(90)
     batch = Batch(model, policy, rows=1, longest=100, new=1000)
     batch.step(990)
@@ -148,7 +148,7 @@ def test_the_last_round_before_that_is_compacted_as_the_others(model):
 
 
 def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
-    """NaN too; at a step where the row has only a part of the round that is sorted."""
+    """The pool is full of NaN, and the row has only a part of the round that is compacted."""
     policy, prompt = replace(EXACT["clustered"], compact_every=64), families.tokens(90)
     batch = Batch(model, policy, rows=1)
     batch.pool = jax.device_put(np.full(batch.pool.shape, 0x7FC00000, np.uint32), batch.pool.sharding)
@@ -165,19 +165,19 @@ def test_twins_that_settle_write_to_extents_of_their_own(model):
     batch.step(45)
     text = [*prompt, *np.argmax(batch.logits[0][:-1], -1).tolist()]
     twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
-    rows_of, found = [batch.state, twin], []
+    states, results = [batch.state, twin], []
     for i in range(2):
-        rows_of[i], batch.pool = fold_into_prompt(rows_of[i], batch.pool, batch.extents, plan=batch.plan, tokens=30)
-        own = [*more[i:], 7]
-        rows_of[i], step, batch.pool = extend(model, own, batch.plan, rows_of[i], batch.pool)
-        found.append((own, [np.asarray(step.logits)[0]]))
-    runs = [DecodePrograms(model, batch.plan) for _ in rows_of]
+        states[i], batch.pool = fold_into_prompt(states[i], batch.pool, batch.extents, plan=batch.plan, tokens=30)
+        appended = [*more[i:], 7]
+        states[i], step, batch.pool = extend(model, appended, batch.plan, states[i], batch.pool)
+        results.append((appended, [np.asarray(step.logits)[0]]))
+    programs_of = [DecodePrograms(model, batch.plan) for _ in states]
     for _ in range(20):
-        for i, run in enumerate(runs):
-            rows_of[i], step, batch.pool = run.step(rows_of[i], batch.pool)
-            found[i][1].append(np.asarray(step.logits)[0])
-    for own, logits in found:
-        assert_alone(model, policy, [*text, *own], logits)
+        for i, programs in enumerate(programs_of):
+            states[i], step, batch.pool = programs.step(states[i], batch.pool)
+            results[i][1].append(np.asarray(step.logits)[0])
+    for appended, logits in results:
+        assert_alone(model, policy, [*text, *appended], logits)
 
 
 @pytest.mark.slow
@@ -193,18 +193,18 @@ def test_small_budget_selects_as_alone_where_pages_align(model):
 @pytest.mark.parametrize("name", ["full", *map(slow, ("clustered", "snapkv"))])
 def test_a_row_taken_out_goes_on_alone(model, name):
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=3)
-    for at, length in enumerate((30, 140, 80)):
-        batch.join(families.tokens(length, seed=length), at)
+    for index, length in enumerate((30, 140, 80)):
+        batch.join(families.tokens(length, seed=length), index)
         batch.step(7)
-    (batch.state, row), kept = extract(batch.state, 1), batch.logits.pop(1)
-    alone = DecodePrograms(model, batch.alone)
-    alone.clock = batch.decoding.clock
-    batch.join(families.tokens(60), 1)  # in its place
+    (batch.state, row), row_logits = extract(batch.state, 1), batch.logits.pop(1)
+    programs = DecodePrograms(model, batch.row_plan)
+    programs.clock = batch.programs.clock
+    batch.join(families.tokens(60), 1)  # in the freed place
     for _ in range(40):
-        row, step, batch.pool = alone.step(row, batch.pool)
-        kept.append(np.asarray(step.logits)[0])
+        row, step, batch.pool = programs.step(row, batch.pool)
+        row_logits.append(np.asarray(step.logits)[0])
         batch.step()
-    assert_alone(model, policy, families.tokens(140, seed=140), kept)
+    assert_alone(model, policy, families.tokens(140, seed=140), row_logits)
     assert_alone(model, policy, families.tokens(60), batch.logits[1])
     with pytest.raises(InputError, match="row 1 of the batch is taken: end it first, or take it out"):
         batch.join(families.tokens(60), 1)
@@ -215,11 +215,11 @@ def test_a_row_taken_out_goes_on_alone(model, name):
     [
         ("clustered", 230),
         *(slow(name, 0) for name in ("clustered", "coded")),
-        *(slow(name, 230) for name in ("snapkv", "full", "resident", "quest", *SINGLY)),
+        *(slow(name, 230) for name in ("snapkv", "full", "resident", "quest", *SINGLE_TOKENS)),
     ],
 )
 def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun):
-    """Its new tokens were in pages that had been sorted, or not, and had begun anew; others stay as they are."""
+    """Its new tokens may have been compacted, and their pages reused from the first; the other row does not change."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2, longest=500)
     batch.step(begun)
     batch.join(families.tokens(120, seed=1), 0)
@@ -229,8 +229,8 @@ def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun)
     batch.step(45)
     text = [*prompt, *np.argmax(batch.logits.pop(1)[:-1], -1).tolist(), *more]
     batch.state, row = extract(batch.state, 1)
-    row, batch.pool = fold_into_prompt(row, batch.pool, batch.extents, plan=batch.alone, tokens=len(more))
-    row, step, batch.pool = extend(model, more, batch.alone, row, batch.pool)
+    row, batch.pool = fold_into_prompt(row, batch.pool, batch.extents, plan=batch.row_plan, tokens=len(more))
+    row, step, batch.pool = extend(model, more, batch.row_plan, row, batch.pool)
     batch.step(3)
     batch.state, batch.logits[1] = insert(batch.state, row, 1, plan=batch.plan), [np.asarray(step.logits)[0]]
     batch.step(40)
@@ -252,42 +252,42 @@ def test_a_row_that_has_become_too_long_is_told(model):
     batch.join(families.tokens(230), 0)
     batch.step(20)
     with pytest.raises(InputError, match="a row of .* pages does not fit prompts of at most 32: plan for longer prompts"):
-        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.alone, tokens=10)
+        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.row_plan, tokens=10)
 
 
 @pytest.mark.parametrize("steps", [slow(5), slow(40), 250, slow(300)])
 @pytest.mark.parametrize("name", [slow("full"), "clustered", slow("quest")])
 def test_a_fork_goes_on_in_its_own_way(model, name, steps):
-    """Both as runs that were never forked; over compactions, before and after the pages of new tokens begin anew."""
+    """Both decode as if never forked: over compactions, before and after the pages of new tokens are reused from the first."""
     policy, prompt = EXACT[name], families.tokens(200)
     batch = Batch(model, policy, rows=1)
     batch.step(max(0, steps - 40))
     batch.join(prompt, 0)
     batch.step(min(steps, 40))
-    where = None if batch.pool is None else batch.pool.unsafe_buffer_pointer()
+    address = None if batch.pool is None else batch.pool.unsafe_buffer_pointer()
     twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
-    other = DecodePrograms(model, batch.plan)
-    other.clock, forced = batch.decoding.clock, jnp.asarray([7], jnp.int32)
-    twin, told = replace(twin, last_tokens=forced), []
-    for _ in range(50):  # in turns
-        twin, step, batch.pool = other.step(twin, batch.pool)
-        told.append(np.asarray(step.logits)[0])
+    twin_programs = DecodePrograms(model, batch.plan)
+    twin_programs.clock, forced = batch.programs.clock, jnp.asarray([7], jnp.int32)
+    twin, twin_logits = replace(twin, last_tokens=forced), []
+    for _ in range(50):  # the two take turns
+        twin, step, batch.pool = twin_programs.step(twin, batch.pool)
+        twin_logits.append(np.asarray(step.logits)[0])
         batch.step()
-    assert where is None or batch.pool.unsafe_buffer_pointer() == where
+    assert address is None or batch.pool.unsafe_buffer_pointer() == address
     assert_alone(model, policy, prompt, batch.logits[0])
     text = [*prompt, *np.argmax(batch.logits[0][: min(steps, 40)], -1).tolist(), 7]
-    assert_alone(model, policy, text, told)
+    assert_alone(model, policy, text, twin_logits)
 
 
 def test_forks_share_what_neither_writes_and_give_it_back(model):
     batch = Batch(model, EXACT["clustered"], rows=1, longest=1500, extents=9)
-    before = batch.extents.free
+    free = batch.extents.free
     batch.join(families.tokens(1500), 0)
-    held = before - batch.extents.free
+    num_extents = free - batch.extents.free
     twin, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
     tables = [np.asarray(state.cache.table)[0] for state in (batch.state, twin)]
     shared = int((tables[0] == tables[1]).sum())
-    assert shared == 3 and before - batch.extents.free == 2 * held - shared
+    assert shared == 3 and free - batch.extents.free == 2 * num_extents - shared
     with pytest.raises(InputError, match=r"the pool has . free extents and \d+ are needed: use a larger pool"):
         for _ in range(9):
             _, batch.pool = fork(batch.state, batch.pool, batch.extents, plan=batch.plan)
@@ -296,30 +296,30 @@ def test_forks_share_what_neither_writes_and_give_it_back(model):
 
 
 def test_samples_of_a_row_do_not_depend_on_its_batch(bundled):
-    """Nor on when it joined; greedy rows beside it stay greedy, and a penalty is its own row's."""
+    """Nor on when it joined; the row beside it stays greedy, and without the penalty."""
     model, tokenizer = bundled
-    way = icejax.Sampling(temperature=1.5, top_k=20, repetition_penalty=1.3)
-    (alone,) = icejax.generate(model, tokenizer, "import ", cache=Full(), sampling=way, seed=3, max_new_tokens=12)
-    (greedily,) = icejax.generate(model, tokenizer, "def ", cache=Full(), max_new_tokens=17)
+    sampling = icejax.Sampling(temperature=1.5, top_k=20, repetition_penalty=1.3)
+    (single,) = icejax.generate(model, tokenizer, "import ", cache=Full(), sampling=sampling, seed=3, max_new_tokens=12)
+    (baseline,) = icejax.generate(model, tokenizer, "def ", cache=Full(), max_new_tokens=17)
     batch, ids = Batch(model, Full(), rows=2), [tokenizer(text)["input_ids"] for text in ("def ", "import ")]
     batch.join(ids[0], 0)
     batch.step(5)
-    row, step = batch.prefill(ids[1], sampling=[way], draws=[(3, 0)])
-    batch.state, found = insert(batch.state, row, 1, plan=batch.plan), [int(step.tokens[0])]
-    for _ in range(len(alone.token_ids) - 1):
+    row, step = batch.prefill(ids[1], sampling=[sampling], draws=[(3, 0)])
+    batch.state, token_ids = insert(batch.state, row, 1, plan=batch.plan), [int(step.tokens[0])]
+    for _ in range(len(single.token_ids) - 1):
         batch.step()
-        found.append(int(batch.state.last_tokens[1]))
-    assert found == list(alone.token_ids)
+        token_ids.append(int(batch.state.last_tokens[1]))
+    assert token_ids == list(single.token_ids)
     assert (
-        np.argmax(batch.logits[0], -1).tolist()[: len(greedily.token_ids)] == list(greedily.token_ids)[: len(batch.logits[0])]
+        np.argmax(batch.logits[0], -1).tolist()[: len(baseline.token_ids)] == list(baseline.token_ids)[: len(batch.logits[0])]
     )
 
 
 def test_joining_compiles_once_and_copies_nothing_of_the_pool(model):
     rows._insert.clear_cache()
     batch = Batch(model, EXACT["clustered"], rows=3)
-    where = batch.pool.unsafe_buffer_pointer()
-    for at in range(3):
-        batch.join(families.tokens(50 + at), at)
+    address = batch.pool.unsafe_buffer_pointer()
+    for index in range(3):
+        batch.join(families.tokens(50 + index), index)
         batch.step(2)
-    assert rows._insert._cache_size() == 1 and batch.pool.unsafe_buffer_pointer() == where
+    assert rows._insert._cache_size() == 1 and batch.pool.unsafe_buffer_pointer() == address

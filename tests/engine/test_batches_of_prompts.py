@@ -1,4 +1,4 @@
-"""What a prompt gets does not hang on the batch it stands in, nor on sizes far beyond what is needed."""
+"""A prompt's output depends neither on its batch nor on a batch size or context length far larger than needed."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ PROMPTS = ["import os", "x = [", "def f(a):", "class A:", "import os"]
 
 @pytest.fixture
 def answers(bundled, monkeypatch, capsys):
-    """Runs the command line on a model that is loaded already."""
+    """Returns a function that runs the command line on the bundled model, loaded once, and returns the token ids."""
     monkeypatch.setattr(command, "load", lambda *_, **__: bundled)
 
     def run(*arguments: str) -> list[tuple[int, ...]]:
@@ -30,11 +30,11 @@ def answers(bundled, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_sampled_texts_are_the_same_in_batches_of_any_size(answers):
-    drawn = ("--temperature", "1.2", "--seed", "3")
-    found = [answers(*drawn, "--batch-size", size) for size in ("1", "2", str(10**12))]
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] != found[0][4]  # equal prompts draw on their own, in one batch and in several
-    assert answers("--temperature", "1.2", "--seed", "4") != found[0]
+    sampling_options = ("--temperature", "1.2", "--seed", "3")
+    runs = [answers(*sampling_options, "--batch-size", size) for size in ("1", "2", str(10**12))]
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0][0] != runs[0][4]  # equal prompts draw different samples, in one batch and in several
+    assert answers("--temperature", "1.2", "--seed", "4") != runs[0]
 
 
 def test_index_names_the_prompt_of_a_run_and_its_seed(bundled):
@@ -43,13 +43,13 @@ def test_index_names_the_prompt_of_a_run_and_its_seed(bundled):
     requests = [icejax.Request(prompt=text, index=i) for i, text in enumerate(PROMPTS[:3])]
     alone = [icejax.generate(*bundled, request, **options)[0] for request in requests]
     assert [a.token_ids for a in alone] == [t.token_ids for t in together]
-    own = [icejax.Request(prompt=PROMPTS[0], seed=7, index=i) for i in range(2)]
-    first, second = icejax.generate(*bundled, own, **options)
+    seeded = [icejax.Request(prompt=PROMPTS[0], seed=7, index=i) for i in range(2)]
+    first, second = icejax.generate(*bundled, seeded, **options)
     assert first.token_ids == second.token_ids == icejax.generate(*bundled, PROMPTS[0], seed=7, **options)[0].token_ids
     assert first.token_ids != together[0].token_ids
 
 
-OWN = (
+SAMPLINGS = (
     icejax.Sampling(temperature=1.2),
     icejax.Sampling(),
     icejax.Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3),
@@ -64,20 +64,22 @@ OWN = (
     ids=repr,
 )
 def test_each_row_samples_in_its_own_way_as_it_would_alone(bundled, cache, rows):
-    """Row 1 is greedy, so that alone it is run by the program that draws nothing."""
+    """Row 1 is greedy: alone, it is run by the program that never samples."""
     options = dict(cache=cache, max_new_tokens=24)
-    requests = [icejax.Request(prompt=PROMPTS[i] * 8, sampling=OWN[i], index=i) for i in rows]
+    requests = [icejax.Request(prompt=PROMPTS[i] * 8, sampling=SAMPLINGS[i], index=i) for i in rows]
     together = icejax.generate(*bundled, requests, **options)
     alone = [icejax.generate(*bundled, request, **options)[0].token_ids for request in requests]
-    assert [each.token_ids for each in together] == alone
+    assert [result.token_ids for result in together] == alone
     assert together[rows.index(1)].token_ids == icejax.generate(*bundled, PROMPTS[1] * 8, **options)[0].token_ids
 
 
 def test_a_request_without_sampling_has_that_of_the_call(bundled):
-    options = dict(cache=Full(), max_new_tokens=12, sampling=OWN[0])
-    asked = [icejax.Request(prompt=PROMPTS[0], sampling=own) for own in (None, OWN[0], OWN[1])]
-    alike, same, greedy = icejax.generate(*bundled, [dataclasses.replace(each, seed=3) for each in asked], **options)
-    assert alike.token_ids == same.token_ids != greedy.token_ids
+    options = dict(cache=Full(), max_new_tokens=12, sampling=SAMPLINGS[0])
+    requests = [icejax.Request(prompt=PROMPTS[0], sampling=sampling) for sampling in (None, SAMPLINGS[0], SAMPLINGS[1])]
+    of_call, of_request, greedy = icejax.generate(
+        *bundled, [dataclasses.replace(request, seed=3) for request in requests], **options
+    )
+    assert of_call.token_ids == of_request.token_ids != greedy.token_ids
 
 
 def test_a_context_beyond_the_models_own_is_warned_of_once(answers):

@@ -1,4 +1,4 @@
-"""New tokens behind a cache: they see all before them exactly, and the cache is then what a longer prompt had made it."""
+"""Extending a cache: new tokens attend exactly to all tokens before them, and decoding goes on as after one long prompt."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import all_logits, greedy, plan_for
 
-# Budgets for all tokens, or those decoded between the parts would be what a policy makes of them.
+# The budgets hold all tokens; with less, tokens decoded between the parts would be approximated.
 POLICIES = (
     pytest.param(Full(), id="full"),
     pytest.param(Clustered(budget=2000, sinks=8, window=24, compact_every=32), id="pages-of-16"),
@@ -31,39 +31,39 @@ PARTS = ([200, 60, 300], [5, 9, 40], [30, 1, 400, 3])
     ids=str,
 )
 def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, parts):
-    """Tokens are decoded between the parts, so that the window is in every state; they belong to the text."""
+    """Between the parts, tokens of the text are decoded, so that each part meets the window in another state."""
     model = families.load(families.build(families.row(family)), tmp_path)
     tokens = families.tokens(sum(parts) + 20 * len(parts))
     plan = plan_for(model, policy, [tokens], 1500)
     decoding = DecodePrograms(model, plan)
     expected = all_logits(model, tokens, Full())
-    state, pool, at = None, None, 0
+    state, pool, position = None, None, 0
     for number, part in enumerate(parts):
         if state is None:
             state, step, pool = prefill.prefill(model, [tokens[:part]], plan)
         else:
             assert plan.room_for_answer(part, pages=int(state.cache.lengths.next_page)) > 0
-            state, step, pool = extend.extend(model, tokens[at : at + part], plan, state, pool)
-        at += part
-        np.testing.assert_allclose(step.logits[0], expected[at - 1], rtol=0, atol=tolerances.LOGITS)
+            state, step, pool = extend.extend(model, tokens[position : position + part], plan, state, pool)
+        position += part
+        np.testing.assert_allclose(step.logits[0], expected[position - 1], rtol=0, atol=tolerances.LOGITS)
         decoding.clock = 0
-        for token in tokens[at : at + 7 * number + 3]:
+        for token in tokens[position : position + 7 * number + 3]:
             forced = jnp.asarray([token], jnp.int32)
             state = dataclasses.replace(state, last_tokens=forced)
             state, _, pool = decoding.step(state, pool)
-            at += 1
-        assert int(state.cache.lengths.seen[0]) == at
+            position += 1
+        assert int(state.cache.lengths.seen[0]) == position
 
 
 @pytest.mark.parametrize("reuse", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
-    tokens, exact = families.tokens(500), Clustered(budget=2000, reuse=reuse)
-    plan = plan_for(model, exact, [tokens], 1000)
+    tokens, policy = families.tokens(500), Clustered(budget=2000, reuse=reuse)
+    plan = plan_for(model, policy, [tokens], 1000)
     state, step, pool = prefill.prefill(model, [tokens[:300]], plan)
     state, step, pool = extend.extend(model, tokens[300:], plan, state, pool)
-    decoding, found = DecodePrograms(model, plan), [int(step.tokens[0])]
+    decoding, token_ids = DecodePrograms(model, plan), [int(step.tokens[0])]
     for _ in range(40):
         state, step, pool = decoding.step(state, pool)
-        found.append(int(step.tokens[0]))
-    np.testing.assert_array_equal(found, greedy(model, Full(), [tokens], 41)[0][0])
+        token_ids.append(int(step.tokens[0]))
+    np.testing.assert_array_equal(token_ids, greedy(model, Full(), [tokens], 41)[0][0])

@@ -1,4 +1,4 @@
-"""Logits that are not finite end a generation at once, in one line that says where it began."""
+"""NaN or infinite logits end a generation at once, with one error line that names the weight or layer at fault."""
 
 import dataclasses
 
@@ -19,12 +19,12 @@ PROMPTS = ["a" * 30, "b" * 50 + "c"]
 
 @pytest.fixture
 def model(tmp_path):
-    """One that this test may spoil; its head is not its embedding."""
+    """Returns a model that the test may change; its head is not tied to its embedding."""
     return families.load(families.build(families.row("llama-gqa")), tmp_path)
 
 
-def plant(parameter, value: float, *at: int) -> None:
-    parameter[...] = parameter[...].at[at].set(value)
+def plant(parameter, value: float, *index: int) -> None:
+    parameter[...] = parameter[...].at[index].set(value)
 
 
 def ask(model, prompts=PROMPTS, **options):
@@ -67,27 +67,29 @@ def test_a_layer_that_overflows_is_named(tmp_path):
 
 
 def test_a_step_that_is_not_the_first_ends_it_too(model):
-    """The embedding of a token that only the second answer comes upon."""
+    """NaN stands in the embedding of a token that only the second prompt's answer generates."""
     first, second = ask(model)
     fresh = [token for token in second.token_ids[1:-1] if token not in (*first.token_ids, ord("a") - 33, ord("b") - 33)]
     plant(model.model.embed_tokens.weight, jnp.nan, fresh[0])
-    pieces, found = icejax.stream_generate(model, Letters(), PROMPTS, cache=Full(), max_new_tokens=8), []
+    pieces, received = icejax.stream_generate(model, Letters(), PROMPTS, cache=Full(), max_new_tokens=8), []
     with pytest.raises(icejax.InputError, match="prompt 2: the model's logits .* model.embed_tokens.weight holds NaN"):
         for piece in pieces:
-            found.append(piece)
-    told = [piece.token_ids[0] for piece in found if piece.row == 1]
-    assert told == list(second.token_ids[: len(told)]) and told[-1] == fresh[0] and len(told) > 1
+            received.append(piece)
+    streamed_ids = [piece.token_ids[0] for piece in received if piece.row == 1]
+    assert (
+        streamed_ids == list(second.token_ids[: len(streamed_ids)]) and streamed_ids[-1] == fresh[0] and len(streamed_ids) > 1
+    )
     assert ask(model, PROMPTS[:1])[0].token_ids == first.token_ids
 
 
 def test_a_row_that_has_ended_does_not_matter(model):
-    """The first row ends with its first token; what its place in the batch computes later is nobody's."""
+    """The first row ends with its first token; the NaN that its place in the batch computes later is ignored."""
     first, second = ask(model)
     model.config = dataclasses.replace(model.config, eos_token_ids=(first.token_ids[0],))
     plant(model.model.embed_tokens.weight, jnp.nan, first.token_ids[0])
     assert first.token_ids[0] not in second.token_ids
-    found = ask(model)
-    assert found[0].finish_reason == "stop" and found[1].token_ids == second.token_ids
+    results = ask(model)
+    assert results[0].finish_reason == "stop" and results[1].token_ids == second.token_ids
 
 
 def test_log_probabilities_do_not_hide_it(model):
@@ -97,15 +99,18 @@ def test_log_probabilities_do_not_hide_it(model):
 
 
 def test_a_row_whose_text_has_ended_is_done(model):
-    """By its own limit: it brings no more pages, and what its place computes later is nobody's."""
-    done, requests = [], [icejax.Request(prompt="a" * 60, max_new_tokens=2), icejax.Request(prompt="b" * 60, max_new_tokens=12)]
-    watch = lambda state: done.append(np.asarray(state.done).tolist())  # noqa: E731
-    found = icejax.generate(model, Letters(), requests, cache=icejax.Clustered(budget=64), watch=watch, logprobs=0)
-    assert [len(each.token_ids) for each in found] == [2, 12]
+    """A row that reaches its own limit of new tokens is done, while the other row decodes on."""
+    done_of_steps, requests = (
+        [],
+        [icejax.Request(prompt="a" * 60, max_new_tokens=2), icejax.Request(prompt="b" * 60, max_new_tokens=12)],
+    )
+    watch = lambda state: done_of_steps.append(np.asarray(state.done).tolist())  # noqa: E731
+    results = icejax.generate(model, Letters(), requests, cache=icejax.Clustered(budget=64), watch=watch, logprobs=0)
+    assert [len(result.token_ids) for result in results] == [2, 12]
     assert (
-        [each[1] for each in done] == [False] * len(done)
-        and [each[0] for each in done][2:] == [True] * (len(done) - 2)
-        and len(done) > 3
+        [row_done[1] for row_done in done_of_steps] == [False] * len(done_of_steps)
+        and [row_done[0] for row_done in done_of_steps][2:] == [True] * (len(done_of_steps) - 2)
+        and len(done_of_steps) > 3
     )
 
 

@@ -1,4 +1,4 @@
-"""Plans, sizes, programs and repeatability."""
+"""Prefill and decode: padded sizes, how often programs compile, memory, repeatability, sampling, and pages fetched."""
 
 import math
 import re
@@ -28,7 +28,9 @@ from tests.helpers import families
 from tests.helpers.policies import POLICIES, by_row
 from tests.helpers.run import greedy, plan_for
 
-PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.small, Retrieval)}.values()][::-1]  # one each
+PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.small, Retrieval)}.values()][
+    ::-1
+]  # a row per policy
 
 
 @given(st.integers(1, 2_000_000))
@@ -60,13 +62,13 @@ def test_growth_compiles_each_program_once(tmp_path):
 
 
 def test_one_program_extends_all_layers(tmp_path):
-    """Three layers with pages: one that is compiled per layer would triple the first wait of a session's second text."""
+    """Of three layers with pages; a program per layer would triple the wait for the second answer of a session."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 300)
     state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
-    before = extend._extend_layer._cache_size()
+    num_programs = extend._extend_layer._cache_size()
     extend.extend(model, families.tokens(20), plan, state, pool)
-    assert len(plan.pooled) == 3 and extend._extend_layer._cache_size() == before + 1
+    assert len(plan.pooled) == 3 and extend._extend_layer._cache_size() == num_programs + 1
 
 
 def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):
@@ -77,7 +79,7 @@ def test_int8_pages_are_refused_on_tpu(tmp_path, monkeypatch):
 
 
 def test_a_flush_copies_no_level_of_the_tree(tmp_path):
-    """Levels are written in place: all are given away, and what is needed beside them is less than one vector of every page."""
+    """Levels are donated and written in place; temporary memory is less than one vector per page."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     model.config = replace(model.config, max_position_embeddings=2**17)
     plan = make_plan(model, Clustered(), batch_size=1, prompt_tokens=65536, new_tokens=64)
@@ -92,30 +94,30 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
 
 @pytest.mark.parametrize("row", [*by_row(rows=PAGED[:1]), *by_row(rows=PAGED[1:], slow=True)])
 def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, row):
-    """Of two rows, one without a page yet, so that nothing is known of it, such as PQCache's centroids."""
-    monkeypatch.setattr(tree, "TOP", 8)  # so that trees have levels
+    """One of the two rows has no page yet, and so no PQCache centroids, for example."""
+    monkeypatch.setattr(tree, "TOP", 8)  # gives small trees several levels
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(9)]
     plan = plan_for(model, row.small, prompts, 40)
     state, _, pool = prefill.prefill(model, prompts, plan)
     decoding = DecodePrograms(model, plan)
-    for _ in range(2 * plan.page_size - 1):  # the first page to leave begins a node of its own
+    for _ in range(2 * plan.page_size - 1):  # the first page to leave the window begins a new node
         state, _, pool = decoding.step(state, pool)
     step, flush, *_ = decoding._programs
     cache = step(decoding._leaves, state, pool)[0].cache
-    pages, news, _ = flush(cache)
-    assert len(news) > 1
-    kept = [cache.layers[i].index for i in plan.pooled]
-    assert all(len(index.levels) > 1 for index in kept if isinstance(index, Digested))
-    for at, i in enumerate(plan.pooled):
-        page, new = jax.jit(plan.policies[i].flush)(cache.layers[i], cache.lengths)
-        np.testing.assert_array_equal(np.asarray(pages[0, at]), np.asarray(page))
-        for found, expected in zip(jax.tree.leaves(news[at]), jax.tree.leaves(new), strict=True):
-            np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=tolerances.EXACT)
+    pages, updates, _ = flush(cache)
+    assert len(updates) > 1
+    indexes = [cache.layers[i].index for i in plan.pooled]
+    assert all(len(index.levels) > 1 for index in indexes if isinstance(index, Digested))
+    for number, i in enumerate(plan.pooled):
+        page, update = jax.jit(plan.policies[i].flush)(cache.layers[i], cache.lengths)
+        np.testing.assert_array_equal(np.asarray(pages[0, number]), np.asarray(page))
+        for actual, expected in zip(jax.tree.leaves(updates[number]), jax.tree.leaves(update), strict=True):
+            np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=tolerances.EXACT)
 
 
 def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
-    """A place that is another at every step is told to a GPU's graph, kernel by kernel."""
+    """A buffer whose address changed at every step would have to be updated in the CUDA graph, kernel by kernel."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
     state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
@@ -129,19 +131,19 @@ def test_the_same_input_gives_the_same_bits(tmp_path):
     model = families.load(families.build(families.row("qwen3-plain")), tmp_path)
     prompts = [families.tokens(300), families.tokens(20)]
     first, second = (greedy(model, Clustered(budget=64), prompts, 40) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_finds_the_bundled_answer(dtype):
-    """Pages travel as bit patterns; the answer is that of fp32."""
+    """The pool stores pages as bit patterns; the answer is that of fp32."""
     model, tokenizer = icejax.load(dtype=dtype)
     prompt = (icejax.api.generate.ASSETS / "prompt.txt").read_text()
     question = prompt[prompt.rindex("Pass key ") :]
     answer = prompt[prompt.index(question) + len(question) :][:6]
-    near = prompt[prompt.index(question) - 10 :][:1500] + question
-    (response,) = icejax.generate(model, tokenizer, near, cache=Clustered(budget=128), max_new_tokens=8)
+    context = prompt[prompt.index(question) - 10 :][:1500] + question
+    (response,) = icejax.generate(model, tokenizer, context, cache=Clustered(budget=128), max_new_tokens=8)
     assert response.text == answer and response.run.dtype == dtype and response.finish_reason == "stop"
 
 
@@ -173,28 +175,28 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompts = [families.tokens(300), families.tokens(120)]
     base = Clustered(budget=64, compact_every=32, keys_first=False)
-    (tokens, logits, _), held = (greedy(model, policy, prompts, 80) for policy in (base, replace(base, resident=True)))
-    np.testing.assert_array_equal(tokens, held[0])
-    np.testing.assert_array_equal(logits, held[1])
+    (tokens, logits, _), resident = (greedy(model, policy, prompts, 80) for policy in (base, replace(base, resident=True)))
+    np.testing.assert_array_equal(tokens, resident[0])
+    np.testing.assert_array_equal(logits, resident[1])
 
 
 @pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
-    """The bundled model answers a short question and stops; the other row writes on."""
+    """The bundled model answers a short question and stops; the other row decodes to its limit."""
     model, tokenizer = bundled
     prompt = (icejax.api.generate.ASSETS / "prompt.txt").read_text()
     question = prompt[prompt.rindex("Pass key ") :]
-    near = prompt[prompt.index(question) - 10 :][:1200]
+    context = prompt[prompt.index(question) - 10 :][:1200]
     options = dict(cache=Clustered(budget=64, resident=resident), max_new_tokens=48)
-    stopped, going = icejax.generate(model, tokenizer, [near + question, near], **options)
-    assert stopped.finish_reason == "stop" and going.finish_reason == "length"
+    stopped, running = icejax.generate(model, tokenizer, [context + question, context], **options)
+    assert stopped.finish_reason == "stop" and running.finish_reason == "length"
     if resident:
-        assert 0 < stopped.hit_rate < 1 and 0 < going.hit_rate < 1
+        assert 0 < stopped.hit_rate < 1 and 0 < running.hit_rate < 1
     else:
-        assert stopped.hit_rate == going.hit_rate == 0
+        assert stopped.hit_rate == running.hit_rate == 0
 
-    plan = plan_for(model, options["cache"], [list((near + question).encode()), list(near.encode())], 48)
-    state, _, pool = prefill.prefill(model, [list((near + question).encode()), list(near.encode())], plan)
+    plan = plan_for(model, options["cache"], [list((context + question).encode()), list(context.encode())], 48)
+    state, _, pool = prefill.prefill(model, [list((context + question).encode()), list(context.encode())], plan)
     decoding, fetched = DecodePrograms(model, plan), []
     for _ in range(47):
         state, step, pool = decoding.step(state, pool)

@@ -1,4 +1,4 @@
-"""Sampling: what is kept equals transformers' processors, and draws follow the probabilities."""
+"""Sampling: the candidates are those of transformers' logits processors, and draws follow their probabilities."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-# Beside those: rows of one batch, each with its own.
+# The rows of one batch, each with its own options.
 ROWS = (
     *CASES.values(),
     Sampling(),
@@ -44,7 +44,7 @@ ROWS = (
 
 
 def scores(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Returns the logits that transformers would draw from, -inf for what is cut away."""
+    """Returns the logits that transformers would draw from, -inf for tokens that are cut."""
     import torch
     from transformers.generation import logits_process as steps
 
@@ -60,8 +60,8 @@ def scores(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarr
     return chain(torch.tensor(text), torch.tensor(logits)).numpy()
 
 
-def held(text: np.ndarray) -> np.ndarray:
-    """Returns which tokens bool[B, V] texts i64[B, T] hold."""
+def seen_tokens(text: np.ndarray) -> np.ndarray:
+    """Returns the mask bool[B, V] of the tokens in texts i64[B, T]."""
     seen = np.zeros((len(text), VOCABULARY), bool)
     np.put_along_axis(seen, text, True, axis=-1)
     return seen
@@ -76,22 +76,22 @@ def test_draws_follow_transformers_probabilities(name):
     text = rng.integers(0, VOCABULARY, (1, 10))
     expected = torch.softmax(torch.tensor(scores(CASES[name], text, logits)), -1).numpy()[0]
     draws = 20000
-    many = jitted(
+    samples = jitted(
         choose,
         jnp.broadcast_to(jnp.asarray(logits), (draws, VOCABULARY)),
         RowSampling.of([CASES[name]] * draws),
         keys=jax.random.split(jax.random.key(1), draws),
-        seen=jnp.broadcast_to(jnp.asarray(held(text)), (draws, VOCABULARY)),
+        seen=jnp.broadcast_to(jnp.asarray(seen_tokens(text)), (draws, VOCABULARY)),
     )
-    found = np.bincount(np.asarray(many), minlength=VOCABULARY) / draws
-    assert (found[expected == 0] == 0).all()
-    np.testing.assert_allclose(found, expected, atol=5 * np.sqrt(0.25 / draws))
+    frequencies = np.bincount(np.asarray(samples), minlength=VOCABULARY) / draws
+    assert (frequencies[expected == 0] == 0).all()
+    np.testing.assert_allclose(frequencies, expected, atol=5 * np.sqrt(0.25 / draws))
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])
 @pytest.mark.parametrize("grain", [0, 0.5], ids=["apart", "ties"])
 def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
-    """Of equal logits at the border of top-p transformers keeps some, as its sort has them, and we all."""
+    """Of equal logits at the border of top-p, transformers keeps those that its sort puts first; icejax keeps all."""
 
     @jax.jit
     def ours_of(logits, seen, rows):
@@ -105,25 +105,32 @@ def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
             logits = np.round(logits / (grain * scale)) * np.float32(grain * scale)
         rows = [ROWS[i] for i in rng.permutation(len(ROWS))]
         texts = rng.integers(0, VOCABULARY, (len(ROWS), 10))
-        found = ours_of(jnp.asarray(logits), jnp.asarray(held(texts)), RowSampling.of(rows))
-        for row, text, before, ours, own in zip(rows, texts, logits, *map(np.asarray, found), strict=True):
+        results = ours_of(jnp.asarray(logits), jnp.asarray(seen_tokens(texts)), RowSampling.of(rows))
+        for row, text, row_logits, ours, penalised_logits in zip(rows, texts, logits, *map(np.asarray, results), strict=True):
             if not row.samples:
                 assert np.isfinite(ours).all()
                 continue
-            expected = scores(row, text[None], before[None])[0]
-            kept, whole = np.isfinite(expected), (own.astype(np.float64) - own.max()) / row.temperature
-            np.testing.assert_array_equal(np.isfinite(ours), own >= own[kept].min() if grain else kept)
-            np.testing.assert_allclose(ours[np.isfinite(ours)], whole[np.isfinite(ours)], rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(ours[kept], expected[kept] - expected.max(), rtol=1e-4, atol=1e-4)
+            expected = scores(row, text[None], row_logits[None])[0]
+            is_candidate, scaled = (
+                np.isfinite(expected),
+                (penalised_logits.astype(np.float64) - penalised_logits.max()) / row.temperature,
+            )
+            np.testing.assert_array_equal(
+                np.isfinite(ours), penalised_logits >= penalised_logits[is_candidate].min() if grain else is_candidate
+            )
+            np.testing.assert_allclose(ours[np.isfinite(ours)], scaled[np.isfinite(ours)], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(ours[is_candidate], expected[is_candidate] - expected.max(), rtol=1e-4, atol=1e-4)
 
 
 def test_equal_logits_at_the_kth_place_stay():
     logits = jnp.asarray([[3.0, 0.0, 1.0, -0.0, 1.0], [-2.0, -1.0, -2.0, -3.0, -2.0]])
-    found = jitted(candidates, logits, RowSampling.of([Sampling(temperature=1.0, top_k=4), Sampling(temperature=2.0, top_k=2)]))
-    np.testing.assert_array_equal(np.isfinite(found), [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]])
+    actual = jitted(
+        candidates, logits, RowSampling.of([Sampling(temperature=1.0, top_k=4), Sampling(temperature=2.0, top_k=2)])
+    )
+    np.testing.assert_array_equal(np.isfinite(actual), [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]])
 
 
-@settings(deadline=None)  # it compiles
+@settings(deadline=None)  # the first example compiles
 @given(
     st.lists(
         st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=4), min_size=3, max_size=3
@@ -132,11 +139,11 @@ def test_equal_logits_at_the_kth_place_stay():
 )
 def test_the_kth_largest_is_that_of_a_sort(rows, k):
     values = np.asarray(rows, np.float32)
-    values[np.abs(values) < np.finfo(np.float32).tiny] = 0  # XLA:CPU takes them for zero
+    values[np.abs(values) < np.finfo(np.float32).tiny] = 0  # XLA:CPU treats subnormal numbers as zero
     order = ordered(jnp.asarray(values))
-    found = kth_largest(order, jnp.asarray(k, jnp.int32))
-    expected = [np.sort(own)[::-1][min(each or 4, 4) - 1] for own, each in zip(values, k, strict=True)]
-    np.testing.assert_array_equal(found, ordered(jnp.asarray(expected)))
+    actual = kth_largest(order, jnp.asarray(k, jnp.int32))
+    expected = [np.sort(row)[::-1][min(count or 4, 4) - 1] for row, count in zip(values, k, strict=True)]
+    np.testing.assert_array_equal(actual, ordered(jnp.asarray(expected)))
     np.testing.assert_array_equal(np.asarray(order)[:, :-1] < np.asarray(order)[:, 1:], values[:, :-1] < values[:, 1:])
 
 
@@ -148,55 +155,57 @@ def test_greedy_with_penalty_equals_transformers():
     logits = rng.standard_normal((4, VOCABULARY)).astype(np.float32)
     text = np.argsort(-logits)[:, :3]
     rows = [Sampling(repetition_penalty=penalty) for penalty in (3.0, 1.0, 0.5, 1e6)]
-    one = zip(rows, text, logits, strict=True)
+    examples = zip(rows, text, logits, strict=True)
     expected = [
-        RepetitionPenaltyLogitsProcessor(r.repetition_penalty)(*map(torch.tensor, (t[None], x[None]))) for r, t, x in one
+        RepetitionPenaltyLogitsProcessor(r.repetition_penalty)(*map(torch.tensor, (t[None], x[None]))) for r, t, x in examples
     ]
     for samples in (False, True):
-        ways = dataclasses.replace(RowSampling.of(rows), samples=samples)
-        found = jitted(
-            choose, jnp.asarray(logits), ways, keys=jax.random.split(jax.random.key(0), 4),
-            seen=jnp.asarray(held(text)),
+        row_sampling = dataclasses.replace(RowSampling.of(rows), samples=samples)
+        actual = jitted(
+            choose, jnp.asarray(logits), row_sampling, keys=jax.random.split(jax.random.key(0), 4),
+            seen=jnp.asarray(seen_tokens(text)),
         )  # fmt: skip
-        np.testing.assert_array_equal(found, [int(scores.argmax()) for scores in expected])
+        np.testing.assert_array_equal(actual, [int(scores.argmax()) for scores in expected])
 
 
 def test_equal_keys_draw_equally_and_others_do_not():
     logits, rows = jnp.zeros((3, 1000)), RowSampling.of([Sampling(temperature=1.0)] * 3)
     keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]
-    draw = [np.asarray(choose(logits, rows, keys=each, seen=None)) for each in keys]
-    np.testing.assert_array_equal(draw[0], draw[1])
-    assert (draw[0] != draw[2]).all() and len(set(draw[0].tolist())) == 3
+    draws = [np.asarray(choose(logits, rows, keys=batch_keys, seen=None)) for batch_keys in keys]
+    np.testing.assert_array_equal(draws[0], draws[1])
+    assert (draws[0] != draws[2]).all() and len(set(draws[0].tolist())) == 3
 
 
 def test_the_vocabulary_is_not_sorted_and_nothing_loops():
     """A sort takes long on an accelerator; a loop would end the CUDA graph of a step."""
-    made = jax.jit(candidates).lower(jnp.zeros((2, 5000)), RowSampling.of([ROWS[0]] * 2))
-    assert not re.search(r"sort|top_k|while|case", made.as_text())
+    lowered = jax.jit(candidates).lower(jnp.zeros((2, 5000)), RowSampling.of([ROWS[0]] * 2))
+    assert not re.search(r"sort|top_k|while|case", lowered.as_text())
 
 
 def test_another_temperature_compiles_nothing(bundled, monkeypatch):
-    """One program for greedy batches, one for those where any row draws, whatever the options are."""
+    """One program serves greedy batches, and one all batches in which a row samples, whatever its options."""
     decode_step._programs.cache_clear()
     first_token._choose.clear_cache()
-    used, programs = [], decode_step._programs
-    monkeypatch.setattr(decode_step, "_programs", lambda *of: used.append(programs(*of)) or used[-1])
+    used_programs, programs = [], decode_step._programs
+    monkeypatch.setattr(
+        decode_step, "_programs", lambda *arguments: used_programs.append(programs(*arguments)) or used_programs[-1]
+    )
 
-    def made(*rows: Sampling) -> tuple[int, int]:
-        asked = [icejax.Request(prompt="import ", sampling=row) for row in rows]
-        icejax.generate(*bundled, asked, cache=icejax.Full(), max_new_tokens=3)
-        step, *_ = used[-1]
+    def num_compiled(*rows: Sampling) -> tuple[int, int]:
+        requests = [icejax.Request(prompt="import ", sampling=row) for row in rows]
+        icejax.generate(*bundled, requests, cache=icejax.Full(), max_new_tokens=3)
+        step, *_ = used_programs[-1]
         return step._cache_size(), first_token._choose._cache_size()
 
-    assert made(Sampling(), Sampling()) == (1, 1)
-    assert made(Sampling(temperature=0.7), Sampling()) == (2, 2)
+    assert num_compiled(Sampling(), Sampling()) == (1, 1)
+    assert num_compiled(Sampling(temperature=0.7), Sampling()) == (2, 2)
     for row in (
         Sampling(temperature=0.9, top_k=5),
         Sampling(temperature=1e-6, top_p=0.1),
         Sampling(temperature=2.0, min_p=0.2),
     ):
-        assert made(Sampling(temperature=1.1), row) == made(row, row) == (2, 2)
-    assert made(Sampling(), Sampling()) == (2, 2)
+        assert num_compiled(Sampling(temperature=1.1), row) == num_compiled(row, row) == (2, 2)
+    assert num_compiled(Sampling(), Sampling()) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What --explain says: positions are those of the pages, and weights those of attention."""
+"""--explain: the positions of the tokens in pages, the attention weights, and the picture and table that are written."""
 
 import json
 
@@ -28,17 +28,17 @@ def test_each_middle_token_has_one_page_with_its_own_key(bundled):
     prompt = tokenizer(text_and_fact()[0])["input_ids"]
     policy = Clustered(budget=64)
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=len(prompt), new_tokens=10)
-    found = attention_map._positions(model, prompt, plan)
+    positions_of_layers = attention_map._positions(model, prompt, plan)
     state, _, pool = prefill(model, [prompt], plan)
     keys = stored(pool, state.cache.table)[0, :, :, :, 0]  # P L K p H
-    wanted = set(range(policy.window_layout.sinks, len(prompt) - policy.window_layout.fill))
-    for layer, positions in found.items():
+    expected = set(range(policy.window_layout.sinks, len(prompt) - policy.window_layout.fill))
+    for layer, positions in positions_of_layers.items():
         counts = np.asarray(state.cache.layers[layer].index.levels[0].count)[0]
         for head in range(len(positions)):
-            held = np.arange(policy.page_size)[None, :] < counts[head, : positions.shape[1], None]
-            assert sorted(positions[head][held]) == sorted(wanted)
-            # Keys of a position are the same in every page order: the sum of the page's keys is that of its digest.
-            page = int(np.flatnonzero(held.all(1))[0])
+            filled = np.arange(policy.page_size)[None, :] < counts[head, : positions.shape[1], None]
+            assert sorted(positions[head][filled]) == sorted(expected)
+            # The pool and the digests have the same pages: the sum of a full page's keys follows from its digest.
+            page = int(np.flatnonzero(filled.all(1))[0])
             digests = state.cache.layers[layer].index.levels[0]
             *outliers, mean = (np.asarray(x.read())[0, head, page] for x in (*digests.outliers, digests.mean))
             total = keys[page, plan.pooled.index(layer), head].sum(0)
@@ -62,8 +62,8 @@ def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
     table = json.loads((tmp_path / "seen.json").read_text())
     assert table["steps"] == 5 and table["prompt_tokens"] == len(text)
     for layer, weights in explanation.weights.items():
-        kept = table["layers"][str(layer)]
-        assert sorted(map(int, kept)) == np.flatnonzero(weights).tolist()
+        layer_weights = table["layers"][str(layer)]
+        assert sorted(map(int, layer_weights)) == np.flatnonzero(weights).tolist()
     assert sorted(x.name for x in tmp_path.iterdir()) == ["seen.json", "seen.png"]
 
 

@@ -1,4 +1,4 @@
-"""The published chat templates of Llama, Mistral, Gemma, Qwen 2.5 and Qwen 3, and a small tokenizer with each one's special tokens.
+"""Published chat templates of Llama, Mistral, Gemma, Qwen 2.5 and Qwen 3, each with a small tokenizer.
 
 For tests that compare icejax's chat prompts with those of `transformers`.
 """

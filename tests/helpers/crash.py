@@ -16,7 +16,7 @@ class Killed(BaseException):
 
 
 def killed_at(step: int, monkeypatch) -> None:
-    """Lets the process die before its file operation number `step` (from 1): that one and all later ones raise and do nothing."""
+    """Lets the process die at its file operation number `step`, from 1: that one and all later ones only raise Killed."""
     count = itertools.count(1)
 
     def wrapped(real):

@@ -9,7 +9,7 @@ def capped(scores, softcap):
 
 
 def weights(q, k, mask, softcap=None):
-    """Returns the weights f64[N, T, S], and the log-sum-exp f64[T, N] of the scores; q [T, N, H], k [S, K, H], mask bool[T, S]."""
+    """Returns weights f64[N, T, S] and the scores' log-sum-exp f64[T, N]; q [T, N, H], k [S, K, H], mask bool[T, S]."""
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1).astype(np.float64)
     scores = capped(np.einsum("tnh,snh->nts", q.astype(np.float64), k) / q.shape[-1] ** 0.5, softcap)
     highest = scores.max(-1, keepdims=True)
@@ -19,12 +19,12 @@ def weights(q, k, mask, softcap=None):
 
 
 def attention(q, k, v, mask, softcap=None):
-    """Returns the attention f64[T, N, H], and its log-sum-exp f64[T, N]; v [S, K, H], the others as above."""
+    """Returns the attention f64[T, N, H] and its log-sum-exp f64[T, N]; v [S, K, H], other arguments as in `weights`."""
     probabilities, lse = weights(q, k, mask, softcap)
     return np.einsum("nts,snh->tnh", probabilities, np.repeat(v, q.shape[1] // v.shape[1], axis=1).astype(np.float64)), lse
 
 
 def causal(tokens, window=None):
-    """Returns the causal mask bool[tokens, tokens]; with a `window`, a query sees the newest `window` keys, its own included."""
+    """Returns the causal mask bool[tokens, tokens]; a query sees only the `window` newest keys, its own included."""
     query, key = np.arange(tokens)[:, None], np.arange(tokens)[None, :]
     return (key <= query) & (key > query - (window or tokens))

@@ -24,7 +24,7 @@ SCALES = ("default", "fan_in")
 
 @dataclass(frozen=True)
 class Row:
-    """A variant: config `changes` over SIZES, and the weight `scales` at which it runs by default; other scales are slow tests."""
+    """A variant: config `changes` over SIZES; weight `scales` that run by default (other scales are slow tests)."""
 
     name: str
     config: type

@@ -252,7 +252,7 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None 
 
 
 def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[np.ndarray]) -> None:
-    """Asserts that all levels of the digest tree, for one row and KV head, equal float64 digests of `pages`, keys [p, H] each."""
+    """Asserts that a row and head's digests equal float64 digests of `pages`, keys [p, H] each, at every tree level."""
     keys = np.concatenate(pages).astype(np.float64)
     page_tokens = np.split(np.arange(len(keys)), np.cumsum([len(page) for page in pages])[:-1])
     nodes = [outliers_first(keys, list(page[:, None])) for page in page_tokens]
@@ -260,15 +260,11 @@ def assert_digests(levels: Sequence[Digests], row: int, head: int, pages: list[n
         for node, tokens in enumerate(nodes):
             assert int(level.count[row, head, node]) == len(tokens)
             if len(tokens):
-                inner_keys = keys[others(tokens)]
-                expected = (
-                    *keys[tokens[[0, min(1, len(tokens) - 1)]]],
-                    inner_keys.mean(0),
-                    bands(len(inner_keys[0])) @ inner_keys.var(0),
-                )
+                inner = keys[others(tokens)]
+                expected = (*keys[tokens[[0, min(1, len(tokens) - 1)]]], inner.mean(0), bands(len(inner[0])) @ inner.var(0))
                 vectors = (x.data for x in (*level.outliers, level.mean))
                 for actual, reference in zip((*vectors, level.width), expected, strict=True):
                     np.testing.assert_allclose(
                         actual[row, head, node], reference, rtol=tolerances.DIGEST, atol=tolerances.DIGEST
                     )
-        nodes = [outliers_first(keys, nodes[node : node + tree.FAN_OUT]) for node in range(0, len(nodes), tree.FAN_OUT)]
+        nodes = [outliers_first(keys, nodes[i : i + tree.FAN_OUT]) for i in range(0, len(nodes), tree.FAN_OUT)]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 
 def weights(tensors: dict[str, torch.Tensor], format: str, options: dict) -> torch.Tensor:
-    """Returns the fp32 matrix; 16-bit scales are widened first, since the packages return weights in the dtype of the scales."""
+    """Returns the fp32 matrix; 16-bit scales are widened, since the packages return weights in the dtype of the scales."""
     tensors = {name: part.float() if part.dtype in (torch.bfloat16, torch.float16) else part for name, part in tensors.items()}
     if format == "awq":  # run one file: importing the package needs names that transformers removed
         folder = importlib.util.find_spec("awq").submodule_search_locations[0]

@@ -10,7 +10,7 @@ from tests.reference.clustered import bands, others, outliers_first
 
 
 def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int = 1, wide: int | None = None):
-    """Returns keys [1, heads, pages, 16, size], values of `wide` (or `size`) channels, and a mask with partial and empty pages."""
+    """Returns keys [1, heads, pages, 16, size], values of `wide` (or `size`) channels, and a mask; some pages are not full."""
     centres = rng.standard_normal((1, heads, pages, 1, size))
     keys = (centres + spread * rng.standard_normal((1, heads, pages, 16, size))).astype(np.float32)
     values = rng.standard_normal((*keys.shape[:-1], wide or size)).astype(np.float32)
@@ -19,7 +19,7 @@ def pages_of(rng, pages: int, size: int = 16, *, spread: float = 1.0, heads: int
 
 
 def float64(keys, values, mask):
-    """Returns the digest of a page's tokens [p, H] or a node's [P, p, H]: count, 2 outliers, the others' mean, widths, mean value."""
+    """Returns count, two outliers, the other keys' mean and widths, and mean value of a page [p, H] or a node [P, p, H]."""
     masked_keys, masked_values = keys[mask].astype(np.float64), values[mask].astype(np.float64)
     if not len(masked_keys):
         zeros = np.zeros(keys.shape[-1])

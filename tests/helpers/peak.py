@@ -23,6 +23,6 @@ print(peak - before)
 
 
 def resident_peak(expression: str) -> int:
-    """Returns by how many bytes resident memory grows at its peak while a fresh process evaluates `expression` (it knows `icejax`)."""
+    """Returns the growth of peak resident memory, in bytes, while a fresh process evaluates `expression` on `icejax`."""
     command = [sys.executable, "-c", CODE, expression]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -46,7 +46,7 @@ def at_positions(layer: Layer, row: int, reference: Paged, positions: list[int])
 
 
 def numbers(layer: Layer, row: int, reference: Paged) -> list[int]:
-    """Returns the pool page of each page of `reference`; pages of decoded tokens follow the pages reserved for a prompt of PROMPT tokens."""
+    """Returns the pool page of each page of `reference`; decoded tokens' pages start behind room for PROMPT tokens."""
     prompt_pages = PROMPT // reference.page_size
     pages_of_prompt = -(-max(LENGTHS[row] - reference.fill - reference.sinks, 0) // reference.page_size)
     return [i if i < pages_of_prompt else i - pages_of_prompt + prompt_pages for i in range(len(reference.pages))]

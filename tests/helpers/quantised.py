@@ -247,7 +247,7 @@ def save(model: PreTrainedModel, folder: Path, format: Format) -> dict[str, np.n
     stored, weights = {}, {}
     for key, tensor in load_file(
         folder / "model.safetensors"
-    ).items():  # the file, not the state dict: it has one tensor per expert
+    ).items():  # the file has one tensor per expert, the model does not
         if tensor.ndim == 2 and not key.endswith(UNQUANTISED):
             parts = format.write(tensor.numpy())
             weights[key] = format.read(parts, tuple(tensor.shape))

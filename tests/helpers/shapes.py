@@ -1,4 +1,4 @@
-"""Checks the jaxtyping annotations of icejax's functions at every call in the test suite; outside tests they are not checked."""
+"""Checks the jaxtyping annotations of icejax's functions at every call in the test suite; only tests check them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading config.json: both forms, every number used, nothing unknown passed over."""
+"""Reading config.json: the forms of transformers 4 and 5, defaults, ignored fields, errors, and that every number is used."""
 
 import copy
 import dataclasses
@@ -66,13 +66,13 @@ TWICE = {
 
 @pytest.mark.parametrize("case", TWICE)
 def test_rope_equals_transformers_with_fields_doubled_or_absent(case):
-    """Its own tables are the reference."""
+    """The reference are the frequency tables of transformers' rotary embeddings."""
     name, changes = TWICE[case]
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    kind = getattr(modeling, f"{name.capitalize()}RotaryEmbedding")
+    rotary_class = getattr(modeling, f"{name.capitalize()}RotaryEmbedding")
     config = read(**changes, max_position_embeddings=8192)
-    theirs = kind(AutoConfig.for_model(**copy.deepcopy(BASE | changes | dict(max_position_embeddings=8192))))
-    if case != "inside alone":  # whose tables are of a text's length
+    theirs = rotary_class(AutoConfig.for_model(**copy.deepcopy(BASE | changes | dict(max_position_embeddings=8192))))
+    if case != "inside alone":  # phi3's tables depend on the text's length
         for layer, name in zip(config.layers, config.layer_types, strict=True):
             table = theirs.inv_freq if hasattr(theirs, "inv_freq") else getattr(theirs, f"{name}_inv_freq")
             np.testing.assert_allclose(inverse_frequencies(layer.rope), table.numpy(), rtol=1e-6)
@@ -103,12 +103,12 @@ def test_what_published_configs_say_beside_is_passed_over(case, caplog):
     if case == "yarn":
         bare = dict(rope_scaling=YARN | dict(original_max_position_embeddings=128))
     assert read(**changes) == read(**bare)
-    told = [each.getMessage().split(" is not used, as in transformers")[0].split()[-1] for each in caplog.records]
-    assert told == {"yarn": ["attn_factor"], "long": ["dual_chunk_attention_config"]}.get(case, [])
+    ignored_fields = [record.getMessage().split(" is not used, as in transformers")[0].split()[-1] for record in caplog.records]
+    assert ignored_fields == {"yarn": ["attn_factor"], "long": ["dual_chunk_attention_config"]}.get(case, [])
 
 
 def test_layers_slide_as_transformers_has_them():
-    """A window that is null is none; families whose `layer_types` it does not read have one kind of layers."""
+    """A null window is no window; where transformers does not read `layer_types`, all layers are of one kind."""
     slides = dict(use_sliding_window=True, max_window_layers=0)
     assert read(model_type="qwen2", **slides, sliding_window=None).sliding_window is None
     assert read(model_type="qwen2", **slides).sliding_window == 4096
@@ -120,27 +120,27 @@ def test_layers_slide_as_transformers_has_them():
         )
         with pytest.raises(InputError, match=message):
             read(**family, layer_types=3 * ["full_attention"])
-    for where in (
+    for rope_changes in (
         {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
         {"rope_scaling": YARN | {"truncate": False}},
     ):
         with pytest.raises(InputError, match="a rope with truncate=False is not supported where it differs by layer type"):
-            read(**OLMO3, **where)
+            read(**OLMO3, **rope_changes)
 
 
 def test_rope_scaling_put_into_a_new_config_wins(caplog):
-    """As in transformers: it is how a reader of Qwen's model card stretches the context. Its theta stays, and that is told."""
-    both = read(
+    """As in transformers; Qwen's model cards extend the context so. The theta of `rope_parameters` stays, with a warning."""
+    merged = read(
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     )
     assert "rope_theta comes from rope_parameters; with rope_scaling, transformers would use its default theta" in caplog.text
     caplog.clear()
     scaling = {"rope_type": "yarn", "factor": 4.0}
-    own = read(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling | {"rope_theta": 1e5})
+    inner = read(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling | {"rope_theta": 1e5})
     outer = read(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling, rope_theta=2e5)
-    assert (own.rope_theta, outer.rope_theta, caplog.text) == (1e5, 2e5, "")
-    assert both.rope_theta == 1e6 and both.rope_scaling.rope_type == "yarn" and both.rope_scaling.factor == 4.0
+    assert (inner.rope_theta, outer.rope_theta, caplog.text) == (1e5, 2e5, "")
+    assert merged.rope_theta == 1e6 and merged.rope_scaling.rope_type == "yarn" and merged.rope_scaling.factor == 4.0
 
 
 def test_uncounted_rope_scalings_lengthen_the_context():
@@ -151,7 +151,7 @@ def test_uncounted_rope_scalings_lengthen_the_context():
 
 
 def test_defaults_of_old_configs():
-    """Llama 1 says nothing of KV heads, theta and head size; Mistral without a word has its window, null has none."""
+    """Llama 1 has no fields for KV heads, theta and head size; Mistral's window has a default if absent, and is off if null."""
     config = read(num_key_value_heads=..., rms_norm_eps=...)
     assert (config.num_key_value_heads, config.rope_theta, config.head_dim, config.rms_norm_eps) == (4, 1e4, 16, 1e-6)
     assert read(model_type="mistral").sliding_window == 4096
@@ -202,9 +202,9 @@ def test_what_is_missing_unknown_or_unsupported_is_named(changes, message):
 
 
 def test_gemma_4_says_its_head_sizes_in_two_ways():
-    both = GEMMA4 | dict(attention_k_eq_v=True)
-    config = read(**both, num_global_key_value_heads=1)
-    assert config == read(**both, per_layer_config={"2": {"head_dim": 32, "num_key_value_heads": 1}})
+    fields = GEMMA4 | dict(attention_k_eq_v=True)
+    config = read(**fields, num_global_key_value_heads=1)
+    assert config == read(**fields, per_layer_config={"2": {"head_dim": 32, "num_key_value_heads": 1}})
     assert [(x.window, x.kv_heads, x.head_dim, x.rope.size, x.values_from_keys) for x in config.layers[1:]] == [
         (8, 2, 16, 16, False), (None, 1, 32, 32, True)
     ]  # fmt: skip
@@ -212,28 +212,28 @@ def test_gemma_4_says_its_head_sizes_in_two_ways():
 
 
 def test_gemma_4_is_read_as_transformers_writes_it(tmp_path):
-    """Which fills the numbers of layers up to the digits of the largest."""
+    """transformers pads layer numbers with zeros to the width of the largest."""
     raw = {name: value for name, value in (BASE | GEMMA4).items() if value is not ...} | dict(num_hidden_layers=12)
     AutoConfig.for_model(raw.pop("model_type"), **raw).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert list(written["per_layer_config"]) == ["05", "11"]
     assert read_config(tmp_path) == read(**GEMMA4, num_hidden_layers=12, eos_token_id=1)
     written["per_layer_config"]["5"] = written["per_layer_config"]["05"]
-    with pytest.raises(InputError, match="must give layers of full attention alike"):
+    with pytest.raises(InputError, match="must give all full-attention layers the same"):
         read(**written)
 
 
 def test_generation_config_is_read_as_carefully(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
-    for value, found in (("two", "'two'"), ([None], "None"), ({"id": 2}, "{'id': 2}")):
+    for value, shown in (("two", "'two'"), ([None], "None"), ({"id": 2}, "{'id': 2}")):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(
-            InputError, match=re.escape(f"generation_config.json: 'eos_token_id' must be a whole number, got {found}")
+            InputError, match=re.escape(f"generation_config.json: 'eos_token_id' must be a whole number, got {shown}")
         ):
             read_config(tmp_path)
 
 
-# Fields whose change alone cannot change logits, or has a test of its own: the last are in the parity of Gemma and GLM.
+# Fields that alone cannot change logits, or that other tests cover, such as the parity of Gemma and GLM.
 INERT = {
     "model_type", "dtype", "eos_token_ids", "max_position_embeddings", "experts", "dense_layers", "latent",
     "norm", "rope_interleave", "hidden_act", "embed_scale", "query_pre_attn_scalar", "sliding_rope",
@@ -247,12 +247,12 @@ SHAPES = {
 
 
 def test_every_number_of_the_config_is_read(tmp_path):
-    """Each field changes the logits, or the parameters that a checkpoint must have."""
+    """Changing a field changes the logits, or the parameters that a checkpoint must have."""
     import icejax.checkpoint.load as load
 
     model = families.load(families.build(families.row("llama-llama3")), tmp_path)
     prompt = families.tokens(100)
-    before = all_logits(model, prompt, Full())
+    logits = all_logits(model, prompt, Full())
     parameters = load.abstract(model.config, "float32")[1]
     changes = {
         "rms_norm_eps": 1e-2,
@@ -270,11 +270,11 @@ def test_every_number_of_the_config_is_read(tmp_path):
             continue
         old = getattr(model.config, field.name)
         new = changes.get(field.name, not old if isinstance(old, bool) else old * 2 if isinstance(old, int) else old)
-        both = {"layer_types", "sliding_window"}
+        window_fields = {"layer_types", "sliding_window"}
         changed = dataclasses.replace(
-            model.config, **{n: changes[n] for n in both} if field.name in both else {field.name: new}
+            model.config, **{n: changes[n] for n in window_fields} if field.name in window_fields else {field.name: new}
         )
-        if field.name == "num_hidden_layers":  # each has a type
+        if field.name == "num_hidden_layers":  # every layer has a type
             changed = dataclasses.replace(changed, layer_types=2 * changed.layer_types)
             assert load.abstract(dataclasses.replace(changed, num_hidden_layers=old), "float32")[1].keys() == parameters.keys()
         if field.name in SHAPES:
@@ -286,8 +286,8 @@ def test_every_number_of_the_config_is_read(tmp_path):
         import jax
 
         graph, _, tree = load.abstract(changed, "float32")
-        after = all_logits(nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(model))), prompt, Full())
-        assert np.abs(after - before).max() > 1e-3, field.name
+        changed_logits = all_logits(nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(model))), prompt, Full())
+        assert np.abs(changed_logits - logits).max() > 1e-3, field.name
 
 
 def test_eos_ids_of_both_files_are_joined(tmp_path):

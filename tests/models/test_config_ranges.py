@@ -1,4 +1,4 @@
-"""Every value of a config.json has a range, and is named with it in one line."""
+"""Every value of a config.json has a range; a value outside it is refused in one line that names field, range and value."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What of Gemma logits in fp32 do not show: where it rounds, its context, caches of layers with heads of two sizes."""
+"""Gemma beyond the fp32 logits of test_parity: bf16 rounding, context length, and caches of layers with two head sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +50,14 @@ def test_a_session_of_layers_with_heads_of_two_sizes_is_kept(tmp_path):
     session.ask("a" * 150 + "bcd", max_new_tokens=20)
     session.save(tmp_path / "kept")
     loaded = Session.load(tmp_path / "kept", model, Letters())
-    second, again = (each.ask("zyx" * 20, max_new_tokens=20) for each in (session, loaded))
-    whole = Letters().decode(session.token_ids[: 153 + 20 + 60])
-    (expected,) = icejax.generate(model, Letters(), whole, cache=Full(), max_new_tokens=20)
-    assert second.token_ids == again.token_ids == expected.token_ids
+    reply, loaded_reply = (x.ask("zyx" * 20, max_new_tokens=20) for x in (session, loaded))
+    text = Letters().decode(session.token_ids[: 153 + 20 + 60])
+    (expected,) = icejax.generate(model, Letters(), text, cache=Full(), max_new_tokens=20)
+    assert reply.token_ids == loaded_reply.token_ids == expected.token_ids
 
 
 def test_few_tokens_are_kept_in_rings_of_their_size(tmp_path):
-    """A window with room for all counts as full attention only where heads are those of full attention."""
+    """A sliding layer whose window holds all tokens counts as full attention only if its heads are as large as there."""
     theirs = families.build(families.row("gemma4_text-experts"), sliding_window=512)
     plan = make_plan(families.load(theirs, tmp_path), Clustered(dense_layers=0), batch_size=2, prompt_tokens=10, new_tokens=10)
     assert plan.spec.capacity <= 512
@@ -74,12 +74,12 @@ def test_norms_round_where_transformers_does(kind):
     ours.weight.set_value(jnp.asarray(weight, "bfloat16"))
     theirs.weight.data = bfloat16(weight)
     expected = theirs(bfloat16(x)).detach().float().numpy()
-    found = np.asarray(ours(jnp.asarray(x, "bfloat16")), np.float32)
-    assert (found == expected).mean() > 0.999  # a sum in another order may round otherwise
-    others = (THEIRS[other](64, eps=1e-6).bfloat16() for other in THEIRS if other != kind)
-    for other in others:
+    actual = np.asarray(ours(jnp.asarray(x, "bfloat16")), np.float32)
+    assert (actual == expected).mean() > 0.999  # sums in another order may round differently
+    other_norms = (THEIRS[other](64, eps=1e-6).bfloat16() for other in THEIRS if other != kind)
+    for other in other_norms:
         other.weight.data = theirs.weight.data
-        assert (found == other(bfloat16(x)).detach().float().numpy()).mean() < 0.95
+        assert (actual == other(bfloat16(x)).detach().float().numpy()).mean() < 0.95
 
 
 def test_the_embedding_is_scaled_in_its_own_dtype():

@@ -1,4 +1,4 @@
-"""LongRoPE: a generation or session takes the frequencies of the original context if it has no room for more, else the others."""
+"""LongRoPE: a generation or session whose capacity is within the original context takes the short factors, else the long."""
 
 import jax
 import pytest
@@ -25,8 +25,8 @@ def test_a_short_generation_equals_transformers(models):
     ids = Letters()(PROMPT)["input_ids"]
     with torch.no_grad():
         expected = theirs.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
-    (found,) = icejax.generate(ours, Letters(), PROMPT, cache=Full(), max_new_tokens=NEW)
-    assert found.token_ids == tuple(expected)
+    (reply,) = icejax.generate(ours, Letters(), PROMPT, cache=Full(), max_new_tokens=NEW)
+    assert reply.token_ids == tuple(expected)
 
 
 def test_a_session_takes_those_of_its_room(models):
@@ -40,7 +40,7 @@ def test_a_session_is_gone_on_with_whatever_its_room(models, tmp_path, room):
     session.ask(PROMPT, max_new_tokens=4)
     session.save(tmp_path / "kept")
     loaded = Session.load(tmp_path / "kept", models[1], Letters())
-    answers = [each.ask("xyz", max_new_tokens=4).token_ids for each in (session, loaded)]
+    answers = [x.ask("xyz", max_new_tokens=4).token_ids for x in (session, loaded)]
     assert answers[0] == answers[1]
 
 

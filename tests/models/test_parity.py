@@ -1,4 +1,4 @@
-"""Logits and greedy texts equal transformers', for every row of the families table."""
+"""Logits and greedy tokens equal transformers', for the rows of the table of model families."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,13 +43,13 @@ def test_logits_equal_transformers(row, scale, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_bf16_is_as_far_from_fp32_as_transformers(name, tmp_path):
-    """Twice as far at most: near experts may be taken or not."""
+    """At most twice as far: rounding may change which of two experts with near scores is taken."""
     theirs, prompt = families.build(families.row(name)), families.tokens(60)
     exact, folder = reference(theirs, prompt), families.save(theirs, tmp_path)
     with torch.no_grad():
         allowed = 2 * np.abs(theirs.bfloat16()(torch.tensor([prompt])).logits[0].float().numpy() - exact).mean()
-    found = all_logits(icejax.checkpoint.load_model(folder, dtype="bfloat16"), prompt, Full())
-    assert np.abs(found - exact).mean() < allowed
+    logits = all_logits(icejax.checkpoint.load_model(folder, dtype="bfloat16"), prompt, Full())
+    assert np.abs(logits - exact).mean() < allowed
 
 
 @pytest.mark.parametrize("row", families.by_family())
@@ -69,7 +69,7 @@ def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
     ours = families.load(theirs, tmp_path)
     prompt = families.tokens(133, seed=2)
     chosen, logits, _ = greedy(ours, policy, [prompt], 40)
-    if name == "llama-dynamic":  # a longer forward rotates every key anew, so each step has a reference of its own
+    if name == "llama-dynamic":  # its frequencies change with the length, so the reference is generated step by step
         with torch.no_grad():
             out = theirs.generate(
                 torch.tensor([prompt]), max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -98,14 +98,14 @@ def test_clustered_with_budget_for_all_equals_full(length, options, tmp_path):
     ours = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(length, seed=length)
     expected = greedy(ours, Full(), [prompt], 60)
-    budget = max(120, length + 60)  # one for the short prompts, which then share their programs
-    found = greedy(ours, Clustered(budget=budget, **options), [prompt], 60)
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.EXACT)
+    budget = max(120, length + 60)  # the short prompts have one budget, so that they share compiled programs
+    actual = greedy(ours, Clustered(budget=budget, **options), [prompt], 60)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3_moe-plain", "deepseek_v3-yarn"])
 def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
-    """The layer's own code, traced anew with other sizes of its blocks."""
+    """One layer, traced again with smaller blocks of attention, MLP and latent heads."""
     ours = families.load(families.build(families.row(name)), tmp_path)
     lengths, layer = jnp.asarray([250]), ours.model.layers[0]
 
@@ -116,13 +116,13 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     whole = jitted(output, layer, x)
     monkeypatch.setattr(dense, "BLOCK", 16)
     monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
-    monkeypatch.setattr("icejax.models.parts.latent_attention.HEADS_AT_ONCE", 3)  # of four, so two
+    monkeypatch.setattr("icejax.models.parts.latent_attention.HEADS_AT_ONCE", 3)  # of 4 heads; cut to 2, which divides 4
     chunked = jitted(output, layer, x)
     np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)
 
 
 def test_bundled_checkpoint_has_the_logits_of_transformers(bundled):
-    """To 1e-5 of the largest logit, which is about 30; measured 1.3e-6 of it."""
+    """Within 1e-5 of the largest logit, which is about 30; the measured error is 1.3e-6 of it."""
     model, _ = bundled
     prompt = list((ASSETS / "prompt.txt").read_bytes()[-700:])
     theirs = reference(LlamaForCausalLM.from_pretrained(ASSETS, dtype=torch.float32), prompt)

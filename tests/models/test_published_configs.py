@@ -1,4 +1,4 @@
-"""The config.json of published checkpoints, in the form they are published in, reads as it should."""
+"""The config.json files of published checkpoints, as they were published, are read with the right values."""
 
 import math
 from dataclasses import replace
@@ -16,11 +16,11 @@ COMMON = dict(
 )  # fmt: skip
 
 
-def sizes(hidden, inner, layers, heads, kv_heads, vocabulary, context, **more):
+def sizes(hidden, inner, layers, heads, kv_heads, vocabulary, context, **fields):
     return COMMON | dict(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=context, rms_norm_eps=1e-5,
-    ) | more  # fmt: skip
+    ) | fields  # fmt: skip
 
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -234,11 +234,11 @@ PUBLISHED = {
 
 
 def test_scores_of_deepseek_grow_with_the_scaling():
-    """By the square of 0.1 mscale_all_dim ln(factor) + 1; cos and sin stay as they are where both scales are alike."""
+    """By the square of 0.1 mscale_all_dim ln(factor) + 1; where mscale equals mscale_all_dim, cos and sin are not scaled."""
     lite, large = (family(raw).read_config(raw) for raw in (PUBLISHED[n][0] for n in ("DeepSeek-V2-Lite", "DeepSeek-V3")))
-    for config, grown in ((lite, (0.0707 * math.log(40) + 1) ** 2), (large, (0.1 * math.log(40) + 1) ** 2)):
+    for config, factor in ((lite, (0.0707 * math.log(40) + 1) ** 2), (large, (0.1 * math.log(40) + 1) ** 2)):
         assert config.rope_scaling.attention_factor == 1.0
-        assert [layer.scale for layer in config.layers] == pytest.approx([192**-0.5 * grown] * len(config.layers))
+        assert [layer.scale for layer in config.layers] == pytest.approx([192**-0.5 * factor] * len(config.layers))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,6 +1,6 @@
-"""Attention sinks, scores without a value (gpt-oss): logits are transformers' with a policy of every base.
+"""Attention sinks, scores without a value (gpt-oss): logits equal transformers' with one policy of every base.
 
-What they ask of a policy is the log-sum-exp of its scores, which test_policies has of all.
+Sinks need the log-sum-exp of a policy's scores, which test_policies checks for every policy.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""Scores with a soft cap, as Gemma 2 has them: a model whose layers are given one has the logits of transformers' own form.
+"""Soft-capped scores, as in Gemma 2: logits of a model with caps added equal transformers', with one policy of every base.
 
-With a policy of every base; test_policies has a single layer with all of them.
+test_policies checks a single layer with every policy.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from tests.helpers import families
 from tests.helpers.policies import OF_BASES
 from tests.helpers.run import follows
 
-CAPS = (2.0, 1.0, None)  # of a sliding, a full and a sliding layer
+CAPS = (2.0, 1.0, None)  # for a sliding, a full and a sliding layer
 PROMPT, DECODED, EXTENDED = 133, 20, 40
-BY_DEFAULT = ("quest", "snapkv")  # over pages, and over what stays on the device
+NOT_SLOW = ("quest", "snapkv")  # one policy that fetches pages, and one whose tokens stay on the device
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """Returns the model as icejax has it, and transformers' logits of some tokens, with caps or without."""
+    """Returns the icejax model, and a function that computes transformers' logits of tokens with given caps."""
     layers = ModelConfig.layers.fget
 
     def with_caps(config):
@@ -45,11 +45,11 @@ def models(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=() if row.name in BY_DEFAULT else pytest.mark.slow) for row in OF_BASES]
+    "row", [pytest.param(row, id=str(row), marks=() if row.name in NOT_SLOW else pytest.mark.slow) for row in OF_BASES]
 )
 def test_prefill_decode_and_extend_equal_transformers(models, row):
     ours, theirs = models
     tokens = families.tokens(PROMPT + 2 * DECODED + EXTENDED)
-    expected, without = theirs(tokens), theirs(tokens, (None,) * 3)
-    assert np.abs(expected - without).max() > 1000 * tolerances.LOGITS
+    expected, uncapped = theirs(tokens), theirs(tokens, (None,) * 3)
+    assert np.abs(expected - uncapped).max() > 1000 * tolerances.LOGITS
     follows(ours, row.exact(len(tokens)), tokens, expected, prompt=PROMPT, decoded=DECODED)

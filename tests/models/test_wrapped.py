@@ -1,4 +1,4 @@
-"""Models with images or sound: the text model in them is loaded, whatever its tensors and modules are called there."""
+"""Models with images or sound: their text model is loaded, under any of the names that its tensors and modules may have."""
 
 import dataclasses
 import json
@@ -29,26 +29,26 @@ from tests.helpers.checkpoints import edit, same_arrays
 from tests.helpers.raw_configs import BASE, GEMMA4, read
 from tests.helpers.run import all_logits
 
-ON_HUB = ("language_model.model.", "language_model.lm_head.")
+HUB_PREFIXES = ("language_model.model.", "language_model.lm_head.")
 MISTRALS = ("ministral3-plain", "mistral-plain", "mistral4-plain")
 
 
-def vision(**more) -> dict:
+def vision(**fields) -> dict:
     """Returns the config of a tiny image tower."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-    return sizes | more
+    return sizes | fields
 
 
 def mistral3(name: str, scale: str = "fan_in", *, tied: bool = False) -> Mistral3ForConditionalGeneration:
-    """Returns a Mistral with images around a tiny model of a row."""
+    """Returns a Mistral with images whose text model is the tiny model of a row."""
     row = families.row(name)
     text = families.SIZES | dict(row.changes) | dict(model_type=row.config.model_type)
     towers = dict(vision_config=vision(model_type="pixtral", head_dim=16), eos_token_id=[1, 2])
     config = Mistral3Config(text_config=text, tie_word_embeddings=tied, attn_implementation="eager", **towers)
-    whole, alone = Mistral3ForConditionalGeneration(config).eval(), families.build(row, scale, tie_word_embeddings=tied)
-    whole.model.language_model.load_state_dict(alone.model.state_dict())
-    whole.lm_head.load_state_dict(alone.lm_head.state_dict())
-    return whole
+    wrapped, text_model = Mistral3ForConditionalGeneration(config).eval(), families.build(row, scale, tie_word_embeddings=tied)
+    wrapped.model.language_model.load_state_dict(text_model.model.state_dict())
+    wrapped.lm_head.load_state_dict(text_model.lm_head.state_dict())
+    return wrapped
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def mistral3(name: str, scale: str = "fan_in", *, tied: bool = False) -> Mistral
 def test_a_mistral_with_images_has_the_logits_of_its_text_model(name, scale, tied, tmp_path, caplog):
     theirs = mistral3(name, scale, tied=tied)
     families.save(theirs, tmp_path)
-    (tmp_path / "generation_config.json").unlink()  # it says which tokens end, too
+    (tmp_path / "generation_config.json").unlink()  # without it, the end marks are config.json's
     with caplog.at_level(logging.INFO, logger="icejax"):
         ours = load_model(tmp_path)
     assert any("are of no parameter and are passed over: multi_modal_projector.linear_1.weight" in x for x in caplog.messages)
@@ -72,10 +72,10 @@ def test_a_mistral_with_images_has_the_logits_of_its_text_model(name, scale, tie
     np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
 
 
-def renamed(tensors: dict, *names: str) -> None:
-    """Gives tensors named as on the hub the `names` in place of those."""
+def rename_tensors(tensors: dict, *names: str) -> None:
+    """Replaces the hub's prefixes of tensor names by `names`."""
     for key in list(tensors):
-        for old, new in zip(ON_HUB, names, strict=True):
+        for old, new in zip(HUB_PREFIXES, names, strict=True):
             if key.startswith(old):
                 tensors[new + key.removeprefix(old)] = tensors.pop(key)
 
@@ -84,19 +84,19 @@ def renamed(tensors: dict, *names: str) -> None:
 @pytest.mark.parametrize("names", [("model.language_model.", "lm_head."), ("model.", "lm_head.")])
 def test_tensor_names_of_transformers_5_and_of_the_text_model(names, tmp_path):
     expected = load_model(families.save(mistral3("ministral3-plain"), tmp_path))
-    edit(tmp_path, lambda tensors: renamed(tensors, *names))
+    edit(tmp_path, lambda tensors: rename_tensors(tensors, *names))
     assert same_arrays(load_model(tmp_path), expected)
 
 
 @pytest.mark.slow
 def test_a_head_that_is_stored_is_its_own_whatever_is_said(tmp_path):
-    """Mistral Small 3.1 says nothing of it, and transformers takes it for tied where nothing is said; both find the head."""
+    """`tie_word_embeddings` may be absent, as in Mistral Small 3.1, or true: the stored head is used all the same."""
     expected = load_model(families.save(mistral3("mistral-plain"), tmp_path))
     raw = json.loads((tmp_path / "config.json").read_text())
-    for said in (..., True):
-        families.edit_config(tmp_path, tie_word_embeddings=said, text_config=raw["text_config"] | {"tie_word_embeddings": None})
-        found = load_model(tmp_path)
-        assert not found.config.tie_word_embeddings and same_arrays(found, expected)
+    for tied in (..., True):
+        families.edit_config(tmp_path, tie_word_embeddings=tied, text_config=raw["text_config"] | {"tie_word_embeddings": None})
+        model = load_model(tmp_path)
+        assert not model.config.tie_word_embeddings and same_arrays(model, expected)
     families.edit_config(tmp_path, tie_word_embeddings=False)
     edit(tmp_path, lambda tensors: tensors.pop("language_model.lm_head.weight"))
     with pytest.raises(InputError, match=r": language_model\.lm_head\.weight is missing$"):
@@ -107,37 +107,37 @@ def test_a_head_that_is_stored_is_its_own_whatever_is_said(tmp_path):
 def test_a_method_may_name_modules_in_any_form(name):
     config, keys = quantised.FORMATS["fp8-blocks"].config | {"modules_to_not_convert": ["model.vision_tower", name]}, {}
     for layer in (0, 1):
-        own = f"layers.{layer}.mlp.up_proj.weight"
-        keys[f"language_model.model.{own}"] = [
-            f"{start}.{own}" for start in ("language_model.model", "model.language_model", "model")
+        suffix = f"layers.{layer}.mlp.up_proj.weight"
+        keys[f"language_model.model.{suffix}"] = [
+            f"{prefix}.{suffix}" for prefix in ("language_model.model", "model.language_model", "model")
         ]
-    found = formats.sources({"quantization_config": config}, dict.fromkeys(keys, (64, 64)), names=keys)
-    assert [source.layout is None for source in found.values()] == [False, True]
+    sources = formats.sources({"quantization_config": config}, dict.fromkeys(keys, (64, 64)), names=keys)
+    assert [source.layout is None for source in sources.values()] == [False, True]
 
 
 @pytest.mark.slow
 def test_a_quantised_mistral_with_images_is_read_and_converted(tmp_path):
-    """The hub's names of what is left as it is are those of transformers' modules."""
+    """On the hub, `modules_to_not_convert` has the names of transformers' modules, not of the tensors."""
     theirs = mistral3("ministral3-plain")
     weights = quantised.save(theirs, tmp_path / "hf", quantised.FORMATS["fp8-blocks"])
     config = quantised.FORMATS["fp8-blocks"].config | {"modules_to_not_convert": ["model.vision_tower", "lm_head"]}
     families.edit_config(tmp_path / "hf", quantization_config=config)
-    found = load_model(tmp_path / "hf", dtype="float32")
+    model = load_model(tmp_path / "hf", dtype="float32")
     key = "language_model.model.layers.1.mlp.up_proj.weight"
-    groups = found.model.layers[1].mlp.up_proj.weight.get_value().weights("float32")
+    groups = model.model.layers[1].mlp.up_proj.weight.get_value().weights("float32")
     np.testing.assert_allclose(np.concatenate(list(groups), axis=-1), weights[key], rtol=1e-6, atol=1e-6)
     for source, target in (("hf", "orbax"), ("orbax", "back")):
         assert convert.main([str(tmp_path / source), str(tmp_path / target)], name="icejax convert") == 0
-        assert same_arrays(load_model(tmp_path / target, dtype="float32"), found)
+        assert same_arrays(load_model(tmp_path / target, dtype="float32"), model)
 
 
-def check_text_model(whole, alone, tmp_path):
-    """Asserts that the folder of a model with images is loaded as its text model alone is."""
-    whole.model.language_model.load_state_dict(alone.model.state_dict())
-    found = load_model(families.save(whole, tmp_path / "whole"))
-    text = families.load(alone, tmp_path / "alone")
-    assert found.config == dataclasses.replace(text.config, eos_token_ids=(106, 7))
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(x) for x in (found, text)))
+def check_text_model(wrapped, text_model, tmp_path):
+    """Asserts that a saved model with images is loaded as the same text model saved alone."""
+    wrapped.model.language_model.load_state_dict(text_model.model.state_dict())
+    loaded = load_model(families.save(wrapped, tmp_path / "whole"))
+    expected = families.load(text_model, tmp_path / "alone")
+    assert loaded.config == dataclasses.replace(expected.config, eos_token_ids=(106, 7))
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(x) for x in (loaded, expected)))
 
 
 def test_a_gemma_4_with_images_is_its_text_model(tmp_path):
@@ -158,7 +158,7 @@ def test_a_gemma_3_with_images_is_its_text_model(tmp_path):
     check_text_model(Gemma3ForConditionalGeneration(config), families.build(row), tmp_path)
 
 
-WRONG = {
+BAD_CONFIGS = {
     "no text model": (dict(text_config=...), "config.json has no 'text_config', which a mistral3 model needs"),
     "another one": (
         dict(text_config={"model_type": "gpt2"}),
@@ -191,9 +191,9 @@ def test_the_weights_type_may_be_said_outside(name):
     assert (family(raw).read_config(raw).dtype, read(**GEMMA4).dtype) == ("bfloat16", "float32")
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", BAD_CONFIGS)
 def test_what_a_wrapping_config_says_wrong_is_one_line(case, tmp_path, capsys):
-    changes, message = WRONG[case]
+    changes, message = BAD_CONFIGS[case]
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="mistral3", text_config=dict(model_type="mistral"))))
     families.edit_config(tmp_path, **changes)
     assert generate.main(["--model", str(tmp_path), "--prompt", "x", "--max-new-tokens", "1"]) == 2

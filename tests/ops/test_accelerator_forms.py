@@ -1,4 +1,4 @@
-"""What runs on an accelerator gives what the CPU's forms give: each against numpy, and a whole text."""
+"""Forms of ops that accelerators run, here on the CPU: each op against numpy, one generated text against the CPU's forms."""
 
 import functools
 
@@ -22,12 +22,12 @@ from tests import tolerances
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """The forms of a GPU, on the CPU: its kernels are interpreted."""
+    """Selects the GPU's forms on the CPU; Pallas kernels are interpreted."""
 
-    def chosen(*args, default=None, **forms):
+    def cuda_form(*args, default=None, **forms):
         return forms.get("cuda", default)(*args)
 
-    monkeypatch.setattr(lax, "platform_dependent", chosen)
+    monkeypatch.setattr(lax, "platform_dependent", cuda_form)
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     monkeypatch.setattr(choose, "ORDER", {"cpu": ("triton",)})
     monkeypatch.setattr(choose, "PROBED_BACKENDS", ())
@@ -41,46 +41,46 @@ def on_gpu(monkeypatch):
     jax.clear_caches()
 
 
-def ties(rows: int, size: int) -> np.ndarray:
-    """Values of which many are equal, some -inf."""
-    worth = np.random.default_rng(size).integers(0, 7, (rows, size)).astype(np.float32)
-    return np.where(worth == 0, -np.inf, worth)
+def tied_scores(rows: int, size: int) -> np.ndarray:
+    """Returns scores f32[rows, size] with many ties, some of them -inf."""
+    scores = np.random.default_rng(size).integers(0, 7, (rows, size)).astype(np.float32)
+    return np.where(scores == 0, -np.inf, scores)
 
 
 @pytest.mark.parametrize("form", [topk._best_counted, topk._best_sorted], ids=["counted", "sorted"])
 @pytest.mark.parametrize(("size", "wanted"), [(40, 11), (9, 9), (1, 1)])
 def test_the_best_are_the_first_of_a_stable_sort(form, size, wanted):
-    worth = ties(6, size)
-    expected = np.argsort(-worth, axis=-1, kind="stable")[:, :wanted]
-    other = np.random.default_rng(0).integers(0, 99, worth.shape)
+    scores = tied_scores(6, size)
+    expected = np.argsort(-scores, axis=-1, kind="stable")[:, :wanted]
+    payload = np.random.default_rng(0).integers(0, 99, scores.shape)
     room = np.random.default_rng(1).integers(0, wanted + 1, (2, 3))
-    worthy, others = (jnp.asarray(x).reshape(2, 3, size) for x in (worth, other.astype(np.int32)))
-    indices, taken, (found,) = form(worthy, jnp.asarray(room), others, wanted=wanted)
+    score_rows, payload_rows = (jnp.asarray(x).reshape(2, 3, size) for x in (scores, payload.astype(np.int32)))
+    indices, mask, (gathered,) = form(score_rows, jnp.asarray(room), payload_rows, wanted=wanted)
     np.testing.assert_array_equal(np.asarray(indices).reshape(6, wanted), expected)
-    np.testing.assert_array_equal(np.asarray(found).reshape(6, wanted), np.take_along_axis(other, expected, axis=-1))
+    np.testing.assert_array_equal(np.asarray(gathered).reshape(6, wanted), np.take_along_axis(payload, expected, axis=-1))
     for row, count in enumerate(room.reshape(-1)):
-        np.testing.assert_array_equal(np.flatnonzero(np.asarray(taken).reshape(6, size)[row]), np.sort(expected[row, :count]))
+        np.testing.assert_array_equal(np.flatnonzero(np.asarray(mask).reshape(6, size)[row]), np.sort(expected[row, :count]))
 
 
 def test_values_that_are_no_numbers_come_last():
-    worth = jnp.asarray([np.nan, 3.0, np.nan, 5.0])
-    assert topk._best_counted(worth, jnp.asarray(4), wanted=4)[0].tolist() == [3, 1, 0, 2]
+    scores = jnp.asarray([np.nan, 3.0, np.nan, 5.0])
+    assert topk._best_counted(scores, jnp.asarray(4), wanted=4)[0].tolist() == [3, 1, 0, 2]
 
 
 def test_the_largest_are_as_many_as_there_is_room(monkeypatch):
-    worth, room = ties(4, 50), np.asarray([0, 3, 17, 20], np.int32)
-    worth[0, 7], worth[1, 9] = -np.inf, -0.0
-    rank = np.argsort(np.argsort(-worth, axis=-1, kind="stable"), axis=-1)
-    sorted_ = topk._largest_sorted(jnp.asarray(worth), room, most=20)
+    scores, room = tied_scores(4, 50), np.asarray([0, 3, 17, 20], np.int32)
+    scores[0, 7], scores[1, 9] = -np.inf, -0.0
+    rank = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
+    by_sorting = topk._largest_sorted(jnp.asarray(scores), room, most=20)
     monkeypatch.setattr(topk, "MOST_COUNTED", 49)
-    of_many = topk.largest(jnp.asarray(worth.reshape(2, 2, 50)), jnp.asarray(room.reshape(2, 2)), most=20).reshape(4, 50)
-    for found in (
-        topk._largest_counted(worth, room),
-        sorted_,
-        topk._largest_halved(jnp.asarray(worth), jnp.asarray(room)),
-        of_many,
+    by_size = topk.largest(jnp.asarray(scores.reshape(2, 2, 50)), jnp.asarray(room.reshape(2, 2)), most=20).reshape(4, 50)
+    for actual in (
+        topk._largest_counted(scores, room),
+        by_sorting,
+        topk._largest_halved(jnp.asarray(scores), jnp.asarray(room)),
+        by_size,
     ):
-        np.testing.assert_array_equal(np.asarray(found), rank < room[:, None])
+        np.testing.assert_array_equal(np.asarray(actual), rank < room[:, None])
 
 
 @pytest.mark.parametrize("form", ["by row", "scattered"])
@@ -88,28 +88,28 @@ def test_a_token_lands_in_its_row_s_slot(form, request):
     if form == "scattered":
         request.getfixturevalue("on_gpu")
     rng = np.random.default_rng(0)
-    buffer, new = rng.random((3, 2, 5, 4), np.float32), rng.random((3, 2, 4), np.float32)
+    buffer, vectors = rng.random((3, 2, 5, 4), np.float32), rng.random((3, 2, 4), np.float32)
     for append, slot in ((slots.append, [4, 0, 2]), (slots.append_apart, [[4, 1], [0, 0], [2, 3]])):
-        expected, places = buffer.copy(), np.broadcast_to(np.asarray(slot).reshape(3, -1), (3, 2))
+        expected, slot_of_head = buffer.copy(), np.broadcast_to(np.asarray(slot).reshape(3, -1), (3, 2))
         for row, head in np.ndindex(3, 2):
-            expected[row, head, places[row, head]] = new[row, head]
-        found = append(jnp.asarray(buffer.reshape(6, 5, 4)), jnp.asarray(new), jnp.asarray(slot, jnp.int32))
-        np.testing.assert_array_equal(np.asarray(found).reshape(buffer.shape), expected)
+            expected[row, head, slot_of_head[row, head]] = vectors[row, head]
+        actual = append(jnp.asarray(buffer.reshape(6, 5, 4)), jnp.asarray(vectors), jnp.asarray(slot, jnp.int32))
+        np.testing.assert_array_equal(np.asarray(actual).reshape(buffer.shape), expected)
 
 
 def test_products_are_the_same_whichever_comes_first(on_gpu):
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal(shape, np.float32) for shape in ((3, 2, 4, 16), (3, 2, 9, 16)))
-    for found in (dense.products(jnp.asarray(q), jnp.asarray(k)), dense._keys_first(jnp.asarray(q), jnp.asarray(k))):
-        np.testing.assert_allclose(np.asarray(found), q @ k.swapaxes(2, 3), atol=tolerances.EXACT)
+    for actual in (dense.products(jnp.asarray(q), jnp.asarray(k)), dense._keys_first(jnp.asarray(q), jnp.asarray(k))):
+        np.testing.assert_allclose(np.asarray(actual), q @ k.swapaxes(2, 3), atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("pages", [3 * digests.PART, digests.PART + 1])
 def test_values_are_the_same_sums_part_by_part(on_gpu, pages):
     rng = np.random.default_rng(0)
     weights, values = (rng.standard_normal(shape, np.float32) for shape in ((2, 3, 4, pages), (2, 3, pages, 16)))
-    found = digests._sums(jnp.asarray(weights), digests.Vectors(jnp.asarray(values), None))
-    np.testing.assert_allclose(np.asarray(found), weights @ values, atol=tolerances.EXACT)
+    actual = digests._sums(jnp.asarray(weights), digests.Vectors(jnp.asarray(values), None))
+    np.testing.assert_allclose(np.asarray(actual), weights @ values, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_values_are_the_same_sums_part_by_part(on_gpu, pages):
     [("uint16", 2, 16, 32), ("uint32", 2, 4, 8), ("uint8", 2, 18, 128), ("uint16", 1, 4, 8)],
 )
 def test_kernel_copies_whole_pages_and_only_wanted_ones(on_gpu, dtype, planes, height, size):
-    """18 rows of 128 bytes are no power of two."""
+    """The kernel copies a page in parts whose sizes are powers of two; 18 rows of 128 bytes take several."""
     table = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (9, planes, height, size), dtype=dtype)
     pages, wanted = np.asarray([8, 0, 3, 3]), np.asarray([True, False, False, True])
-    found = backends._triton(jnp.asarray(table), jnp.asarray(pages, jnp.int32), jnp.asarray(wanted))
-    np.testing.assert_array_equal(np.stack(found, axis=1), np.where(wanted[:, None, None, None], table[pages], 0))
+    copied = backends._triton(jnp.asarray(table), jnp.asarray(pages, jnp.int32), jnp.asarray(wanted))
+    np.testing.assert_array_equal(np.stack(copied, axis=1), np.where(wanted[:, None, None, None], table[pages], 0))
     assert sum(part.size for part in backends._parts(height * size)) == height * size
 
 
@@ -131,24 +131,24 @@ def test_the_kernel_copies_single_slots_of_rows_that_go_on(on_gpu, planes):
     ids, ended = np.asarray([[[19, 0, 7]], [[3, 3, 12]]], np.int32), jnp.asarray([False, True])
     table = jnp.asarray([[2], [0]], jnp.int32)
     layer = host_pool.PoolLayer(jnp.asarray(pool.view(np.uint32)), table, ended, 1, "triton", "float32", single_slots=True)
-    found, count = layer.fetch_live(jnp.asarray(ids), jnp.asarray(ids != 0))
+    fetched, count = layer.fetch_live(jnp.asarray(ids), jnp.asarray(ids != 0))
     expected = pool[2, 1, ids[0, 0] // 4, 0, :, ids[0, 0] % 4] * (ids[0, 0] != 0)[:, None, None]
-    np.testing.assert_array_equal(np.stack(found, axis=3)[0, 0, :, :, 0], expected)
-    assert count.tolist() == [2, 0] and not np.stack(found)[:, 1].any()
+    np.testing.assert_array_equal(np.stack(fetched, axis=3)[0, 0, :, :, 0], expected)
+    assert count.tolist() == [2, 0] and not np.stack(fetched)[:, 1].any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"resident": True, "page_dtype": "int8"}], ids=str)
 def test_a_text_is_the_same(request, bundled, options):
-    """One row ends before the other; a page leaves the window."""
+    """Two rows of unequal length; the longer one moves a page from its window to the pool."""
     model, tokenizer = bundled
     texts = ("Once upon a time there was a lighthouse. " * 12, "One more time. " * 30)
     prompts = [icejax.Request(prompt=text, max_new_tokens=limit) for text, limit in zip(texts, (4, 14), strict=True)]
-    asked = dict(cache=icejax.Clustered(budget=64, page_size=8, **options))
-    expected = [row.token_ids for row in icejax.generate(model, tokenizer, prompts, **asked)]
+    settings = dict(cache=icejax.Clustered(budget=64, page_size=8, **options))
+    expected = [row.token_ids for row in icejax.generate(model, tokenizer, prompts, **settings)]
     request.getfixturevalue("on_gpu")
-    found = [row.token_ids for row in icejax.generate(model, tokenizer, prompts, **asked)]
-    assert found == expected and [len(ids) for ids in found] == [4, 14]
+    token_ids = [row.token_ids for row in icejax.generate(model, tokenizer, prompts, **settings)]
+    assert token_ids == expected and [len(ids) for ids in token_ids] == [4, 14]
 
 
 def test_long_caches_have_sizes_that_a_gpu_divides(bundled):

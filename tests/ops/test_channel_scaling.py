@@ -1,4 +1,4 @@
-"""Channels of keys and queries of like size."""
+"""Channel scaling: the factors, and caches whose pages and outputs do not depend on the scale of key channels."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,86 +17,86 @@ def heads(tokens: int = 300) -> tuple[np.ndarray, np.ndarray]:
     return tuple(rng.standard_normal((1, tokens, count, 16)).astype(np.float32) for count in (4, 2))
 
 
-def of(q: np.ndarray, k: np.ndarray, *new: int) -> np.ndarray:
-    return np.asarray(factors_of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(new or [q.shape[1]], jnp.int32)))
+def factors(q: np.ndarray, k: np.ndarray, *lengths: int) -> np.ndarray:
+    return np.asarray(factors_of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(lengths or [q.shape[1]], jnp.int32)))
 
 
 def test_channels_of_like_size_stay():
     q, k = heads()
-    np.testing.assert_array_equal(of(3 * q, 50 * k + 7), np.ones((1, 2, 16)))
+    np.testing.assert_array_equal(factors(3 * q, 50 * k + 7), np.ones((1, 2, 16)))
 
 
 def test_a_channel_far_off_is_brought_back_by_a_power_of_two():
     q, k = heads()
-    k[..., CHANNELS[0]] *= 60  # the queries take half of the doublings
+    k[..., CHANNELS[0]] *= 60  # about 2**6: keys are divided by 2**3, and queries multiplied by 2**3
     k[:, :, 1, CHANNELS[1]] /= 20
     expected = np.ones((1, 2, 16))
     expected[..., CHANNELS[0]] = 1 / 8
     expected[:, 1, CHANNELS[1]] = 4
-    np.testing.assert_array_equal(of(q, k), expected)
+    np.testing.assert_array_equal(factors(q, k), expected)
 
 
 def test_neither_padding_nor_what_is_no_number_counts():
     q, k = heads()
     k[..., CHANNELS[0]] *= 64
-    expected = of(q[:, :200], k[:, :200])
+    expected = factors(q[:, :200], k[:, :200])
     q[:, 200:], k[:, 200:] = np.nan, np.inf
-    np.testing.assert_array_equal(of(q, k, 200), expected)
+    np.testing.assert_array_equal(factors(q, k, 200), expected)
     assert expected[0, 0, CHANNELS[0]] == 1 / 8
     k[:, 5, :, 3] = np.inf
-    np.testing.assert_array_equal(of(q, k, 200), expected)
+    np.testing.assert_array_equal(factors(q, k, 200), expected)
 
 
 def test_a_text_of_few_tokens_tells_nothing():
     q, k = heads()
     k[..., CHANNELS] *= 100
-    for new, told in ((0, False), (1, False), (FEWEST - 1, False), (FEWEST, True)):
-        assert (of(q, k, new) != 1).any() == told, new
+    for length, is_scaled in ((0, False), (1, False), (FEWEST - 1, False), (FEWEST, True)):
+        assert (factors(q, k, length) != 1).any() == is_scaled, length
 
 
 def test_constant_channel_stays_and_factors_fit_fp16():
     q, k = heads()
     k[..., 0], k[..., 1] = 5.0, 1e-12 * k[..., 1]
-    found = of(q, k)
-    assert (found[..., 0] == 1).all() and (found[..., 1] == 2.0**MOST).all() and (found[..., 2:] == 1).all()
+    actual = factors(q, k)
+    assert (actual[..., 0] == 1).all() and (actual[..., 1] == 2.0**MOST).all() and (actual[..., 2:] == 1).all()
 
 
 @pytest.mark.parametrize("policy", [Clustered, Coded, Tolerant], ids=lambda kind: kind.__name__.lower())
 def test_scale_of_channels_changes_no_bit(policy):
-    """Of powers of two, with queries divided by them: pages, what is chosen, and outputs; decoded, flushed, packed anew, extended."""
-    found = []
+    """Keys times a power of two, queries divided by it: same outputs, page ids and digests after decoding and extending."""
+    outputs = []
     for scale in (1.0, 64.0):
-        found.append(_outputs(policy(budget=48, candidates=1, compact_every=32), scale))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+        outputs.append(_outputs(policy(budget=48, candidates=1, compact_every=32), scale))
+    for unscaled, rescaled in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(unscaled, rescaled)
 
 
 def test_without_it_scale_takes_look_ups():
-    """A channel that no query asks for decides what is near."""
+    """Without scaling, a large key channel that queries hardly use decides which keys share a page."""
     errors = {on: _error(Clustered(budget=48, page_size=8, candidates=1, tail=False, balance=on)) for on in (True, False)}
     assert errors[True] < 0.7 * errors[False], errors
 
 
-def _scaled(x: list[np.ndarray], scale: float) -> list[np.ndarray]:
-    return [*uneven(*x[:2], by=(scale, 1, scale)), x[2]]
+def _scaled(qkv: list[np.ndarray], scale: float) -> list[np.ndarray]:
+    return [*uneven(*qkv[:2], by=(scale, 1, scale)), qkv[2]]
 
 
 def _outputs(policy: Clustered, scale: float) -> list[np.ndarray]:
     prompt, new = (_scaled(x, scale) for x in draw((250, 100), 50, sharp=1.5))
     layer = Layer(policy, (250, 100), *prompt)
-    found = [layer.step(*(x[step] for x in new)) for step in range(48)]
+    outputs = [layer.step(*(x[step] for x in new)) for step in range(48)]
     text = _scaled(draw((60, 30), 0, seed=1)[0], scale)
-    found.append(layer.extend(*(x[:, :64] for x in text), (60, 30))[:, :30])
-    found += [layer.step(*(x[step] for x in new)) for step in (48, 49)]
-    return [*found, np.asarray(layer.state.ids), np.asarray(layer.state.index.levels[0].mean.data)]
+    outputs.append(layer.extend(*(x[:, :64] for x in text), (60, 30))[:, :30])
+    outputs += [layer.step(*(x[step] for x in new)) for step in (48, 49)]
+    return [*outputs, np.asarray(layer.state.ids), np.asarray(layer.state.index.levels[0].mean.data)]
 
 
 def _error(policy: Clustered) -> float:
-    """Returns the relative error of a step, mean over eight texts."""
+    """Returns the relative error of one step's attention, the mean over eight texts."""
     prompt, new = (_scaled(x, 64.0) for x in draw((256,) * 8, 1, sharp=3.0))
-    found, errors = Layer(policy, (256,) * 8, *prompt).step(*(x[0] for x in new)), []
+    outputs, errors = Layer(policy, (256,) * 8, *prompt).step(*(x[0] for x in new)), []
     for row in range(8):
         k, v = (np.concatenate([x[row, :256], y[0, row, None]]) for x, y in zip(prompt[1:], new[1:], strict=True))
         exact = attention(new[0][0, row], k, v)
-        errors.append(np.linalg.norm(found[row] - exact) / np.linalg.norm(exact))
+        errors.append(np.linalg.norm(outputs[row] - exact) / np.linalg.norm(exact))
     return float(np.mean(errors))

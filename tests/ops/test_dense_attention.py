@@ -1,4 +1,4 @@
-"""Attention against float64 softmax over explicit masks."""
+"""Dense and blockwise attention, and its log-sum-exp, against a float64 softmax over explicit masks."""
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +28,35 @@ def test_causal_equals_float64(window, kv_heads, scale, wide, softcap):
     lengths, tokens = (1536, 3, 801), 1536
     qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale, wide=wide)
     scoring = Scoring(8**-0.5, softcap)
-    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window, scoring=scoring), *qkv)
-    assert found.out.dtype == found.lse.dtype == jnp.float32
+    actual = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths), window=window, scoring=scoring), *qkv)
+    assert actual.out.dtype == actual.lse.dtype == jnp.float32
     for i, length in enumerate(lengths):
         expected = dense.attention(*(x[i, :length] for x in qkv), dense.causal(length, window), softcap)
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_allclose(ours[i, :length], theirs, rtol=0, atol=tolerances.EXACT)
+        for value, reference in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(value[i, :length], reference, rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("window", [None, 10])
 def test_causal_asks_cudnn_for_the_same(monkeypatch, window):
-    """JAX's own form in the place of cuDNN's, which needs a GPU; both take the same options and say the same."""
-    real, asked = jax.nn.dot_product_attention, []
+    """JAX's own implementation stands in for cuDNN's, which needs a GPU; both take the same options and return the same."""
+    original, implementations = jax.nn.dot_product_attention, []
 
     def on_cpu(*qkv, implementation, **options):
-        asked.append(implementation)
+        implementations.append(implementation)
         with jax.numpy_dtype_promotion("standard"):
-            return real(*qkv, implementation="xla", **options)
+            return original(*qkv, implementation="xla", **options)
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
     lengths = (48, 3, 21)
     qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw(lengths, 48, kv_heads=2, scale=3)]
     scoring = Scoring(8**-0.5)
-    found = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths, jnp.int32), window=window, scoring=scoring), *qkv)
-    assert asked == ["cudnn"] and (found.out.dtype, found.lse.dtype) == (jnp.bfloat16, jnp.float32)
+    actual = jitted(lambda *qkv: causal(*qkv, lengths=jnp.asarray(lengths, jnp.int32), window=window, scoring=scoring), *qkv)
+    assert implementations == ["cudnn"] and (actual.out.dtype, actual.lse.dtype) == (jnp.bfloat16, jnp.float32)
     for i, length in enumerate(lengths):
         expected = dense.attention(*(np.asarray(x[i, :length], np.float64) for x in qkv), dense.causal(length, window))
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_allclose(np.asarray(ours[i, :length], np.float64), theirs, rtol=0, atol=tolerances.HALF)
+        for value, reference in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(value[i, :length], np.float64), reference, rtol=0, atol=tolerances.HALF)
 
 
 @pytest.mark.parametrize(("wide", "softcap"), [(16, None), (8, 2.0)])
@@ -65,26 +65,28 @@ def test_cudnn_is_not_asked_for_what_it_cannot_do(monkeypatch, wide, softcap):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **__: pytest.fail("cuDNN has no such form"))
     qkv = [jnp.asarray(x, jnp.bfloat16) for x in draw((16,), 16, kv_heads=2, wide=wide)]
     options = dict(lengths=jnp.asarray([16], jnp.int32), window=None, scoring=Scoring(8**-0.5, softcap))
-    found = jitted(lambda *qkv: causal(*qkv, **options), *qkv)
-    assert found.out.dtype == jnp.bfloat16 and found.out.shape == (1, 16, 4, wide)
+    actual = jitted(lambda *qkv: causal(*qkv, **options), *qkv)
+    assert actual.out.dtype == jnp.bfloat16 and actual.out.shape == (1, 16, 4, wide)
 
 
 @pytest.mark.parametrize(("wide", "softcap"), [(6, None), (8, 2.0), (12, None)])
 def test_text_behind_a_cache_equals_float64(wide, softcap):
-    """The new tokens attend to themselves, and to the keys before them within a window; the two are merged."""
+    """New tokens attend to one another and to the cached keys within a window; both outputs are merged by log-sum-exp."""
     before, tokens, window, scoring = 40, 24, 30, Scoring(8**-0.5, softcap)
     q, k, v = draw((before + tokens,), before + tokens, kv_heads=2, scale=3, wide=wide)
 
-    def behind(q, k, v):
+    def attend_behind(q, k, v):
         new = (x[:, before:] for x in (q, k, v))
-        own = causal_with_lse(*new, lengths=jnp.asarray([tokens]), window=window, scoring=scoring)
-        old = (x[:, :before].swapaxes(1, 2) for x in (k, v))
-        near = jnp.arange(before, before + tokens)[None, :, None] - jnp.arange(before)[None, None] < window
-        return merge_by_lse(*own, *attend_all(q[:, before:], *old, jnp.ones((1, 2, before), bool), near, scoring=scoring))
+        among_new = causal_with_lse(*new, lengths=jnp.asarray([tokens]), window=window, scoring=scoring)
+        cached = (x[:, :before].swapaxes(1, 2) for x in (k, v))
+        in_window = jnp.arange(before, before + tokens)[None, :, None] - jnp.arange(before)[None, None] < window
+        return merge_by_lse(
+            *among_new, *attend_all(q[:, before:], *cached, jnp.ones((1, 2, before), bool), in_window, scoring=scoring)
+        )
 
     expected = dense.attention(q[0], k[0], v[0], dense.causal(before + tokens, window), softcap)
-    for ours, theirs in zip(jitted(behind, q, k, v), expected, strict=True):
-        np.testing.assert_allclose(ours[0], theirs[before:], rtol=0, atol=tolerances.EXACT)
+    for value, reference in zip(jitted(attend_behind, q, k, v), expected, strict=True):
+        np.testing.assert_allclose(value[0], reference[before:], rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize(("wide", "softcap"), [(6, None), (8, 2.0), (12, None)])
@@ -92,8 +94,8 @@ def test_attend_equals_float64_and_ignores_masked_keys(wide, softcap):
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 50, 8), (3, 50, wide)))
     mask = rng.random((3, 50)) < 0.5
-    dirty = np.where(mask[..., None], k, np.nan)
-    found = np.asarray(jitted(attend_with_lse, q, dirty, v, mask, scoring=Scoring(8**-0.5, softcap))[0])
+    masked_keys = np.where(mask[..., None], k, np.nan)
+    actual = np.asarray(jitted(attend_with_lse, q, masked_keys, v, mask, scoring=Scoring(8**-0.5, softcap))[0])
     for i in range(3):
         expected = dense.attention(q[i][None], k[i][:, None], v[i][:, None], mask[i][None], softcap)[0][0]
-        np.testing.assert_allclose(found[i], expected, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(actual[i], expected, rtol=0, atol=tolerances.EXACT)

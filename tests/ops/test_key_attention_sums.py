@@ -1,4 +1,4 @@
-"""How much each key was attended to, against sums of float64 softmax over explicit masks."""
+"""The attention that each key receives, summed over queries, against sums of a float64 softmax over explicit masks."""
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,20 @@ def small_blocks(monkeypatch):
 
 
 def draw(lengths, tokens, *, heads=4, kv_heads=2, window=None, scale=1.0, softcap=None, seed=0):
-    """Returns q [B, T, N, H], k [B, T, K, H] and the log-sum-exp [B, T, N], f32 and NaN in padding, and the weights [N, T, T] of every row."""
+    """Returns q [B, T, N, H], k [B, T, K, H], log-sum-exp [B, T, N], with NaN in padding, and each row's weights [N, T, T]."""
     rng = np.random.default_rng(seed)
     shapes = (heads, SIZE), (kv_heads, SIZE), (heads,)
     q, k, lse = (rng.standard_normal((len(lengths), tokens, *shape)).astype(np.float32) for shape in shapes)
     q, weights = q * np.float32(scale), []
     for i, length in enumerate(lengths):
-        found, lse[i, :length] = dense.weights(q[i, :length], k[i, :length], dense.causal(length, window), softcap)
-        weights.append(found)
+        attention, lse[i, :length] = dense.weights(q[i, :length], k[i, :length], dense.causal(length, window), softcap)
+        weights.append(attention)
         for x in (q, k, lse):
             x[i, length:] = np.nan
     return q, k, lse, weights
 
 
-def found(q, k, lse, lengths, window=None, softcap=None):
+def sums_of(q, k, lse, lengths, window=None, softcap=None):
     options = dict(lengths=jnp.asarray(lengths, jnp.int32), window=window, scoring=Scoring(q.shape[-1] ** -0.5, softcap))
     return np.asarray(jitted(lambda *arrays: key_attention_sums(*arrays, **options), q, k, lse))
 
@@ -47,7 +47,7 @@ def found(q, k, lse, lengths, window=None, softcap=None):
 def test_sums_equal_float64(kv_heads, scale, softcap, window):
     lengths, tokens = (96, 3, 61), 112
     *arrays, weights = draw(lengths, tokens, kv_heads=kv_heads, window=window, scale=scale, softcap=softcap)
-    sums = found(*arrays, lengths, window, softcap)
+    sums = sums_of(*arrays, lengths, window, softcap)
     for i, length in enumerate(lengths):
         expected = weights[i].sum(1)
         np.testing.assert_allclose(sums[i, :, :length], expected, rtol=tolerances.EXACT, atol=tolerances.EXACT)
@@ -77,26 +77,26 @@ def test_sums_over_the_last_queries_equal_float64(softcap):
     seed=st.integers(0, 9),
 )
 def test_every_query_gives_one(lengths, window, seed):
-    """With the log-sum-exp of `causal`."""
+    """Given the log-sum-exp that `causal` returns, a row's sums over all keys add up to its number of queries."""
     q, k, *_ = draw(lengths, 48, seed=seed)
     scoring = Scoring(SIZE**-0.5)
-    own = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window, scoring=scoring).lse, q, k)
-    sums = found(q, k, own, lengths, window).sum(-1)
+    lse = jitted(lambda q, k: causal(q, k, k, lengths=jnp.asarray(lengths), window=window, scoring=scoring).lse, q, k)
+    sums = sums_of(q, k, lse, lengths, window).sum(-1)
     expected = np.broadcast_to(np.asarray(lengths)[:, None], sums.shape)
     np.testing.assert_allclose(sums, expected, rtol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize(("window", "blocks"), [(None, 21), (17, 11)])
 def test_no_block_runs_in_vain(monkeypatch, window, blocks):
-    """Of six blocks of queries by six of keys: no keys behind the queries or before their window."""
-    ran = []
+    """Of 6 x 6 blocks of queries and keys, only those run whose keys are neither after the queries nor before their window."""
+    runs = []
 
     def counted(*operands):
-        jax.debug.callback(lambda: ran.append(None))
+        jax.debug.callback(lambda: runs.append(None))
         return EINSUM(*operands)
 
     monkeypatch.setattr(module, "EINSUM", counted)
     *arrays, _ = draw((96, 91), 112, window=window)
-    found(*arrays, (96, 91), window)
+    sums_of(*arrays, (96, 91), window)
     jax.effects_barrier()
-    assert len(ran) == blocks
+    assert len(runs) == blocks

@@ -1,4 +1,4 @@
-"""Attention over pages, against float64: exact tokens, the rest of their pages, and the tail."""
+"""Attention over fetched pages against float64: the exact tokens, the other tokens of their pages, and the tail."""
 
 import jax
 import jax.numpy as jnp
@@ -21,43 +21,45 @@ def draw(seed: int, scale: float = 1.0, wide: int = SIZE):
     pages = [rng.standard_normal((1, PAGES, SLOTS, size)) for size in (SIZE, wide)]
     counts = rng.integers(0, SLOTS + 1, (1, PAGES))
     slots = np.arange(SLOTS)[None, None, :] < counts[..., None]
-    rest = rng.standard_normal((1, GROUP, wide)), rng.standard_normal((1, GROUP))
-    return q, resident, np.asarray([[True] * 4 + [False] * 2]), pages, slots, rest
+    unfetched = rng.standard_normal((1, GROUP, wide)), rng.standard_normal((1, GROUP))
+    return q, resident, np.asarray([[True] * 4 + [False] * 2]), pages, slots, unfetched
 
 
-def float64(q, resident, mask, pages, slots, rest, room: int, tail: bool, softcap: float | None = None):
-    """The same by lists, (logit, value) of all that counts: output, log-sum-exp, and what the tokens kept are worth."""
+def float64(q, resident, mask, pages, slots, unfetched, room: int, tail: bool, softcap: float | None = None):
+    """Returns output and log-sum-exp, summed over a list of (logits, value), and the weights of the pages' exact tokens."""
     logit = lambda k: capped(q[0] @ k / SIZE**0.5, softcap)  # noqa: E731
-    own = [(logit(k), v) for k, v, m in zip(resident[0][0], resident[1][0], mask[0], strict=True) if m]
+    resident_tokens = [(logit(k), v) for k, v, m in zip(resident[0][0], resident[1][0], mask[0], strict=True) if m]
     tokens = [(logit(pages[0][0, m, s]), pages[1][0, m, s], m) for m in range(PAGES) for s in range(SLOTS) if slots[0, m, s]]
-    everything = np.stack([x for x, *_ in own + tokens] + ([rest[1][0]] if tail else []))
-    total = np.exp(everything - everything.max(0)).sum(0)
-    worth = [(np.exp(x - everything.max(0)) / total).sum() for x, _, _ in tokens]
-    order = np.argsort(-np.asarray(worth))
-    kept = set(order[:room].tolist())
-    parts = own + [tokens[i][:2] for i in kept]
+    all_logits = np.stack([x for x, *_ in resident_tokens + tokens] + ([unfetched[1][0]] if tail else []))
+    total = np.exp(all_logits - all_logits.max(0)).sum(0)
+    token_weights = [(np.exp(x - all_logits.max(0)) / total).sum() for x, _, _ in tokens]
+    order = np.argsort(-np.asarray(token_weights))
+    exact = set(order[:room].tolist())
+    parts = resident_tokens + [tokens[i][:2] for i in exact]
     if tail:
-        parts.append((rest[1][0], rest[0][0]))
+        parts.append((unfetched[1][0], unfetched[0][0]))
         for m in range(PAGES):
-            others = [tokens[i] for i in range(len(tokens)) if i not in kept and tokens[i][2] == m]
-            if others:
-                parts.append((np.logaddexp.reduce([x for x, *_ in others]), np.mean([v for _, v, _ in others], axis=0)))
+            approximated = [tokens[i] for i in range(len(tokens)) if i not in exact and tokens[i][2] == m]
+            if approximated:
+                parts.append(
+                    (np.logaddexp.reduce([x for x, *_ in approximated]), np.mean([v for _, v, _ in approximated], axis=0))
+                )
     logits = np.stack([x for x, _ in parts])  # parts, heads
     weights = np.exp(logits - logits.max(0))
     values = np.stack([np.broadcast_to(v, (GROUP, v.shape[-1])) for _, v in parts])
     out = (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
-    return out, np.log(weights.sum(0)) + logits.max(0), {i: worth[i] for i in kept}
+    return out, np.log(weights.sum(0)) + logits.max(0), {i: token_weights[i] for i in exact}
 
 
-def run(q, resident, mask, pages, slots, rest, room: int, tail: bool, softcap: float | None = None, dtype="float32"):
+def run(q, resident, mask, pages, slots, unfetched, room: int, tail: bool, softcap: float | None = None, dtype="float32"):
     cast = lambda x: jnp.asarray(x, dtype)  # noqa: E731
     pages = (*map(cast, pages), slots)
-    rest = tuple(x.astype(np.float32) for x in rest)
+    unfetched = tuple(x.astype(np.float32) for x in unfetched)
     return ATTEND(
         cast(q),
         (*map(cast, resident), mask),
         pages,
-        rest,
+        unfetched,
         scoring=Scoring(SIZE**-0.5, softcap),
         room=np.asarray([room], np.int32),
         most=12,
@@ -72,19 +74,19 @@ ATTEND = jax.jit(attend_paged, static_argnames=("scoring", "most", "tail"))
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize(("seed", "wide", "softcap"), [(0, SIZE, None), (1, 12, None), (2, 20, None), (3, SIZE, 1.0)])
 def test_equals_float64(seed, wide, softcap, tail, room):
-    drawn = draw(seed, wide=wide)
-    expected, lse, kept = float64(*drawn, room, tail, softcap)
-    drawn[3][0][~drawn[4]], drawn[3][1][~drawn[4]] = np.nan, 1e6  # what stands in empty slots does not leak
-    found, weights, _ = run(*drawn, room, tail, softcap)
-    np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
-    np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
-    assert (np.asarray(weights) > 0).sum() == min(room, drawn[4].sum())
-    np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(kept.values()), atol=1e-5)
+    inputs = draw(seed, wide=wide)
+    expected, lse, exact_weights = float64(*inputs, room, tail, softcap)
+    inputs[3][0][~inputs[4]], inputs[3][1][~inputs[4]] = np.nan, 1e6  # empty slots do not count
+    actual, weights, _ = run(*inputs, room, tail, softcap)
+    np.testing.assert_allclose(actual.out[0], expected, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(actual.lse[0], lse, rtol=0, atol=tolerances.EXACT)
+    assert (np.asarray(weights) > 0).sum() == min(room, inputs[4].sum())
+    np.testing.assert_allclose(sorted(np.asarray(weights)[np.asarray(weights) > 0]), sorted(exact_weights.values()), atol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "wide", "softcap"), [(GROUP, SIZE, None), (1, 12, None), (0, 20, None), (1, SIZE, 1.0)])
 def test_whole_pages_equal_float64(heads, wide, softcap):
-    """With a bias of each query head, of all, or none, which no cap changes; -inf hides a page."""
+    """Pages have a bias per query head, one for all heads, or none; it is added after the soft cap, and -inf hides a page."""
     q, resident, mask, pages, slots, _ = draw(3, wide=wide)
     rng = np.random.default_rng(0)
     bias = np.where(rng.random((1, heads, PAGES)) < 0.3, -np.inf, rng.standard_normal((1, heads, PAGES))) if heads else None
@@ -98,18 +100,18 @@ def test_whole_pages_equal_float64(heads, wide, softcap):
     pages[0][~slots] = np.nan
     arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (q, tuple(resident), tuple(pages), bias))
     scoring = Scoring(SIZE**-0.5, softcap)
-    found, weighed = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], slots), arrays[3], scoring=scoring)
-    np.testing.assert_allclose(found.out[0], expected, rtol=0, atol=tolerances.EXACT)
-    np.testing.assert_allclose(found.lse[0], lse, rtol=0, atol=tolerances.EXACT)
-    np.testing.assert_allclose(weighed[0], weights[:, 6:].sum(0).reshape(PAGES, SLOTS), rtol=0, atol=tolerances.EXACT)
+    actual, slot_weights = jitted(attend_whole, arrays[0], (*arrays[1], mask), (*arrays[2], slots), arrays[3], scoring=scoring)
+    np.testing.assert_allclose(actual.out[0], expected, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(actual.lse[0], lse, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(slot_weights[0], weights[:, 6:].sum(0).reshape(PAGES, SLOTS), rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 def test_half_precision_is_finite_and_near(dtype, scale):
-    drawn = draw(5, scale)
-    expected, *_ = float64(*drawn, 12, True)
-    found, *_ = run(*drawn, 12, True, dtype=dtype)
-    assert np.isfinite(np.asarray(found.out)).all()
+    inputs = draw(5, scale)
+    expected, *_ = float64(*inputs, 12, True)
+    actual, *_ = run(*inputs, 12, True, dtype=dtype)
+    assert np.isfinite(np.asarray(actual.out)).all()
     if scale == 1.0:
-        np.testing.assert_allclose(found.out[0], expected, atol=0.03)
+        np.testing.assert_allclose(actual.out[0], expected, atol=0.03)

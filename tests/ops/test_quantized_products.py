@@ -1,4 +1,4 @@
-"""Products with codes are those with the dequantised matrix, and a model keeps its codes."""
+"""Products with quantised matrices equal those with dequantised ones, and a loaded model keeps its codes."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.flo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, MOST_ROWS, MOST_ROWS + 1])
 def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, form, monkeypatch):
-    """By blocks of 16 rows of which the last two share some."""
+    """`by_blocks` cuts the 40 rows into blocks of 16; the last two blocks overlap."""
     monkeypatch.setattr(products, "BLOCK", 16 * 96)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((tokens, 96)).astype(np.float32)
@@ -43,15 +43,15 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, 
     matrix = (codes.astype(np.float64) - offset[..., None] * zero) * scale[..., None]
     matrix = np.concatenate(list(matrix), axis=-1)
     expected = x.astype(np.float64) @ matrix.T
-    found = np.asarray(jitted(form, jnp.asarray(x), grouped))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
-    half = jnp.asarray(x, "bfloat16")
-    found, expected = np.asarray(jitted(form, half, grouped)), np.asarray(half, np.float64) @ matrix.T
-    # Scales and sums stay fp32; of many tokens at once the matrix is of their dtype.
-    close = form is by_blocks or tokens <= MOST_ROWS
+    actual = np.asarray(jitted(form, jnp.asarray(x), grouped))
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerances.LOGITS)
+    x_bf16 = jnp.asarray(x, "bfloat16")
+    actual, expected = np.asarray(jitted(form, x_bf16, grouped)), np.asarray(x_bf16, np.float64) @ matrix.T
+    # Scales and sums stay fp32, except where `at_once` makes the matrix in the dtype of many tokens.
+    in_fp32 = form is by_blocks or tokens <= MOST_ROWS
     np.testing.assert_allclose(
-        found, expected, rtol=0, atol=tolerances.LOGITS if close else 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
+        actual, expected, rtol=0, atol=tolerances.LOGITS if in_fp32 else 2.0**-6 * np.sqrt(96) * np.abs(matrix).max()
     )
     ids = np.array([[3, 0], [39, 3]])
     np.testing.assert_allclose(jitted(rows, grouped, ids, dtype="float32"), matrix[ids], rtol=0, atol=tolerances.LOGITS)
@@ -59,7 +59,7 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of a format, and one of the weights that its codes stand for."""
+    """Returns a function of a format's name: a folder of codes, and a folder of the weights that they stand for."""
     model = families.build(families.row("qwen2-plain"), num_hidden_layers=2)
 
     def folders(name):
@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
     ],
 )
 def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
-    """On a CPU in wider dtypes, which hold the same numbers."""
+    """A CPU stores them in wider dtypes, which hold the same numbers."""
     path, plain_path = folder(name)
     plain = load_model(plain_path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
     for platform, dtype in (("gpu", kind), ("cpu", {"int4": "int8", "float8_e4m3fn": "uint16"}.get(kind, kind))):
@@ -94,17 +94,17 @@ def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
         slower = [load.SLOWER] if platform == "cpu" else []
         assert caplog.messages == [f"of 14 matrices quantised by {method} 14 stay codes", *slower]
         assert coded.codes.dtype == dtype and (coded.zero is not None) == zero
-        found = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
-        np.testing.assert_allclose(found, np.asarray(plain), rtol=1e-6, atol=1e-6)
+        matrix = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
+        np.testing.assert_allclose(matrix, np.asarray(plain), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
 def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
-    """Prefill has many rows, decode has few."""
+    """In prefill, whose products have many rows, and in decode, whose products have few."""
     prompts = [families.tokens(40), families.tokens(30, seed=1)]
-    found, expected = (greedy(load_model(path, dtype="float32"), Full(), prompts, 4) for path in folder(name))
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+    actual, expected = (greedy(load_model(path, dtype="float32"), Full(), prompts, 4) for path in folder(name))
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.LOGITS)
 
 
 def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
@@ -114,32 +114,40 @@ def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
     plain = load_model(quantised.write_plain(path, weights, tmp_path / "plain"), dtype="float32")
     with caplog.at_level(logging.INFO, logger="icejax"):
         coded = load_model(path, dtype="float32")
-    many = sum(".experts." in key for key in weights)
-    assert many and caplog.messages == [f"of {many + 4} matrices quantised by awq {many + 4} stay codes", load.SLOWER]
+    num_matrices = sum(".experts." in key for key in weights)
+    assert num_matrices and caplog.messages == [
+        f"of {num_matrices + 4} matrices quantised by awq {num_matrices + 4} stay codes",
+        load.SLOWER,
+    ]
     stack = coded.model.layers[0].mlp.experts.down_proj.weight.get_value()
-    for number, found in enumerate(np.asarray(stack.weights("float32"))):
-        expected = weights[f"model.layers.0.mlp.experts.{number}.down_proj.weight"]
-        np.testing.assert_allclose(np.concatenate(list(found), axis=-1), expected, rtol=1e-6, atol=1e-6)
-    expected, found = (greedy(m, Full(), prompts, 3) for m in (plain, coded))
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerances.LOGITS)
-    one = "model.layers.0.mlp.experts.3.down_proj"
-    families.edit_config(path, quantization_config=quantised.FORMATS["awq"].config | {"modules_to_not_convert": [one]})
+    for expert, actual in enumerate(np.asarray(stack.weights("float32"))):
+        expected = weights[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
+        np.testing.assert_allclose(np.concatenate(list(actual), axis=-1), expected, rtol=1e-6, atol=1e-6)
+    expected, actual = (greedy(model, Full(), prompts, 3) for model in (plain, coded))
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.LOGITS)
+    unconverted = "model.layers.0.mlp.experts.3.down_proj"
+    families.edit_config(path, quantization_config=quantised.FORMATS["awq"].config | {"modules_to_not_convert": [unconverted]})
     stored = load_file(path / "model.safetensors")
-    stored = {key: x for key, x in stored.items() if not key.startswith(one)} | {f"{one}.weight": weights[f"{one}.weight"]}
+    stored = {key: x for key, x in stored.items() if not key.startswith(unconverted)} | {
+        f"{unconverted}.weight": weights[f"{unconverted}.weight"]
+    }
     save_file(stored, path / "model.safetensors")
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="icejax"):
-        again = load_model(path, dtype="float32").model.layers[0].mlp.experts.down_proj.weight[...]
-    count = many // 3 - 1
-    why = f"{count} are dequantised as they are read ({DEQUANTISED})"
-    assert caplog.messages == [f"of {many + 3} matrices quantised by awq {many + 3 - count} stay codes, {why}", load.SLOWER]
-    np.testing.assert_allclose(again[3], weights[f"{one}.weight"], rtol=1e-6, atol=1e-6)
+        dequantised = load_model(path, dtype="float32").model.layers[0].mlp.experts.down_proj.weight[...]
+    count = num_matrices // 3 - 1
+    reason = f"{count} are dequantised as they are read ({DEQUANTISED})"
+    assert caplog.messages == [
+        f"of {num_matrices + 3} matrices quantised by awq {num_matrices + 3 - count} stay codes, {reason}",
+        load.SLOWER,
+    ]
+    np.testing.assert_allclose(dequantised[3], weights[f"{unconverted}.weight"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
-    """It is taken head by head; the other projections stay codes."""
+    """The projection from the latent is used head by head; the other projections stay codes."""
     path = tmp_path / "codes"
     weights = quantised.save(families.build(families.row("deepseek_v3-yarn")), path, quantised.FORMATS["fp8-blocks"])
     folders = path, quantised.write_plain(path, weights, tmp_path / "plain")
@@ -148,24 +156,24 @@ def test_what_makes_heads_of_a_latent_is_dequantised(tmp_path):
     assert isinstance(attention.q_b_proj.weight.get_value(), Grouped) and isinstance(
         attention.kv_b_proj.weight[...], jnp.ndarray
     )
-    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+    expected, actual = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerances.LOGITS)
 
 
 @pytest.mark.slow
 def test_codes_in_one_tensor_are_taken_apart(tmp_path):
-    """Phi-3's projections row behind row."""
+    """Phi-3 stores the query, key and value projections as rows of one tensor."""
     path = tmp_path / "codes"
     weights = quantised.save(families.build(families.row("phi3-long")), path, quantised.FORMATS["awq"])
     folders = path, quantised.write_plain(path, weights, tmp_path / "plain")
     coded, plain = (load_model(folder, dtype="float32") for folder in folders)
     assert isinstance(coded.model.layers[0].self_attn.k_proj.weight.get_value(), Grouped)
-    expected, found = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.LOGITS)
+    expected, actual = (greedy(model, Full(), [families.tokens(40)], 4)[1] for model in (plain, coded))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerances.LOGITS)
 
 
 def test_blocks_of_gpt_oss_stay_codes(tmp_path):
-    """And a model of them is that of the weights they mean, in transformers' own words."""
+    """The model's logits are those of the weights that transformers dequantises from the blocks."""
     theirs, stored, rng = families.build(families.row("gpt_oss-plain")), {}, np.random.default_rng(0)
     for key, tensor in theirs.state_dict().items():
         if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -178,8 +186,8 @@ def test_blocks_of_gpt_oss_stay_codes(tmp_path):
         tensor.copy_(convert_moe_packed_tensors(*parts, dtype=torch.float32))
     families.save(theirs, tmp_path)
     save_file(stored, tmp_path / "model.safetensors")
-    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    families.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
+    unquantised = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    families.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": unquantised})
     prompt = families.tokens(40)
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt])).logits[0].numpy()

@@ -1,4 +1,4 @@
-"""Keys turned to other positions are those of tokens that stand there, against rotations in float64."""
+"""Rotating stored keys to new positions gives the keys of tokens at those positions, against rotations in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +12,8 @@ from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import jitted
 
-AT = np.asarray([[0, 7, 150, 4000, 31], [5, 0, 90, 2000, 31]], np.int32)
-BY = np.asarray([[0, 3, -150, 12, 4000], [-5, 700, 1, -1999, -30]], np.int32)
+POSITIONS = np.asarray([[0, 7, 150, 4000, 31], [5, 0, 90, 2000, 31]], np.int32)
+SHIFTS = np.asarray([[0, 3, -150, 12, 4000], [-5, 700, 1, -1999, -30]], np.int32)
 
 
 def config_of(row: families.Row):
@@ -29,19 +29,19 @@ def keys(config):
     return np.random.default_rng(0).standard_normal((2, 5, 3, config.head_dim)).astype(np.float32)
 
 
-def at(x, positions, config):
-    """Returns `x` as the decoder has it at `positions`."""
+def rotated_at(x, positions, config):
+    """Returns `x` rotated to `positions`, as the decoder rotates it."""
     return jitted(lambda x, p: rotate(x, *cos_sin(p, p[:, 0], rope=config.layers[0].rope)), x, positions)
 
 
 def float64(x, positions, config):
-    """The same as complex numbers: RoPE's pairs are a head's first half and its second."""
+    """Returns `x` rotated in float64, as complex numbers: real parts are a head's first half, imaginary parts its second."""
     half = config.layers[0].rope.size // 2
     angles = positions[..., None, None] * inverse_frequencies(config.layers[0].rope).astype(np.float64)
     scaling = config.layers[0].rope.scaling
     factor = scaling.attention_factor if scaling is not None else 1.0
-    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * factor * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+    rotated = (x[..., :half] + 1j * x[..., half : 2 * half]) * factor * np.exp(1j * angles)
+    return np.concatenate([rotated.real, rotated.imag, x[..., 2 * half :]], axis=-1)
 
 
 def test_every_rope_type_is_here():
@@ -54,33 +54,35 @@ def test_every_rope_type_is_here():
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
 def test_a_turned_key_is_that_of_its_new_position(name, dtype):
     config = CONFIGS[name]
-    x, by = keys(config), BY.astype(dtype)
-    found = jitted(lambda x, by: rerotate(x, by, rope=config.layers[0].rope), at(x, AT, config), by)
-    expected = float64(x, AT + BY, config)
-    angles = (np.abs(AT) + np.abs(BY))[..., None, None]  # the highest frequency is 1
+    x, shifts = keys(config), SHIFTS.astype(dtype)
+    actual = jitted(lambda x, shifts: rerotate(x, shifts, rope=config.layers[0].rope), rotated_at(x, POSITIONS, config), shifts)
+    expected = float64(x, POSITIONS + SHIFTS, config)
+    angles = (np.abs(POSITIONS) + np.abs(SHIFTS))[..., None, None]  # the highest frequency is 1
     allowed = np.abs(expected).max() * (tolerances.EXACT + tolerances.ANGLE * angles)
-    for theirs in (expected, at(x, AT + BY, config)):
-        assert (np.abs(found - theirs) <= allowed).all()
+    for reference in (expected, rotated_at(x, POSITIONS + SHIFTS, config)):
+        assert (np.abs(actual - reference) <= allowed).all()
 
 
 def test_whatever_stands_before_the_positions_is_a_batch():
     config = CONFIGS["llama-yarn"]
     x = keys(config)
-    expected = jitted(lambda x: rerotate(x, jnp.asarray(BY), rope=config.layers[0].rope), x)
-    one = jitted(lambda x: rerotate(x, jnp.asarray(BY[1]), rope=config.layers[0].rope), x[1])
-    more = jitted(lambda x: rerotate(x, jnp.asarray(BY[None]), rope=config.layers[0].rope), x[None])
-    for found, theirs in ((one, expected[1]), (more[0], expected)):
-        np.testing.assert_allclose(found, theirs, rtol=0, atol=tolerances.EXACT)
+    expected = jitted(lambda x: rerotate(x, jnp.asarray(SHIFTS), rope=config.layers[0].rope), x)
+    single_row = jitted(lambda x: rerotate(x, jnp.asarray(SHIFTS[1]), rope=config.layers[0].rope), x[1])
+    nested = jitted(lambda x: rerotate(x, jnp.asarray(SHIFTS[None]), rope=config.layers[0].rope), x[None])
+    for actual, reference in ((single_row, expected[1]), (nested[0], expected)):
+        np.testing.assert_allclose(actual, reference, rtol=0, atol=tolerances.EXACT)
 
 
 def test_keys_keep_their_dtype():
     config = CONFIGS["llama-gqa"]
-    assert rerotate(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(BY), rope=config.layers[0].rope).dtype == jnp.bfloat16
+    assert (
+        rerotate(jnp.asarray(keys(config), jnp.bfloat16), jnp.asarray(SHIFTS), rope=config.layers[0].rope).dtype == jnp.bfloat16
+    )
 
 
 def test_dynamic_frequencies_turn_nothing():
     with pytest.raises(InputError) as error:
-        rerotate(jnp.asarray(keys(DYNAMIC)), jnp.asarray(BY), rope=DYNAMIC.layers[0].rope)
+        rerotate(jnp.asarray(keys(DYNAMIC)), jnp.asarray(SHIFTS), rope=DYNAMIC.layers[0].rope)
     assert str(error.value) == (
         "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where "
         "they change with the length: use a cache that leaves keys at their positions"

@@ -1,4 +1,4 @@
-"""A policy may choose single slots of pages: one that knows all keys attends to the exact top tokens, and fetches no others."""
+"""Fetching single slots of pages: a policy that scores every key attends to exactly the top tokens, and fetches no others."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ GROUP = HEADS // KV_HEADS
 
 
 class Keys(PageIndex):
-    """Every key of a page, and how many there are."""
+    """An index that holds every key of a page, and the number of keys."""
 
     def empty(self, spec, pages):
         shape = (spec.batch_size, spec.num_kv_heads, pages)
@@ -41,7 +41,7 @@ class Keys(PageIndex):
 
 @dataclass(frozen=True)
 class TopTokens(Retrieval):
-    """Attends to the tokens of pages with the largest product with any query head of the group."""
+    """Attends to the `wanted` tokens of pages with the largest product with any query head of the group."""
 
     wanted: int = 40
     resident: bool = False
@@ -60,29 +60,29 @@ class TopTokens(Retrieval):
 
     def find(self, heads, index, view):
         keys, count = index
-        there = jnp.arange(PAGE)[None, None, None] < count[..., None]
+        is_token = jnp.arange(PAGE)[None, None, None] < count[..., None]
         scores = products(heads.by_group(), keys.reshape(*keys.shape[:2], -1, keys.shape[-1])).max(2)
-        there = there.reshape(scores.shape)
-        worth = jnp.where(there, scores, -jnp.inf)
-        ids, _, (counts,) = best(worth, self.num_fetched(count.shape[2]), there.astype(jnp.int32))
+        is_token = is_token.reshape(scores.shape)
+        token_scores = jnp.where(is_token, scores, -jnp.inf)
+        ids, _, (counts,) = best(token_scores, self.num_fetched(count.shape[2]), is_token.astype(jnp.int32))
         return Selection(ids, counts)
 
 
 def reference(prompt, new, row: int, step: int, wanted: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns the keys [n, H] that every KV head is to choose, and the attention [N, H] to them, sinks and window, in float64."""
+    """Returns the keys [n, H] that each KV head must choose, and the float64 attention [N, H] to them, sinks and window."""
     length, fill = LENGTHS[row], TopTokens.window_layout.fill
     q = new[0][step, row].astype(np.float64)
     k, v = (np.concatenate([x[row, :length], y[: step + 1, row]]) for x, y in zip(prompt[1:], new[1:], strict=True))
     sinks, start = min(SINKS, length), length - fill + step // PAGE * PAGE
-    paged, kept, out = np.arange(sinks, start), [], np.zeros((HEADS, v.shape[-1]))
+    paged, chosen_keys, out = np.arange(sinks, start), [], np.zeros((HEADS, v.shape[-1]))
     for kv in range(KV_HEADS):
-        own = slice(GROUP * kv, GROUP * (kv + 1))
-        chosen = paged[np.argsort(-(q[own] @ k[paged, kv].T).max(0), kind="stable")[:wanted]]
-        kept.append(k[chosen, kv])
+        group = slice(GROUP * kv, GROUP * (kv + 1))
+        chosen = paged[np.argsort(-(q[group] @ k[paged, kv].T).max(0), kind="stable")[:wanted]]
+        chosen_keys.append(k[chosen, kv])
         tokens = np.concatenate([np.arange(sinks), chosen, np.arange(max(start, sinks), len(k))])
-        weights = np.exp(q[own] @ k[tokens, kv].T / q.shape[-1] ** 0.5)
-        out[own] = weights @ v[tokens, kv] / weights.sum(-1, keepdims=True)
-    return kept, out
+        weights = np.exp(q[group] @ k[tokens, kv].T / q.shape[-1] ** 0.5)
+        out[group] = weights @ v[tokens, kv] / weights.sum(-1, keepdims=True)
+    return chosen_keys, out
 
 
 @pytest.mark.parametrize("resident", [False, True])
@@ -91,20 +91,20 @@ def test_top_tokens_equal_numpy_and_nothing_else_is_fetched(resident):
     policy = TopTokens(resident=resident)
     layer, before = Layer(policy, LENGTHS, *prompt), np.full((len(LENGTHS), KV_HEADS, policy.wanted), -1)
     for step in range(STEPS):
-        found = layer.step(*(x[step] for x in new))
+        actual = layer.step(*(x[step] for x in new))
         ids, pages, fetched = np.asarray(layer.state.ids), stored(layer.pool, layer.table), layer.state.fetched
         for row in range(len(LENGTHS)):
-            kept, expected = reference(prompt, new, row, step, policy.wanted)
-            np.testing.assert_allclose(found[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}")
+            chosen_keys, expected = reference(prompt, new, row, step, policy.wanted)
+            np.testing.assert_allclose(actual[row], expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}, row {row}")
             if (step + 1) % policy.compact_every == 0:
-                continue  # the pages have been packed anew since, and it is not known where the tokens are
-            came = 0
+                continue  # compaction has just moved tokens to other slots
+            expected_fetches = 0
             for kv in range(KV_HEADS):
-                own = ids[row, kv][ids[row, kv] >= 0]
-                keys = pages[row, own // PAGE, 0, kv, 0, own % PAGE]
-                np.testing.assert_array_equal(np.sort(keys, axis=0), np.sort(kept[kv], axis=0))
-                came += len(np.setdiff1d(own, before[row, kv])) if resident else len(own)
-            assert fetched[row] == came
+                slots = ids[row, kv][ids[row, kv] >= 0]
+                keys = pages[row, slots // PAGE, 0, kv, 0, slots % PAGE]
+                np.testing.assert_array_equal(np.sort(keys, axis=0), np.sort(chosen_keys[kv], axis=0))
+                expected_fetches += len(np.setdiff1d(slots, before[row, kv])) if resident else len(slots)
+            assert fetched[row] == expected_fetches
         before = ids
     assert layer.state.held[0].shape[2:] == (policy.wanted if resident else 0, 1, 16)
 
@@ -113,8 +113,8 @@ def test_a_choice_of_all_tokens_is_dense_attention():
     prompt, new = draw(LENGTHS, STEPS)
     layer = Layer(TopTokens(wanted=400), LENGTHS, *prompt)
     for step in range(STEPS):
-        found = layer.step(*(x[step] for x in new))
-        np.testing.assert_allclose(found, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT)
+        actual = layer.step(*(x[step] for x in new))
+        np.testing.assert_allclose(actual, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT)
 
 
 def test_an_answer_counts_and_explains_single_tokens(bundled):

@@ -1,4 +1,4 @@
-"""Values from keys: what the matrix is, when it is trusted, and what it costs."""
+"""The value fit, a matrix that predicts values from keys: its accuracy, when it is zero, and its memory."""
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,17 @@ def fit_of(*pages):
 
 
 def pages_of(count: int, *, mixed: float, noise: float, rank: int = SIZE, seed: int = 0):
-    """Returns keys, values and mask of pages of 16, whose values are keys times `mixed` MIX, what a page has, and noise."""
+    """Returns keys, values and mask of pages of 16; values are keys times `mixed` MIX, plus a vector per page, plus noise."""
     rng = np.random.default_rng(seed)
     k = rng.standard_normal((1, 1, count, 16, SIZE)).astype(np.float32)
     k[..., rank:] = 0
-    own = rng.standard_normal((1, 1, count, 1, SIZE)).astype(np.float32)
-    v = mixed * k @ MIX + own + noise * rng.standard_normal(k.shape).astype(np.float32)
-    return k + 3 * own, v, np.ones(k.shape[:4], bool)
+    page_centre = rng.standard_normal((1, 1, count, 1, SIZE)).astype(np.float32)
+    v = mixed * k @ MIX + page_centre + noise * rng.standard_normal(k.shape).astype(np.float32)
+    return k + 3 * page_centre, v, np.ones(k.shape[:4], bool)
 
 
 def explained(matrix: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
-    """Returns the share of the variance of values within pages that a matrix leaves."""
+    """Returns the share of the values' variance within pages that the matrix does not explain."""
     x, y = (a - a.mean(3, keepdims=True) for a in (k, v))
     return float(np.square(y - x @ np.asarray(matrix)[:, :, None]).sum() / np.square(y).sum())
 
@@ -50,14 +50,14 @@ def test_keys_that_lie_in_few_directions_tell_what_they_can():
 
 @pytest.mark.parametrize("count", [1, 2, 4, 200])
 def test_values_that_have_nothing_to_do_with_keys_stay_means(count):
-    """However few tokens there are: the matrix alone would explain them all."""
-    left = [explained(fit_of(*pages_of(count, mixed=0.0, noise=1.0, seed=s)).matrix, *pages_of(100, mixed=0.0, noise=1.0)[:2])
+    """Even with few tokens, which a matrix of least squares would fit exactly."""
+    shares = [explained(fit_of(*pages_of(count, mixed=0.0, noise=1.0, seed=s)).matrix, *pages_of(100, mixed=0.0, noise=1.0)[:2])
             for s in range(1, 6)]  # fmt: skip
-    assert np.mean(left) < 1.03
+    assert np.mean(shares) < 1.03
 
 
 def test_few_tokens_of_many_tell_little_and_it_is_known():
-    """A page and a half: no half to try a matrix on, so there is none."""
+    """The fit is validated on odd and even pages in turn; with a single page the matrix is zero."""
     k, v, mask = pages_of(1, mixed=1.0, noise=0.0)
     assert not np.asarray(fit_of(k, v, mask).matrix).any()
 
@@ -65,10 +65,10 @@ def test_few_tokens_of_many_tell_little_and_it_is_known():
 @pytest.mark.parametrize("garbage", [np.inf, np.nan, 3e38], ids=str)
 def test_a_row_of_garbage_leaves_no_matrix_and_others_theirs(garbage):
     k, v, mask = pages_of(20, mixed=1.0, noise=0.1)
-    bad = np.where(np.arange(20)[:, None, None] == 7, np.float32(garbage), k)
-    pair = fit_of(*(np.concatenate(x) for x in ((k, bad), (v, v), (mask, mask))))
-    np.testing.assert_allclose(pair.matrix[0], fit_of(k, v, mask).matrix[0], rtol=0, atol=tolerances.EXACT)
-    assert not np.asarray(pair.matrix[1]).any()
+    bad_keys = np.where(np.arange(20)[:, None, None] == 7, np.float32(garbage), k)
+    fits = fit_of(*(np.concatenate(x) for x in ((k, bad_keys), (v, v), (mask, mask))))
+    np.testing.assert_allclose(fits.matrix[0], fit_of(k, v, mask).matrix[0], rtol=0, atol=tolerances.EXACT)
+    assert not np.asarray(fits.matrix[1]).any()
 
 
 def test_slots_outside_the_mask_are_not_read():
@@ -78,33 +78,35 @@ def test_slots_outside_the_mask_are_not_read():
     expected.add(
         *(x.reshape(-1, SIZE).astype(np.float64) for x in (k, v)), [16 * i + np.flatnonzero(mask[i]) for i in range(20)]
     )
-    found = fit_of(np.where(mask[..., None], k, np.nan), np.where(mask[..., None], v, np.inf), mask[None, None])
-    np.testing.assert_allclose(found.matrix[0, 0], expected.matrix, rtol=0, atol=tolerances.EXACT)
+    fit = fit_of(np.where(mask[..., None], k, np.nan), np.where(mask[..., None], v, np.inf), mask[None, None])
+    np.testing.assert_allclose(fit.matrix[0, 0], expected.matrix, rtol=0, atol=tolerances.EXACT)
 
 
 def test_texts_add_up():
-    """Sums of a text and more are those of both; what the first said of the second counts for trust."""
-    first, more = pages_of(30, mixed=1.0, noise=0.3), pages_of(8, mixed=1.0, noise=0.3, seed=1)
+    """A fit updated with a second text is that of both texts, scaled by how well parts of the texts predict one another."""
+    first, second = pages_of(30, mixed=1.0, noise=0.3), pages_of(8, mixed=1.0, noise=0.3, seed=1)
 
     @jax.jit
-    def both(first, more):
-        before = page_sums(*first)
-        fit = update_fit(empty_fit(1, 1, SIZE, SIZE), jnp.zeros((1, 1, SIZE, SIZE)), before)
-        return update_fit(fit, before.keys.sum(2), page_sums(*more))
+    def fit_both(first, second):
+        first_sums = page_sums(*first)
+        fit = update_fit(empty_fit(1, 1, SIZE, SIZE), jnp.zeros((1, 1, SIZE, SIZE)), first_sums)
+        return update_fit(fit, first_sums.keys.sum(2), page_sums(*second))
 
-    found = both(first, more)
+    fit_of_both = fit_both(first, second)
     expected = Fit(SIZE, SIZE)
-    for k, v, _ in (first, more):
+    for k, v, _ in (first, second):
         expected.add(
             *(x.reshape(-1, SIZE).astype(np.float64) for x in (k, v)), list(np.arange(k.shape[2] * 16).reshape(-1, 16))
         )
-    np.testing.assert_allclose(found.matrix[0, 0], expected.matrix, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(fit_of_both.matrix[0, 0], expected.matrix, rtol=0, atol=tolerances.EXACT)
     x, y = (np.concatenate([(a - a.mean(3, keepdims=True)).reshape(-1, SIZE) for a in pair])
-            for pair in zip(first[:2], more[:2], strict=True))  # fmt: skip
+            for pair in zip(first[:2], second[:2], strict=True))  # fmt: skip
     gram = x.T @ x
-    whole = np.linalg.solve(gram + RIDGE * np.trace(gram) / SIZE * np.eye(SIZE), x.T @ y)
+    least_squares = np.linalg.solve(gram + RIDGE * np.trace(gram) / SIZE * np.eye(SIZE), x.T @ y)
     np.testing.assert_allclose(
-        found.matrix[0, 0], whole * (found.matrix[0, 0] * whole).sum() / np.square(whole).sum(), atol=1e-4
+        fit_of_both.matrix[0, 0],
+        least_squares * (fit_of_both.matrix[0, 0] * least_squares).sum() / np.square(least_squares).sum(),
+        atol=1e-4,
     )
 
 
@@ -119,14 +121,16 @@ def test_no_matrix_above_a_quarter_of_the_digests_bytes(size, dtype, pages, ther
 
 @pytest.mark.slow
 def test_answers_without_it_are_worse():
-    """The tail of values that keys tell of, against exact attention over the same tokens."""
+    """Where values depend on keys, the fit brings a small budget nearer to exact attention."""
     prompt, new = ((q, k, v + 3 * k @ MIX) for q, k, v in draw((256, 200), 8))
     dense = Layer(Clustered(budget=1024), (256, 200), *prompt)
-    with_it, without = (Layer(Clustered(budget=48, candidates=1, value_fit=on), (256, 200), *prompt) for on in (True, False))
+    with_fit, without_fit = (
+        Layer(Clustered(budget=48, candidates=1, value_fit=on), (256, 200), *prompt) for on in (True, False)
+    )
     errors = np.zeros(2)
     for step in range(8):
         q, k, v = (x[step] for x in new)
         exact = dense.step(q, k, v)
-        errors += [np.linalg.norm(each.step(q, k, v) - exact) for each in (with_it, without)]
+        errors += [np.linalg.norm(layer.step(q, k, v) - exact) for layer in (with_fit, without_fit)]
     assert errors[0] < 0.8 * errors[1]
     assert dense.spec.num_kv_heads == KV_HEADS

@@ -50,9 +50,9 @@ def arrange(keys: np.ndarray, late: np.ndarray, size: int, block: int) -> list[n
     groups = [group for i in range(0, len(order), part) for group in neighbours(keys, order[i : i + part], late, size)]
     if len(groups) <= tree.FAN_OUT:
         return groups
-    whole = [(late[group] == 0).all() and len(group) == size for group in groups]
-    means = np.stack([keys[group].mean(0) * full for group, full in zip(groups, whole, strict=True)])
-    group_late = np.asarray([0 if full else 1 + (late[group] == 2).all() for group, full in zip(groups, whole, strict=True)])
+    is_full = [(late[group] == 0).all() and len(group) == size for group in groups]
+    means = np.stack([keys[group].mean(0) * full for group, full in zip(groups, is_full, strict=True)])
+    group_late = np.asarray([0 if full else 1 + (late[group] == 2).all() for group, full in zip(groups, is_full, strict=True)])
     return [groups[i] for node in arrange(means, group_late, tree.FAN_OUT, packing.NODE_BLOCK) for i in node]
 
 

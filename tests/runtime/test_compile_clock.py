@@ -1,4 +1,4 @@
-"""The seconds that go into programs: each counts once, and none when nothing is compiled."""
+"""The clock of seconds spent on compiling: nested events count once, and a run of a compiled program adds nothing."""
 
 import time
 
@@ -18,9 +18,9 @@ def test_what_lies_inside_counts_once(monkeypatch):
     for now[0], event, duration, total in (
         (10.0, part, 1.0, 1.0),
         (12.0, part, 1.0, 2.0),
-        (13.0, part, 6.0, 6.0),  # from 7 to 13, around both
+        (13.0, part, 6.0, 6.0),  # from 7 to 13, which includes both earlier events
         (15.0, part, 1.0, 7.0),
-        (16.0, part, 1.5, 8.0),  # half of it has been counted
+        (16.0, part, 1.5, 8.0),  # from 14.5 to 16, of which 0.5 s are already counted
         (17.0, "/jax/other", 1.0, 8.0),
     ):
         clock._add(event, duration)

@@ -1,4 +1,4 @@
-"""A backend is tried in a process of its own: what it found is told, kept, and never taken for another machine's."""
+"""The probe of fetch backends in a child process: its result is stored, per GPU and driver, if it will not change."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from icejax.runtime.host_reads import choose, probe
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with one GPU, whose child process is what `tried.child` says."""
+    """Returns the folder of a machine with one GPU, and a function that sets the shell program run as the child process."""
     (tmp_path / "gpus" / "0").mkdir(parents=True)
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX 580.1\nGCC version: 12\n")
     (tmp_path / "gpus" / "0" / "information").write_text("Model: \t H200\nIRQ: 7\n")
@@ -28,7 +28,7 @@ def machine(tmp_path, monkeypatch):
     return tmp_path, child
 
 
-def kept(folder) -> dict:
+def stored_results(folder) -> dict:
     return json.loads((folder / "cache" / "icejax" / "fetch.json").read_text())
 
 
@@ -48,7 +48,7 @@ def test_what_a_process_of_its_own_finds_is_kept_if_it_will_last(machine, progra
     folder, child = machine
     child(program)
     assert probe.probe_error("triton") == fault
-    assert not lasting or list(kept(folder).values()) == [fault]
+    assert not lasting or list(stored_results(folder).values()) == [fault]
     child("exit 3")
     assert probe.probe_error("triton") == (fault if lasting else "fails: the process that tries it ended with status 3")
 
@@ -60,7 +60,7 @@ def test_another_driver_is_tried_anew(machine):
     (folder / "version").write_text("NVRM version: NVIDIA UNIX 581.0\n")
     child("kill -ABRT $$")
     assert probe.probe_error("triton") == "fails: the process that tries it ended with status -6"
-    assert len(kept(folder)) == 2
+    assert len(stored_results(folder)) == 2
 
 
 def test_one_that_hangs_is_ended_and_tried_again(machine, monkeypatch):
@@ -70,7 +70,7 @@ def test_one_that_hangs_is_ended_and_tried_again(machine, monkeypatch):
     assert probe.probe_error("triton") == "is not ready in 0.2 s"
     assert not (folder / "cache").exists()
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert probe.probe_error("triton") == "is not ready in 0.2 s"  # in one process it is waited for once
+    assert probe.probe_error("triton") == "is not ready in 0.2 s"  # a process waits for the probe only once
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 3}', "\xff"])
@@ -79,7 +79,7 @@ def test_a_file_that_holds_no_results_is_written_anew(machine, text):
     (folder / "cache" / "icejax").mkdir(parents=True)
     (folder / "cache" / "icejax" / "fetch.json").write_bytes(text.encode("latin-1"))
     child("echo 'found: [\"gpu\", null]'")
-    assert probe.probe_error("triton") is None and list(kept(folder).values()) == [None]
+    assert probe.probe_error("triton") is None and list(stored_results(folder).values()) == [None]
 
 
 def test_unwritable_cache_folder_only_costs_another_probe(machine):
@@ -90,25 +90,25 @@ def test_unwritable_cache_folder_only_costs_another_probe(machine):
 
 
 def test_probe_runs_ahead_only_with_cuda_and_before_jax_starts(machine, monkeypatch):
-    tried = []
-    monkeypatch.setattr(probe, "probe_error", tried.append)
+    probed = []
+    monkeypatch.setattr(probe, "probe_error", probed.append)
     monkeypatch.setattr(probe, "_plugins", lambda: ["jax"])
     monkeypatch.setattr(devices, "started", lambda: False)
-    probe.probe_early(["triton"])  # the suite is for the CPU alone
+    probe.probe_early(["triton"])  # does nothing, as tests run on the CPU alone
     monkeypatch.setattr(probe, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda,cpu")))
     probe.probe_early(["triton"])
-    assert tried == ["triton"]
+    assert probed == ["triton"]
     monkeypatch.setattr(devices, "started", lambda: True)
     probe.probe_early(["triton"])
     monkeypatch.setattr(devices, "started", lambda: False)
     (machine[0] / "version").unlink()
     (machine[0] / "gpus" / "0" / "information").unlink()
     probe.probe_early(["triton"])
-    assert tried == ["triton"]
+    assert probed == ["triton"]
 
 
 def test_the_process_tells_what_is_wrong_here(monkeypatch, tmp_path):
-    """Triton compiles for no CPU; a backend that does is exact. Of a GPU that says nothing."""
+    """On this CPU Triton fails and slices pass; neither result is stored, as it holds for no GPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     probe.probe_error.cache_clear()
     assert probe.probe_error("triton").startswith("fails: ")

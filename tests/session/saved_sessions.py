@@ -1,13 +1,12 @@
-"""One small saved session per cache policy, and the script that made them: python -m tests.session.saved_sessions.
+"""One small saved session per cache policy, and the script that writes them: python -m tests.session.saved_sessions.
 
-A session that an earlier version saved must open in every later one, so `saved_sessions.tar.xz` is not made again with the
-code. Make it again only with a new format of session folders, or with a new policy. The weights are drawn by numpy, so they
-are the same everywhere.
+The script saves a session for each policy that the archive lacks, and leaves the others as an earlier version saved them.
+Delete `saved_sessions.tar.xz` first only when the format of session folders changes. numpy draws the weights, so they are the
+same everywhere.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 import tempfile
@@ -26,7 +25,7 @@ from tests.helpers.letters import Letters
 from tests.helpers.policies import POLICIES
 
 ARCHIVE = Path(__file__).with_name("saved_sessions.tar.xz")
-ANSWERS = "answers.json"  # token ids of the answer to QUESTION, by name of session
+ANSWERS = "answers.json"  # token ids of the answer to QUESTION, by session name
 CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -58,18 +57,22 @@ def answer(session: Session) -> list[int]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(ARCHIVE, "w:xz") as archive:
-        answers = {}
-        for name, policy in policies().items():
-            session = Session(model(), Letters(), cache=policy, context_length=400)
-            session.ask(DOCUMENT, max_new_tokens=24)  # beyond a page: the window was flushed
-            session.save(Path(folder) / name)
-            archive.add(Path(folder) / name, name)
-            answers[name] = answer(session)
-        content = json.dumps(answers).encode()
-        about = tarfile.TarInfo(ANSWERS)
-        about.size = len(content)
-        archive.addfile(about, io.BytesIO(content))
+    with tempfile.TemporaryDirectory() as name:
+        folder, answers = Path(name), {}
+        if ARCHIVE.exists():
+            with tarfile.open(ARCHIVE) as archive:
+                archive.extractall(folder, filter="data")
+            answers = json.loads((folder / ANSWERS).read_text())
+        for policy_name, policy in policies().items():
+            if policy_name not in answers:
+                session = Session(model(), Letters(), cache=policy, context_length=400)
+                session.ask(DOCUMENT, max_new_tokens=24)  # beyond a page: the window was flushed
+                session.save(folder / policy_name)
+                answers[policy_name] = answer(session)
+        (folder / ANSWERS).write_text(json.dumps(answers))
+        with tarfile.open(ARCHIVE, "w:xz") as archive:
+            for path in sorted(folder.iterdir()):
+                archive.add(path, path.name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sessions of earlier commits open, and answer as they did."""
+"""Sessions that an earlier commit saved still open and give the same answers."""
 
 import json
 import tarfile

@@ -1,4 +1,4 @@
-"""Sessions: a later question sees all before it, and what is saved goes on as if it had not been."""
+"""Sessions: a later question sees all earlier text, and a saved session continues bit for bit."""
 
 import dataclasses
 import time
@@ -30,7 +30,7 @@ def test_questions_follow_one_another(bundled, cache):
     session = Session(*bundled, cache=cache, context_length=3000)
     answers = [session.ask(text + questions[0].text)] + [session.ask(q.text) for q in questions[1:]]
     assert [a.text for a in answers] == [q.answer for q in questions]
-    # All tokens, in order, the end-of-text token after each answer included.
+    # All tokens in order, with the end-of-text token after each answer.
     parts = [part for q in questions for part in (list(q.text.encode()), list(q.answer.encode()), [task.EOS])]
     assert session.token_ids == list(text.encode()) + [token for part in parts for token in part]
     assert [a.prompt_tokens for a in answers] == [len(text) + 12 + i * (12 + 7) for i in range(4)]
@@ -38,25 +38,25 @@ def test_questions_follow_one_another(bundled, cache):
 
 @pytest.mark.slow
 def test_a_second_question_gives_what_one_long_prompt_gives(tmp_path):
-    """With a budget for all tokens nothing is approximated, so the texts in a row are as one text."""
+    """A budget for all tokens approximates nothing, so consecutive texts equal one text."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     tokenizer = Letters()
     session = Session(model, tokenizer, cache=Clustered(budget=2000), context_length=1200)
     first = session.ask("a" * 300 + "bcd", max_new_tokens=30)
     second = session.ask("zyx" * 40, max_new_tokens=30)
-    whole = tokenizer.decode(session.token_ids[: 303 + first.new_tokens + 120])
-    (expected,) = icejax.generate(model, tokenizer, whole, cache=Full(), max_new_tokens=30)
+    whole_text = tokenizer.decode(session.token_ids[: 303 + first.new_tokens + 120])
+    (expected,) = icejax.generate(model, tokenizer, whole_text, cache=Full(), max_new_tokens=30)
     assert second.token_ids == expected.token_ids and len(second.token_ids) == 30
 
 
 @pytest.mark.slow
 def test_each_text_is_asked_with_its_own_sampling(bundled):
-    """Only the best token is left of each draw, so that all are as the greedy ones."""
+    """Every sampling leaves only the best token, so all answers are the greedy ones."""
     text, questions = document()
-    ways = (None, icejax.Sampling(temperature=1.5, top_k=1), icejax.Sampling(temperature=0.5, min_p=1.0), None)
+    samplings = (None, icejax.Sampling(temperature=1.5, top_k=1), icejax.Sampling(temperature=0.5, min_p=1.0), None)
     session = Session(*bundled, cache=Full(), context_length=3000)
-    asked = zip((text + questions[0].text, *(q.text for q in questions[1:])), ways, strict=True)
-    assert [session.ask(each, sampling=way).text for each, way in asked] == [q.answer for q in questions]
+    turns = zip((text + questions[0].text, *(q.text for q in questions[1:])), samplings, strict=True)
+    assert [session.ask(question, sampling=s).text for question, s in turns] == [q.answer for q in questions]
 
 
 NARROW = pytest.param(Clustered(budget=64, digest_dtype="int8"), marks=pytest.mark.slow)
@@ -74,8 +74,8 @@ def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, monkeypatch, ca
         for question in questions[1:3]:
             session.save(held)
             assert 0.5 * estimates[-1] < (tmp_path / "kept" / ARRAYS).stat().st_size <= estimates[-1]
-            for each in (session, loaded):
-                each.last = each.ask(question.text, max_new_tokens=20, save_to=held)
+            for x in (session, loaded):
+                x.last = x.ask(question.text, max_new_tokens=20, save_to=held)
             assert estimates[-1] == estimates[-2] and len(estimates) % 2
             assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
             np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
@@ -111,10 +111,10 @@ def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
 
 
 def test_an_end_mark_that_is_left_out_is_not_penalised(bundled, monkeypatch):
-    """Of a text that the template puts another end behind, which then is not in it."""
+    """The chat template replaces the end mark, so the old one is not in the penalised text."""
     texts, row_options = [], module.row_options
     monkeypatch.setattr(
-        module, "row_options", lambda rows, some, size: texts.append(list(some[0])) or row_options(rows, some, size)
+        module, "row_options", lambda rows, ids, size: texts.append(list(ids[0])) or row_options(rows, ids, size)
     )
     monkeypatch.setattr(Session, "_chat_turn", lambda self, text: ([], self.token_ids[:-1], list(text.encode())))
     session = Session(*bundled, cache=Full(), context_length=3000)
@@ -132,11 +132,11 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
         session.save(tmp_path / "kept")
     session.ask(text, max_new_tokens=2)
     session.save(tmp_path / "kept")
-    other = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    other_model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     with pytest.raises(
         icejax.InputError, match=r"was saved with config\.\w+ = .+, here it is .+: use the same, or another folder"
     ):
-        Session.load(tmp_path / "kept", other, bundled[1])
+        Session.load(tmp_path / "kept", other_model, bundled[1])
     with pytest.raises(icejax.InputError, match=r"saved with cache\.budget = 64, here it is 128: use the same"):
         Session.load(tmp_path / "kept", *bundled, cache=Clustered(budget=128))
     model, tokenizer = icejax.load()
@@ -150,7 +150,7 @@ def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
 
 @pytest.mark.slow
 def test_digests_equal_the_pages_after_any_sequence_of_steps(bundled, tmp_path):
-    """A prompt, answers with flushes and compactions, a second text, and a save and load; pages are read from the pool."""
+    """After a prompt, answers with flushes and compactions, a second text, and a save and load; the pool has the pages."""
     session = Session(*bundled, cache=Clustered(budget=64, compact_every=32), context_length=3000)
     for text in (document()[0], "\n\nand so on " * 30):
         assert session.ask(text, max_new_tokens=75).new_tokens == 75
@@ -161,41 +161,41 @@ def test_digests_equal_the_pages_after_any_sequence_of_steps(bundled, tmp_path):
     pages = stored(run.pool, run.state.cache.table)[0]
     for layer, state in enumerate(run.state.cache.layers):
         counts = np.asarray(state.index.levels[0].count)[0]
-        assert counts.sum() > 2 * 1800  # two heads
-        for head, held in enumerate(counts):
-            assert_digests(state.index.levels, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(held)])
+        assert counts.sum() > 2 * 1800  # two KV heads
+        for head, page_counts in enumerate(counts):
+            assert_digests(state.index.levels, 0, head, [pages[i, layer, head, 0, :n] for i, n in enumerate(page_counts)])
 
 
 @pytest.mark.slow
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
-    """To the bit, so both decode programs are compiled as for users: conftest's cheaper way rounds each in its own order."""
+    """Bit for bit: both programs are compiled as for users, since conftest's cheaper options change the order of rounding."""
     monkeypatch.setitem(compiler_options.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
     decode_step._programs.cache_clear()
     text, questions = document()
-    plain, held = (
+    plain, with_resident = (
         Session(*bundled, cache=Clustered(budget=64, keys_first=False, resident=resident), context_length=3000)
         for resident in (False, True)
     )
     for q in (text + questions[0].text, *(q.text for q in questions[1:]), "Pass key", "Pass key"):
-        expected, found = (each.ask(q, max_new_tokens=20) for each in (plain, held))
-        assert found.token_ids == expected.token_ids
-    for a, b in zip(plain._run.state.cache.layers, held._run.state.cache.layers, strict=True):
+        expected, actual = (x.ask(q, max_new_tokens=20) for x in (plain, with_resident))
+        assert actual.token_ids == expected.token_ids
+    for a, b in zip(plain._run.state.cache.layers, with_resident._run.state.cache.layers, strict=True):
         np.testing.assert_array_equal(a.window.newest, b.window.newest)
 
 
 @pytest.mark.parametrize("cache", [Full(), SnapKV(budget=64)], ids=lambda cache: type(cache).__name__)
 def test_without_pages_no_more_is_reserved_than_the_context(bundled, cache):
-    """Up to what texts are padded to, and what SnapKV keeps beside the tokens that come."""
+    """Apart from the padding of texts, and SnapKV's kept tokens beside the new ones."""
     answer = Session(*bundled, cache=cache, context_length=3000).ask("x" * 100, max_new_tokens=1)
-    each = answer.full_kv_bytes / (answer.prompt_tokens + answer.new_tokens)
-    assert 3000 * each <= answer.run.device_kv_bytes <= 3400 * each
+    bytes_per_token = answer.full_kv_bytes / (answer.prompt_tokens + answer.new_tokens)
+    assert 3000 * bytes_per_token <= answer.run.device_kv_bytes <= 3400 * bytes_per_token
 
 
 def test_a_full_session_says_so(bundled):
     session = Session(*bundled, cache=Clustered(budget=64), context_length=300)
-    for bad in (dict(max_new_tokens=0), dict(stop=[""]), dict(seed=-1)):
+    for options in (dict(max_new_tokens=0), dict(stop=[""]), dict(seed=-1)):
         with pytest.raises(icejax.InputError, match="max_new_tokens must be|stop string is empty|seed must be"):
-            session.ask("x", **bad)
+            session.ask("x", **options)
     session.ask("x" * 200, max_new_tokens=20)
     with pytest.raises(
         icejax.InputError, match=r"the session holds 220 tokens and the text has 100: its context of 300 is full"
@@ -211,21 +211,21 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
     def enough(layers):
         raise Enough
 
-    session, done = Session(*bundled, cache=Full(), context_length=300), []
+    session, layers_done = Session(*bundled, cache=Full(), context_length=300), []
     with pytest.raises(Enough):
         list(session.stream("another text", max_new_tokens=3, progress=enough))
     assert session.token_ids == []
-    pieces = [*session.stream("import ", max_new_tokens=3, progress=done.append)]
-    pieces += session.stream(" x", max_new_tokens=3, progress=done.append)
+    pieces = [*session.stream("import ", max_new_tokens=3, progress=layers_done.append)]
+    pieces += session.stream(" x", max_new_tokens=3, progress=layers_done.append)
     plain = Session(*bundled, cache=Full(), context_length=300)
     for text in ("import ", " x"):
         plain.ask(text, max_new_tokens=3)
-    assert done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
+    assert layers_done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
 
 
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "behind"])
 def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monkeypatch, where):
-    """Wherever it comes: a token whose reading was cut off is in the cache already."""
+    """Before or after a token is read: a token whose reading was interrupted is in the cache already."""
     text, questions = document()
     sessions = [Session(*bundled, cache=Clustered(budget=64), context_length=3000) for _ in range(2)]
     for piece in sessions[0].stream(text + questions[0].text):
@@ -236,10 +236,10 @@ def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monke
     def cut(self, counters):
         if len(self.tokens) == 3 and where == "before":
             raise KeyboardInterrupt
-        told = take(self, counters)
+        text_piece = take(self, counters)
         if len(self.tokens) == 4:
             raise KeyboardInterrupt
-        return told
+        return text_piece
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Row, "take", cut)
@@ -254,9 +254,9 @@ def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monke
 def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkeypatch):
     session, layers = Session(*bundled, cache=Clustered(budget=64), context_length=600), []
 
-    def cut(done):
-        layers.append(done)
-        if done == 2:
+    def cut(num_done):
+        layers.append(num_done)
+        if num_done == 2:
             raise KeyboardInterrupt
 
     session.ask("import os", max_new_tokens=3)
@@ -280,32 +280,32 @@ def test_refused_stop_string_leaves_the_session_unchanged(bundled):
 
 def test_a_finished_answer_may_be_followed_inside_its_loop(bundled):
     session, plain = (Session(*bundled, cache=Full(), context_length=300) for _ in range(2))
-    found = []
+    followups = []
     for piece in session.stream("import ", max_new_tokens=3):
         if piece.finish_reason is not None:
-            found.append(session.ask(" x", max_new_tokens=3).text)
+            followups.append(session.ask(" x", max_new_tokens=3).text)
     plain.ask("import ", max_new_tokens=3)
-    assert found == [plain.ask(" x", max_new_tokens=3).text] and session.token_ids == plain.token_ids
+    assert followups == [plain.ask(" x", max_new_tokens=3).text] and session.token_ids == plain.token_ids
 
 
 def test_speed_counts_what_ran_and_time_begins_with_the_call(bundled, monkeypatch):
     session = Session(*bundled, cache=Full(), context_length=600)
     session.ask("a" * 300, max_new_tokens=2)
     encode = module.encode_prompts
-    monkeypatch.setattr(module, "encode_prompts", lambda *some, **options: time.sleep(0.5) or encode(*some, **options))
+    monkeypatch.setattr(module, "encode_prompts", lambda *args, **options: time.sleep(0.5) or encode(*args, **options))
     answer = session.ask("b", max_new_tokens=2)
     assert answer.ttft_s > 0.5 and answer.prefill_tps * answer.ttft_s == pytest.approx(2)  # the text, and the last answer's end
 
 
 WRONG = {
-    "a cache's name": (lambda session, kept: Session.load(kept, *session, cache="full"), "cache must be"),
-    "no path": (lambda session, kept: Session.load(None, *session), "the path of a folder must be a text or a path, got None"),
+    "a cache's name": (lambda session, path: Session.load(path, *session, cache="full"), "cache must be"),
+    "no path": (lambda session, path: Session.load(None, *session), "the path of a folder must be a text or a path, got None"),
     "a zero byte": (
-        lambda session, kept: Session.load("a\0b", *session),
+        lambda session, path: Session.load("a\0b", *session),
         "the path of a folder must be a text or a path, got 'a",
     ),
     "a word": (
-        lambda session, kept: Session(*session).ask("x", special_tokens="no"),
+        lambda session, path: Session(*session).ask("x", special_tokens="no"),
         "special_tokens must be true or false, got 'no'",
     ),
 }
@@ -320,10 +320,10 @@ def test_wrong_types_are_one_line(bundled, tmp_path, case):
 
 def test_an_answer_left_for_another_question_cannot_go_on(bundled):
     session = Session(*bundled, cache=Full(), context_length=600)
-    left = session.stream("import os", max_new_tokens=5)
-    pieces = [next(left), next(left)]
+    stream = session.stream("import os", max_new_tokens=5)
+    pieces = [next(stream), next(stream)]
     answer = session.ask("import", max_new_tokens=3)
     held = list(session.token_ids)
     with pytest.raises(icejax.InputError, match="the session has been asked something else since: this answer cannot go on"):
-        next(left)
+        next(stream)
     assert session.token_ids == held and held[-3:] == list(answer.token_ids) and len(held) == 9 + len(pieces) + 6 + 3

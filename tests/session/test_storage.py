@@ -1,4 +1,4 @@
-"""A saved session opens bit for bit, or one line says what is wrong with it."""
+"""Saved sessions: a session loads bit for bit, or a one-line error says what is wrong with its folder."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def session(bundled):
 
 
 @pytest.fixture(scope="module")
-def whole(session, tmp_path_factory):
+def saved_folder(session, tmp_path_factory):
     """The folder of `session`; only to be read."""
     folder = tmp_path_factory.mktemp("saved") / "whole"
     session.save(folder)
@@ -52,8 +52,8 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture
-def copy(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "copy"))
+def copy(saved_folder, tmp_path):
+    return Path(shutil.copytree(saved_folder, tmp_path / "copy"))
 
 
 def fields_of(folder: Path) -> dict:
@@ -61,13 +61,13 @@ def fields_of(folder: Path) -> dict:
 
 
 def seal(folder: Path, fields: dict) -> None:
-    """Writes `session.json` with a checksum that holds."""
+    """Writes `fields` to `session.json` with a valid checksum."""
     fields.pop("checksum", None)
     (folder / storage.ABOUT).write_text(json.dumps(fields | {"checksum": storage._checksum(fields)}))
 
 
 def pages_of(session: Session) -> list[np.ndarray]:
-    """Returns the pages in use, by extent, [L, n, K, 2, p, H]."""
+    """Returns the pages in use of each extent [L, n, K, 2, p, H]."""
     cache, pool = session._run.state.cache, np.asarray(session._run.pool)
     extents, pages = np.asarray(cache.table)[0], int(cache.lengths.next_page)
     return [pool[extents[i // 64]][:, : pages - i] for i in range(0, pages, 64)]
@@ -77,14 +77,14 @@ def arrays(session: Session) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(session._run.state.cache.layers)] + pages_of(session)
 
 
-def assert_same(found: Session, expected: Session) -> None:
-    assert (found.token_ids, found.messages, found.started) == (expected.token_ids, expected.messages, expected.started)
-    for a, b in zip(arrays(found), arrays(expected), strict=True):
+def assert_same(actual: Session, expected: Session) -> None:
+    assert (actual.token_ids, actual.messages, actual.started) == (expected.token_ids, expected.messages, expected.started)
+    for a, b in zip(arrays(actual), arrays(expected), strict=True):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def refused(folder: Path, bundled, **options) -> str:
-    """Returns the one line that says why `folder` cannot be opened."""
+    """Returns the one-line error of loading `folder`."""
     with pytest.raises(icejax.InputError) as error:
         Session.load(folder, *bundled, **options)
     message = str(error.value)
@@ -92,29 +92,29 @@ def refused(folder: Path, bundled, **options) -> str:
     return message
 
 
-def test_all_of_it_comes_back(session, whole, bundled):
-    assert sorted(os.listdir(whole)) == [storage.ARRAYS, storage.ABOUT]
-    assert_same(Session.load(whole, *bundled), session)
+def test_all_of_it_comes_back(session, saved_folder, bundled):
+    assert sorted(os.listdir(saved_folder)) == [storage.ARRAYS, storage.ABOUT]
+    assert_same(Session.load(saved_folder, *bundled), session)
 
 
-def test_what_is_in_the_file_is_checked_by_what_wrote_none_of_it(session, whole):
-    """The bytes of the pool stand last, after those of the state."""
+def test_what_is_in_the_file_is_checked_by_what_wrote_none_of_it(session, saved_folder):
+    """The file begins with the token ids and ends with the pool's bytes."""
     pool = b"".join(x.tobytes() for x in pages_of(session))
-    assert (whole / storage.ARRAYS).read_bytes().endswith(pool) and pool.strip(b"\0")
+    assert (saved_folder / storage.ARRAYS).read_bytes().endswith(pool) and pool.strip(b"\0")
     start = np.asarray(session.token_ids, "<i4").tobytes()
-    assert (whole / storage.ARRAYS).read_bytes().startswith(start)
+    assert (saved_folder / storage.ARRAYS).read_bytes().startswith(start)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([storage.ABOUT, storage.ARRAYS]), st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.booleans())
-def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, where, change, cut):
-    """Whatever opens all the same is equal in every bit."""
+def test_any_damage_is_found(session, saved_folder, bundled, tmp_path_factory, name, where, change, cut):
+    """A damaged session is refused, or it loads bit for bit."""
     folder = tmp_path_factory.mktemp("damaged") / "copy"
-    shutil.copytree(whole, folder)
+    shutil.copytree(saved_folder, folder)
     content = bytearray((folder / name).read_bytes())
-    at = int(where * len(content))
-    content[at] ^= change
-    (folder / name).write_bytes(content[:at] if cut else content)
+    offset = int(where * len(content))
+    content[offset] ^= change
+    (folder / name).write_bytes(content[:offset] if cut else content)
     try:
         loaded = Session.load(folder, *bundled)
     except icejax.InputError as error:
@@ -129,9 +129,9 @@ def test_any_damage_is_found(session, whole, bundled, tmp_path_factory, name, wh
     shutil.rmtree(folder)
 
 
-OTHER = r"is \w+\[.*\], expected \w+\[|is missing|is not one of this cache"  # an array, of what it should be
+OTHER = r"is \w+\[.*\], expected \w+\[|is missing|is not one of this cache"  # errors that name an array and what it should be
 HUGE = dict(dtype="int8", shape=[10**4000], crc32=0)
-# Each with a checksum that holds: what was written so on purpose.
+# Changes to the fields of session.json, sealed with a valid checksum, and the error that each must give.
 LIES = {
     "no version": (lambda f: f.pop("version"), "was saved by an older icejax: begin a new session in another folder"),
     "older": (lambda f: f.update(version=2), "was saved by an older icejax: begin a new session in another folder"),
@@ -228,7 +228,7 @@ def test_a_session_that_says_what_cannot_be_is_refused(copy, bundled, case):
 
 
 def _older(folder):
-    """As icejax 0.1 wrote it."""
+    """Turns the folder into one that icejax 0.1 wrote."""
     fields = fields_of(folder)
     old = {key: fields[key] for key in ("identity", "context_length", "first")}
     (folder / storage.ABOUT).write_text(json.dumps(old | {"token_ids": [1, 2]}))
@@ -271,8 +271,8 @@ def test_broken_folders_are_refused(copy, bundled, case):
     assert re.search(message, refused(copy, bundled))
 
 
-def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
-    """Both files whole, of one size, and not of one another; and tokens and lengths that cannot be."""
+def test_arrays_of_another_save_are_refused(session, saved_folder, copy, bundled):
+    """Both files are whole and of the right size, but of different saves; or tokens and lengths are impossible."""
     content = bytearray((copy / storage.ARRAYS).read_bytes())
     content[:4] = np.int32(257).tobytes()
     (copy / storage.ARRAYS).write_bytes(content)
@@ -283,18 +283,18 @@ def test_arrays_of_another_save_are_refused(session, whole, copy, bundled):
     assert "it has tokens that the model does not know" in refused(copy, bundled)
     lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
     cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
-    about = storage.SessionInfo(**{field.name: fields[field.name] for field in dataclasses.fields(storage.SessionInfo)})
-    storage.write(copy, fields["identity"], about, session.token_ids, cache, session._run.pool)
+    info = storage.SessionInfo(**{field.name: fields[field.name] for field in dataclasses.fields(storage.SessionInfo)})
+    storage.write(copy, fields["identity"], info, session.token_ids, cache, session._run.pool)
     assert "its cache's lengths do not match its description" in refused(copy, bundled)
 
 
-def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, whole, bundled, tmp_path, monkeypatch):
+def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, saved_folder, bundled, tmp_path, monkeypatch):
     target = tmp_path / "kept"
-    shutil.copytree(whole, target)
+    shutil.copytree(saved_folder, target)
     old = Session.load(target, *bundled)
     new = Session.load(target, *bundled)
     new.messages = [*MESSAGES, MESSAGES[0]]
-    opened = set()
+    seen_lengths = set()
     for step in itertools.count(1, 3):
         with monkeypatch.context() as patch:
             killed_at(step, patch)
@@ -303,23 +303,23 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, whole, bun
                 died = False
             except Killed:
                 died = True
-        found = storage.open_session(target, *bundled, None).about.messages
-        if len(found) not in opened:
-            assert_same(Session.load(target, *bundled), old if found == MESSAGES else new)
-        opened.add(len(found))
-        assert found == new.messages or (died and 3 not in opened)
+        messages = storage.open_session(target, *bundled, None).about.messages
+        if len(messages) not in seen_lengths:
+            assert_same(Session.load(target, *bundled), old if messages == MESSAGES else new)
+        seen_lengths.add(len(messages))
+        assert messages == new.messages or (died and 3 not in seen_lengths)
         if not died:
             break
-    assert opened == {2, 3} and os.listdir(tmp_path) == ["kept"]
+    assert seen_lengths == {2, 3} and os.listdir(tmp_path) == ["kept"]
 
 
-def test_a_save_that_fails_late_keeps_the_old_session(session, whole, bundled, tmp_path):
-    shutil.copytree(whole, tmp_path / "kept")
-    other = Session.load(whole, *bundled)
-    other.messages = []
+def test_a_save_that_fails_late_keeps_the_old_session(session, saved_folder, bundled, tmp_path):
+    shutil.copytree(saved_folder, tmp_path / "kept")
+    changed = Session.load(saved_folder, *bundled)
+    changed.messages = []
     message = r"kept cannot be written \(File too large\): what was there before is kept"
     with file_limit(10_000), pytest.raises(icejax.InputError, match=message):
-        other.save(tmp_path / "kept")
+        changed.save(tmp_path / "kept")
     assert os.listdir(tmp_path) == ["kept"]
     assert_same(Session.load(tmp_path / "kept", *bundled), session)
 

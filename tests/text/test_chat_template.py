@@ -1,4 +1,4 @@
-"""Chat templates: the text is that of transformers, and a template that misbehaves costs one line and a few seconds."""
+"""Chat templates: rendering equals transformers', and a faulty template costs a one-line error and at most some seconds."""
 
 import os
 import signal
@@ -22,8 +22,8 @@ TALK = [
 ]
 
 
-def holding(template):
-    """Returns what stands for a tokenizer with such a template."""
+def tokenizer_with(template):
+    """Returns a stand-in for a tokenizer with this chat template."""
     return SimpleNamespace(chat_template=template, special_tokens_map={"bos_token": "<s>"})
 
 
@@ -52,8 +52,8 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_all_that_a_template_may_use_is_as_in_transformers(bundled, part):
     expected = bundled[1].apply_chat_template(TALK, chat_template=PARTS[part], add_generation_prompt=True, tokenize=False)
-    map = bundled[1].special_tokens_map
-    assert render(SimpleNamespace(chat_template=PARTS[part], special_tokens_map=map), TALK) == expected
+    special_tokens = bundled[1].special_tokens_map
+    assert render(SimpleNamespace(chat_template=PARTS[part], special_tokens_map=special_tokens), TALK) == expected
 
 
 def test_a_special_token_may_have_the_name_of_a_variable():
@@ -63,10 +63,10 @@ def test_a_special_token_may_have_the_name_of_a_variable():
 
 
 def test_named_templates_and_the_time_of_a_conversation():
-    assert render(holding({"default": "a", "tool_use": "b"}), TALK) == "a"
-    assert render(holding("{{ strftime_now('%d %b %Y %H') }}"), TALK, now=time.mktime((2024, 2, 29, 7, 0, 0, 0, 0, -1))) == (
-        "29 Feb 2024 07"
-    )
+    assert render(tokenizer_with({"default": "a", "tool_use": "b"}), TALK) == "a"
+    assert render(
+        tokenizer_with("{{ strftime_now('%d %b %Y %H') }}"), TALK, now=time.mktime((2024, 2, 29, 7, 0, 0, 0, 0, -1))
+    ) == ("29 Feb 2024 07")
 
 
 FAULTS = {
@@ -98,9 +98,9 @@ FAULTS = {
 def test_a_template_that_fails_is_told_in_one_line(capfd, fault):
     template, message = FAULTS[fault]
     with pytest.raises(icejax.InputError, match=message) as raised:
-        render(holding(template), TALK)
+        render(tokenizer_with(template), TALK)
     assert "\n" not in str(raised.value)
-    assert render(holding("as before"), TALK) == "as before"
+    assert render(tokenizer_with("as before"), TALK) == "as before"
     assert capfd.readouterr() == ("", "")
 
 
@@ -111,26 +111,26 @@ def test_a_template_that_fails_is_told_in_one_line(capfd, fault):
 )
 def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
     monkeypatch.setattr(client, "SECONDS", 0.5)
-    render(holding("begun"), TALK)
+    render(tokenizer_with("begun"), TALK)
     with pytest.raises(icejax.InputError, match=r"chat template did not end in 0\.5 s"):
-        render(holding(template), TALK)
-    assert render(holding("as before"), TALK) == "as before"
+        render(tokenizer_with(template), TALK)
+    assert render(tokenizer_with("as before"), TALK) == "as before"
 
 
 def test_a_process_that_is_gone_is_told_and_started_again(monkeypatch):
-    render(holding("begun"), TALK)
+    render(tokenizer_with("begun"), TALK)
     process = client.SANDBOX._process
-    monkeypatch.setattr(process, "poll", lambda: None)  # it ends just after it was looked at
+    monkeypatch.setattr(process, "poll", lambda: None)  # the process ends right after the check
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(icejax.InputError, match="fails: the process that runs it ended with status -9"):
-        render(holding("x"), TALK)
+        render(tokenizer_with("x"), TALK)
     monkeypatch.undo()
-    assert render(holding("as before"), TALK) == "as before"
+    assert render(tokenizer_with("as before"), TALK) == "as before"
 
 
 def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
-    render(holding("begun"), TALK)
+    render(tokenizer_with("begun"), TALK)
     process = client.SANDBOX._process
 
     def interrupted(_):
@@ -138,8 +138,8 @@ def test_an_interrupted_rendering_leaves_nothing_for_the_next(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(process, "stdout", SimpleNamespace(readline=interrupted, close=process.stdout.close))
-        render(holding("an answer that nobody reads"), TALK)
-    assert render(holding("the next"), TALK) == "the next" and process.returncode == -signal.SIGKILL
+        render(tokenizer_with("an answer that nobody reads"), TALK)
+    assert render(tokenizer_with("the next"), TALK) == "the next" and process.returncode == -signal.SIGKILL
 
 
 PARENT = """
@@ -161,16 +161,16 @@ elif sys.argv[1] == "hang":
 
 @pytest.mark.parametrize("way", ["end", "wait", "hang"])
 def test_the_process_does_not_outlive_its_parent(way):
-    """It ends with a parent that ends, that is killed, and that is gone while a template runs."""
+    """Whether the parent ends, is killed, or exits while a template runs."""
     with subprocess.Popen([sys.executable, "-c", PARENT, way], stdin=-1, stdout=-1, stderr=-1) as parent:
         child = int(parent.stdout.readline())
-        assert os.getsid(child) == child  # Ctrl-C in a terminal does not reach it
+        assert os.getsid(child) == child  # Ctrl-C in a terminal does not reach the child
         if way == "wait":
             parent.kill()
         assert parent.wait(20) in (0, 1, -9) and parent.stderr.read() == b""
-    ended = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while _runs(child):
-        assert time.monotonic() < ended
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 

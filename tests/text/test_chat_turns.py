@@ -1,4 +1,4 @@
-"""Chats in a session: its tokens are those of the whole conversation in the template, however it was come to."""
+"""Chat turns in a session: its tokens always equal the whole conversation rendered by the chat template."""
 
 import dataclasses
 import json
@@ -37,8 +37,8 @@ ADDITIONS = {
 
 @pytest.mark.parametrize("case", ADDITIONS)
 def test_what_is_new_of_a_text(case):
-    before, answer, whole, expected = ADDITIONS[case]
-    assert addition(before, answer, whole) == expected
+    before, answer, conversation, expected = ADDITIONS[case]
+    assert addition(before, answer, conversation) == expected
 
 
 def test_an_end_mark_is_there_once():
@@ -46,7 +46,7 @@ def test_an_end_mark_is_there_once():
         return with_one_end(held, new, seen=seen, ends=(8, 9))
 
     assert join([1, 9], [9, 2], 1) == join([1, 9], [9, 2], 2) == ([1, 9], [2])
-    assert join([1, 8], [9, 2], 1) == ([1], [9, 2])  # the template's own end, in place of one not yet in the cache
+    assert join([1, 8], [9, 2], 1) == ([1], [9, 2])  # the template's end mark replaces one that is not yet in the cache
     assert join([1, 8], [9, 2], 2) == ([1, 8], [9, 2])
     assert join([1, 2], [9, 2], 1) == ([1, 2], [9, 2])  # an answer without an end
     assert join([1, 2], [2, 9], 1) == ([1, 2], [2, 9])  # a letter is no end mark
@@ -54,7 +54,7 @@ def test_an_end_mark_is_there_once():
 
 @dataclasses.dataclass
 class State:
-    """Stands for that of a run."""
+    """A stand-in for a run's state."""
 
     key: object = None
     sampling: object = None
@@ -65,7 +65,7 @@ class State:
 
 
 class Scripted:
-    """Stands for the model: a cache that is a list of tokens, and answers as they are given."""
+    """A stand-in for the model: its cache is a list of tokens, and its answers are set by the test."""
 
     def __init__(self, monkeypatch, tokenizer, ends=None):
         self.cache, self.prefilled, self.answers, self.leaves = [], [], [], 1
@@ -90,7 +90,7 @@ class Scripted:
         return State(), None, None
 
     def stream(self, rows, *_, **__):
-        """Yields a token at a time; the last `leaves` of an answer have not gone into the cache."""
+        """Yields token by token; the last `leaves` tokens of an answer do not enter the cache."""
         ids = self.answers.pop(0)
         for i, token in enumerate(ids):
             if i < len(ids) - self.leaves:
@@ -113,18 +113,18 @@ TALK = [
 
 @pytest.mark.parametrize("family", chat_templates.FAMILIES)
 def test_chat_tokens_equal_those_of_the_whole_conversation(monkeypatch, family):
-    tokenizer, its = chat_templates.tokenizer(family), chat_templates.FAMILIES[family]
-    other = tokenizer.convert_tokens_to_ids("<unused>")
-    scripted = Scripted(monkeypatch, tokenizer, ends=(tokenizer.eos_token_id, other))
-    system = " Be brief. " if its.system else None
+    tokenizer, spec = chat_templates.tokenizer(family), chat_templates.FAMILIES[family]
+    other_end = tokenizer.convert_tokens_to_ids("<unused>")
+    scripted = Scripted(monkeypatch, tokenizer, ends=(tokenizer.eos_token_id, other_end))
+    system = " Be brief. " if spec.system else None
     session = Session(scripted.model, tokenizer, system=system)
-    messages = [{"role": "system", "content": system}] if its.system else []
-    trims = "content'] | trim" in its.template
+    messages = [{"role": "system", "content": system}] if spec.system else []
+    trims = "content'] | trim" in spec.template
     for question, answer, end in TALK:
-        answer = answer.strip() if trims else answer  # else the text would keep what the template leaves out
+        answer = answer.strip() if trims else answer  # else the session keeps spaces that the template strips
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        ids += {"no end": [], "other end": [other]}.get(end, [tokenizer.eos_token_id])
-        scripted.answers, scripted.leaves = [ids or [other]], 0 if end == "cached end" else 1
+        ids += {"no end": [], "other end": [other_end]}.get(end, [tokenizer.eos_token_id])
+        scripted.answers, scripted.leaves = [ids or [other_end]], 0 if end == "cached end" else 1
         messages.append({"role": "user", "content": question})
         pieces = list(session.stream_chat(question))
         assert "".join(piece.text for piece in pieces) == answer
@@ -135,11 +135,11 @@ def test_chat_tokens_equal_those_of_the_whole_conversation(monkeypatch, family):
         messages.append({"role": "assistant", "content": answer})
         assert session.messages == messages
     assert len(scripted.prefilled) == 1
-    assert tokenizer.decode(session.token_ids).count("Be brief") == its.system
+    assert tokenizer.decode(session.token_ids).count("Be brief") == spec.system
 
 
 def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
-    """All that it writes behind the answer, its end mark, is in the cache already."""
+    """It adds only the end mark after the answer, which is in the cache already."""
     tokenizer = chat_templates.tokenizer("llama")
     monkeypatch.setattr(
         tokenizer,
@@ -157,7 +157,7 @@ def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
 
 
 def test_the_end_of_an_answer_is_no_text():
-    """Whether or not the tokenizer calls it special."""
+    """Even if the tokenizer does not call it special."""
     row = Row(SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens))), (), (100,), [1], 10)
     assert [row.take(NOTHING._replace(token=token)) for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
 
@@ -166,13 +166,13 @@ def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):
     tokenizer = chat_templates.tokenizer("llama")
     scripted = Scripted(monkeypatch, tokenizer)
     session = Session(scripted.model, tokenizer)
-    said = tokenizer(" It is.\n\n").input_ids + [tokenizer.eos_token_id]
-    scripted.answers = [said, [65]]
+    answer_ids = tokenizer(" It is.\n\n").input_ids + [tokenizer.eos_token_id]
+    scripted.answers = [answer_ids, [65]]
     list(session.stream_chat("a"))
     held = list(session.token_ids)
     list(session.stream_chat("b"))
     added = tokenizer.decode(session.token_ids[len(held) : -1])
-    assert held[-len(said) :] == said and session.token_ids[: len(held)] == held
+    assert held[-len(answer_ids) :] == answer_ids and session.token_ids[: len(held)] == held
     assert added == "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     assert len(scripted.prefilled) == 1
 
@@ -192,7 +192,7 @@ def test_an_answer_that_a_stop_string_ends_keeps_its_tokens(monkeypatch):
 
 
 def test_rewriting_template_is_told_once_and_prefilled_anew(monkeypatch, caplog):
-    """Qwen3's leaves out what earlier answers thought."""
+    """Qwen3's template leaves out the thinking of earlier answers."""
     tokenizer = chat_templates.tokenizer("qwen3")
     scripted = Scripted(monkeypatch, tokenizer)
     session = Session(scripted.model, tokenizer)
@@ -231,7 +231,7 @@ def test_a_date_is_that_of_the_beginning(monkeypatch):
 
 @pytest.fixture
 def chatting(bundled, monkeypatch):
-    """The bundled model, and its tokenizer with a chat template."""
+    """The bundled model, and its tokenizer with a chat template added."""
     monkeypatch.setattr(bundled[1], "chat_template", BUNDLED)
     return bundled
 
@@ -240,13 +240,13 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_been(chatting, tmp_path):
     session = Session(*chatting, cache=Full(), context_length=600, system="s")
     for piece in session.stream_chat("import os", max_new_tokens=9):
         if piece.new_tokens == 4:
-            break  # what was said so far is the answer
+            break  # the answer is the text so far
     assert session.messages[-1]["content"] == chatting[1].decode(session.token_ids[-4:])
     session.chat("def main", max_new_tokens=5)
     session.save(tmp_path / "kept")
     loaded = Session.load(tmp_path / "kept", *chatting)
     assert (loaded.messages, loaded.started) == (session.messages, session.started)
-    answers = [each.chat("x = 1", max_new_tokens=6) for each in (session, loaded)]
+    answers = [x.chat("x = 1", max_new_tokens=6) for x in (session, loaded)]
     assert answers[0].token_ids == answers[1].token_ids and session.token_ids == loaded.token_ids
     np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
     text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in session.messages[:-1]) + "[assistant] "
@@ -263,9 +263,9 @@ def test_raw_texts_and_chats_do_not_mix(chatting):
     held = list(session.token_ids), list(session.messages)
     with pytest.raises(icejax.InputError, match="the session holds a chat: go on with chat, or begin another"):
         session.ask("y")
-    for bad, message in (("", "a message is empty: expected some text"), ("x" * 260, "its context of 300 is full")):
+    for message_text, message in (("", "a message is empty: expected some text"), ("x" * 260, "its context of 300 is full")):
         with pytest.raises(icejax.InputError, match=message):
-            session.chat(bad)
+            session.chat(message_text)
     with pytest.raises(icejax.InputError, match="seed must be at least 0"):
         session.chat("y", seed=-1)
     assert (session.token_ids, session.messages) == held
@@ -274,25 +274,25 @@ def test_raw_texts_and_chats_do_not_mix(chatting):
 
 
 def shell(folder, template):
-    """Returns a checkpoint with such a chat template, and the command line that chats with it in a session."""
+    """Writes a checkpoint with this chat template; returns command-line arguments that chat with it in a session."""
     shutil.copytree(ASSETS, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(template)
-    kept = ["--session", str(folder / "kept"), "--max-new-tokens", "3", "--compile-cache", "none", "--cache", "full"]
-    return ["--model", str(folder / "model"), "--chat", *kept]
+    options = ["--session", str(folder / "kept"), "--max-new-tokens", "3", "--compile-cache", "none", "--cache", "full"]
+    return ["--model", str(folder / "model"), "--chat", *options]
 
 
 def test_the_shell_chats_on_in_a_session(tmp_path, capsys):
     chats = shell(tmp_path, BUNDLED)
     assert command.main([*chats, "--system", "s", "--prompt", "a", "--context-length", "300"]) == 0
     assert command.main([*chats, "--prompt", "b", "--json"]) == 0
-    shown, err = capsys.readouterr()
-    about = json.loads((tmp_path / "kept" / "session.json").read_text())
-    assert [m["role"] for m in about["messages"]] == ["system", "user", "assistant", "user", "assistant"]
-    text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in about["messages"][:-1]) + "[assistant] "
-    last = json.loads(shown.splitlines()[-1])
+    out, err = capsys.readouterr()
+    info = json.loads((tmp_path / "kept" / "session.json").read_text())
+    assert [m["role"] for m in info["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in info["messages"][:-1]) + "[assistant] "
+    last_answer = json.loads(out.splitlines()[-1])
     model, tokenizer = icejax.load(tmp_path / "model")
     token_ids = Session.load(tmp_path / "kept", model, tokenizer).token_ids
-    assert token_ids[: -last["new_tokens"]] == tokenizer(text).input_ids and err == ""
+    assert token_ids[: -last_answer["new_tokens"]] == tokenizer(text).input_ids and err == ""
     assert command.main([*chats, "--prompt", "c", "--system", "t"]) == 2
     message = "a session's system message is set when it begins: leave --system out"
     assert capsys.readouterr() == ("", f"icejax.generate: error: {message}\n")
@@ -302,9 +302,9 @@ def test_the_shell_chats_on_in_a_session(tmp_path, capsys):
 def test_the_shell_warns_in_one_line_that_a_template_rewrites(tmp_path):
     chats = [sys.executable, "-m", "icejax.generate", *shell(tmp_path, "{{ messages | length }}" + BUNDLED)]
     for prompts in (["a", "b", "c"], ["d"]):
-        asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+        prompt_options = [part for prompt in prompts for part in ("--prompt", prompt)]
         limits = ["--context-length", "300"] if len(prompts) == 3 else []
-        done = subprocess.run([*chats, *asked, *limits], capture_output=True, text=True)
-        assert done.returncode == 0
-        assert done.stderr.count("\n") == 1
-        assert done.stderr.endswith("the chat template rewrites earlier turns: the conversation is prefilled anew\n")
+        result = subprocess.run([*chats, *prompt_options, *limits], capture_output=True, text=True)
+        assert result.returncode == 0
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.endswith("the chat template rewrites earlier turns: the conversation is prefilled anew\n")

@@ -1,4 +1,4 @@
-"""Streaming text: whole characters only, nothing of a stop string, and the same text in the end."""
+"""Streaming detokenization: whole characters, no part of a stop string, and the same text as decoding at once."""
 
 from types import SimpleNamespace
 
@@ -40,16 +40,16 @@ def test_unfinished_character_is_told_at_the_end(tokenizer):
 
 
 def test_bytes_that_are_no_text_are_told_as_they_come(tokenizer):
-    """And a character whose bytes stand among them is whole."""
+    """A valid character among the invalid bytes still comes whole."""
     ids = [255] * 40 + [*"日".encode()] + [255] * 40 + [*"é".encode()]
     stream = Detokenizer(tokenizer)
-    decoded, pieces = [], []
+    lengths, pieces = [], []
     decode = stream._decode
-    stream._decode = lambda end: decoded.append(len(stream._tokens[stream._start : end])) or decode(end)
+    stream._decode = lambda end: lengths.append(len(stream._tokens[stream._start : end])) or decode(end)
     for token in ids:
         pieces.append(stream.add(token))
     assert "".join(pieces) + stream.rest() == tokenizer.decode(ids) and "日" in "".join(pieces)
-    assert max(decoded) < 40 and any(pieces[:20])
+    assert max(lengths) < 40 and any(pieces[:20])
 
 
 def test_a_tokenizer_that_fails_or_gives_no_unicode_is_told():
@@ -81,7 +81,7 @@ def test_special_tokens_are_not_text(tokenizer):
 
 
 def test_a_space_behind_a_special_token_stays():
-    """Of a decoder that drops the first one of a text, as SentencePiece's does."""
+    """With a decoder that drops the first space of a text, like SentencePiece's."""
     words = {"<unk>": 0, "\u2581Hello": 1, "\u2581world": 2}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     backend.decoder = tokenizers.decoders.Sequence(
@@ -95,19 +95,19 @@ def test_a_space_behind_a_special_token_stays():
 
 
 def test_a_tokenizer_need_not_know_its_special_tokens():
-    """As transformers' MistralCommonBackend, which has a method there that is not written."""
+    """As in transformers' MistralCommonBackend, where `added_tokens_decoder` is not implemented."""
     letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)), added_tokens_decoder=lambda: 1 / 0)
     assert "".join(map(Detokenizer(letters).add, b"ab")) == "ab"
 
 
 def test_a_stop_string_may_be_a_special_token(tokenizer):
-    """And none goes on behind one."""
-    name, number = tokenizer.eos_token, tokenizer.eos_token_id
+    """A special token also ends a partial match of a stop string."""
+    name, token_id = tokenizer.eos_token, tokenizer.eos_token_id
     stream = Detokenizer(tokenizer, ["END", name])
     assert "".join(map(stream.add, b"an E")) == "an " and not stream.stopped
-    assert stream.add(number) == "E" and stream.stopped and stream.rest() == ""
+    assert stream.add(token_id) == "E" and stream.stopped and stream.rest() == ""
     stream = Detokenizer(tokenizer, ["END"])
-    assert "".join(map(stream.add, [*b"an E", number, *b"ND"])) == "an END" and not stream.stopped
+    assert "".join(map(stream.add, [*b"an E", token_id, *b"ND"])) == "an END" and not stream.stopped
     with pytest.raises(
         InputError, match=f"^stop string '{name}.n' holds the special token '{name}', which is no text: give it"
     ):

@@ -1,4 +1,4 @@
-"""A folder's tokenizer is read, and nothing in the folder is run: every way in that publishers' folders have is planted."""
+"""Loading a tokenizer runs no code from its folder; code and pickles are planted wherever published folders can have them."""
 
 import io
 import json
@@ -37,7 +37,7 @@ UNKNOWN, OTHER = (
     "the tokenizer needs the folder's own code (auto_map in tokenizer_config.json)",
     "is no tokenizer: expected one",
 )
-# What is written over which files, and the error where that leaves no tokenizer.
+# Changes to the folder's JSON files, and the error if they leave no tokenizer.
 WAYS = {
     "config of an unknown kind": ({"config.json": MAPPED | {"model_type": "planted"}}, None),
     "config": ({"config.json": MAPPED}, None),
@@ -60,7 +60,7 @@ WAYS = {
 
 
 class Bomb:
-    """Makes the marker when unpickled."""
+    """Creates the marker file when unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -70,7 +70,7 @@ class Bomb:
 
 
 def planted(folder, marker, files):
-    """Returns a copy of the bundled checkpoint with code and pickles that make `marker` when run."""
+    """Returns a copy of the bundled checkpoint with planted code and pickles that create `marker` when run."""
     shutil.copytree(ASSETS, folder)
     for name in (
         "planted.py",
@@ -85,8 +85,8 @@ def planted(folder, marker, files):
     for name in ("pytorch_model.bin", "model.pt", "tokenizer.pickle", "tokenizer.pkl", "training_args.bin", "vocab.pkl"):
         (folder / name).write_bytes(pickle.dumps(Bomb(marker)))
     for name, changes in files.items():
-        old = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        (folder / name).write_text(json.dumps(old | changes))
+        fields = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(fields | changes))
     return folder
 
 
@@ -95,7 +95,7 @@ def test_no_code_of_a_folder_runs(tmp_path, monkeypatch, capsys, way):
     files, error = WAYS[way]
     folder, marker = planted(tmp_path / "model", tmp_path / "it ran", files), tmp_path / "it ran"
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    monkeypatch.chdir(folder)  # where Python may look for modules
+    monkeypatch.chdir(folder)  # Python looks for modules here
     if error is None:
         assert load_tokenizer(folder)("ab").input_ids == list(b"ab")
     else:
@@ -107,19 +107,19 @@ def test_no_code_of_a_folder_runs(tmp_path, monkeypatch, capsys, way):
 
 
 def test_the_command_line_runs_none_of_it_whatever_stdin_says(tmp_path):
-    everything = {name: changes for files, error in WAYS.values() if error is None for name, changes in files.items()}
+    all_changes = {name: changes for files, error in WAYS.values() if error is None for name, changes in files.items()}
     marker = tmp_path / "it ran"
-    folder = planted(tmp_path / "model", marker, everything)
+    folder = planted(tmp_path / "model", marker, all_changes)
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     command = [sys.executable, "-m", "icejax.generate", "--model", folder, "--chat", "--prompt", "x", "--compile-cache", "none"]
-    done = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "chat template fails: access to attribute '__class__' of 'str' object is unsafe" in done.stderr
+    result = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "chat template fails: access to attribute '__class__' of 'str' object is unsafe" in result.stderr
     assert not marker.exists()
 
 
 def test_the_planted_pickles_and_code_would_run(tmp_path):
-    """What the others show not to happen can happen."""
+    """The planted code works, so the other tests can fail."""
     marker = tmp_path / "it ran"
     folder = planted(tmp_path / "model", marker, {})
     with open(folder / "tokenizer.pickle", "rb") as file:
@@ -235,7 +235,7 @@ def test_what_is_no_file_is_told(tmp_path, name):
     file = tmp_path / "model" / name
     file.unlink(missing_ok=True)
     file.parent.mkdir(exist_ok=True)
-    os.mkfifo(file)  # to read one that nobody writes to would never end
+    os.mkfifo(file)  # reading a pipe without a writer would never end
     with pytest.raises(
         icejax.InputError,
         match=rf"^{file} is (a folder, a pipe or a broken link: expected a file|no file: expected a chat template)",

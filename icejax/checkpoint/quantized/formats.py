@@ -6,8 +6,7 @@ as codes [O, I] with scales and zero points [O, G].
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,17 +15,15 @@ import numpy as np
 
 from icejax.checkpoint.quantized.float4 import Float4, Mxfp4
 from icejax.checkpoint.quantized.layouts import FLOATS, Awq, Gptq, Layout, Packed, Part, Plain, QuantizedMatrix, Shape
+from icejax.checkpoint.quantized.module_names import SOURCE, ModuleMatcher, module_names
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import finish
-from icejax.sandbox.client import SANDBOX
 
-SOURCE = "config.json: quantization_config"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # never quantised
-MOST_SECONDS = 60  # CPU time of all regular expressions of a folder
 # Fields about how codes were computed, or about other runtimes: they do not change what codes mean.
 IRRELEVANT = frozenset(
     """activation_scheme act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
@@ -171,13 +168,13 @@ def _layouts(raw: dict[str, Any]) -> Layouts:
 def _fp8(fields: Fields) -> Layouts:
     block = _block(fields, "weight_block_size", default=(None, None))
     layout = Plain(block=block, dtype="F8_E4M3", scale_name="weight_scale_inv")
-    return _except(_names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers"), layout)
+    return _except(module_names(fields, "modules_to_not_convert") + module_names(fields, "ignored_layers"), layout)
 
 
 def _awq(fields: Fields) -> Layouts:
     numbers.one_of(f"{SOURCE}: 'bits'", fields.whole("bits", default=4), (4,))
     numbers.one_of(f"{SOURCE}: 'version'", fields.take("version", str, default="gemm").lower(), ("gemm",))
-    return _except(_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
+    return _except(module_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
 
 
 def _gptq(fields: Fields) -> Layouts:
@@ -187,16 +184,16 @@ def _gptq(fields: Fields) -> Layouts:
     fields.take("format", str, default="gptq")
     numbers.one_of(f"{SOURCE}: 'checkpoint_format'", version, ("gptq", "gptq_v2"))
     layout = Gptq(block=(1, _group(fields, "group_size", default=128)), bits=bits, less=int(version == "gptq"))
-    return _except(_names(fields, "modules_to_not_convert"), layout)
+    return _except(module_names(fields, "modules_to_not_convert"), layout)
 
 
 def _mxfp4(fields: Fields) -> Layouts:
-    excluded, layout = _names(fields, "modules_to_not_convert"), Mxfp4()
+    excluded, layout = module_names(fields, "modules_to_not_convert"), Mxfp4()
     return lambda names: None if any(fnmatchcase(f".{x}.", f"*.{name}.*") for x in names for name in excluded) else layout
 
 
 def _compressed(fields: Fields) -> Layouts:
-    ignored, modules = _names(fields, "ignore"), _Matcher()
+    ignored, modules = module_names(fields, "ignore"), ModuleMatcher()
     default = fields.take("format", str, default="")
     sparsity = Fields(fields.take("sparsity_config", dict, default={})).take("format", str, default="dense")
     numbers.one_of(f"{SOURCE}: 'format' of sparsity_config", sparsity, ("dense",))
@@ -205,7 +202,7 @@ def _compressed(fields: Fields) -> Layouts:
         if not isinstance(raw, dict):
             raise InputError(f"{SOURCE}: config_groups.{name} must be an object, got {quoted(raw)}")
         group = Fields(raw, f"{SOURCE}: config_groups.{name}")
-        targets, stored_format = _names(group, "targets"), group.take("format", str, default=default)
+        targets, stored_format = module_names(group, "targets"), group.take("format", str, default=default)
         weights = group.take("weights", dict, default=None)
         finish(group, neutral=NEUTRAL, irrelevant=IRRELEVANT)
         if weights is not None:
@@ -248,37 +245,6 @@ METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": 
 def _except(names: tuple[str, ...], layout: Layout) -> Layouts:
     """Returns `layout` for every module without one of `names` in its own: mlp.gate is in 0.mlp.gate, not in 0.mlp.gates."""
     return lambda modules: None if any(f".{name}." in f".{module}." for module in modules for name in names) else layout
-
-
-class _Matcher:
-    """Matches modules with compressed-tensors' names and regular expressions; the expressions share MOST_SECONDS."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def fits_any(self, names: Sequence[str], patterns: Iterable[str]) -> bool:
-        """Says whether a pattern is one of the module's names, or `re:` with a regular expression that fits one."""
-        return any(self._fits(pattern[3:], names) if pattern.startswith("re:") else pattern in names for pattern in patterns)
-
-    def _fits(self, expression: str, names: Sequence[str]) -> bool:
-        answer = SANDBOX.ask(dict(expression=expression, names=list(names)), most=0)  # it may loop for ever
-        self._seconds += answer.get("seconds", 0.0)
-        if self._seconds > MOST_SECONDS:
-            answer = {"fault": f"and those before it took more than {MOST_SECONDS} s"}
-        if "fault" in answer:
-            raise InputError(f"{SOURCE}: the expression {quoted(expression)} {answer['fault']}: expected a simpler one")
-        return answer["fits"]
-
-
-def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """Returns a list of module names; InputError for other types, or an invalid regular expression."""
-    names = fields.take(name, list, default=[])
-    for pattern in names:
-        try:
-            re.compile(pattern[3:] if pattern.startswith("re:") else "")
-        except (AttributeError, re.error, OverflowError, RecursionError):
-            raise InputError(f"{fields.source}: {name!r} must list names or sound expressions, got {quoted(pattern)}") from None
-    return tuple(names)
 
 
 def _group(fields: Fields, name: str, *, default: int) -> int | None:
