@@ -1,4 +1,4 @@
-"""Settings of the whole suite: no network, no accelerator, nothing promoted in silence, nothing compiled twice."""
+"""Settings of the whole test suite: no network, CPU only, strict dtype promotion, one compile cache, bounded memory."""
 
 import ctypes
 import gc
@@ -9,29 +9,29 @@ import tempfile
 
 from packaging.version import parse
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what the process that starts them has
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the environment of the process that starts them
     CACHES = tempfile.TemporaryDirectory(prefix="icejax-tests-")
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "JAX_PLATFORMS": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",  # a process per core has no use for more
+        "OMP_NUM_THREADS": "1",  # one test process per core
         "MALLOC_ARENA_MAX": "2",
-        "XDG_CACHE_HOME": CACHES.name,  # nothing is left in the user's own
-        # One cache of compiled programs for all tests and the commands they start: the same small ones come again and again.
+        "XDG_CACHE_HOME": CACHES.name,  # leave the user's cache alone
+        # One compile cache for all tests and the commands they start: they compile the same small programs many times.
         "JAX_COMPILATION_CACHE_DIR": os.environ.get("ICEJAX_TEST_PROGRAMS", f"{CACHES.name}/programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-# Cheap to compile, slow to run, which small programs do not feel; `make test-slow` has some optimised too.
-CHEAP = [
+# Fast to compile and slow to run, which suits small programs; `make test-slow` also runs some tests optimised.
+CHEAP_FLAGS = [
     "--xla_backend_optimization_level=0",
     "--xla_cpu_multi_thread_eigen=false",
-    "--xla_cpu_parallel_codegen_split_count=1",  # or both cores compile each, and every part costs
+    "--xla_cpu_parallel_codegen_split_count=1",  # splitting a program over both cores costs more than it saves
 ]
-if parse(importlib.metadata.version("jaxlib")) < parse("0.11.1"):  # later ones do not know it, and end the process
-    CHEAP.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP))
+if parse(importlib.metadata.version("jaxlib")) < parse("0.11.1"):  # later versions do not know the flag, and exit
+    CHEAP_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP_FLAGS))
 
 import jax
 import psutil
@@ -39,15 +39,15 @@ import pytest
 
 from tests.helpers import shapes
 
-shapes.install()  # before anything of icejax is imported
+shapes.install()  # before icejax is imported
 
 import icejax
 from icejax.engine import decode_step
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-MOST_BYTES = 1_200_000_000  # of a process of the suite, of which there are two, beside the commands that they start
-gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, and a look through all of them is slow
+MAX_BYTES = 1_200_000_000  # per test process; two of them run, beside the commands that they start
+gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, so collections are slow and free little
 
 
 NEEDS_TORCH = "needs PyTorch, in which the reference models are: pip install torch==2.13.0"
@@ -64,7 +64,7 @@ def pytest_make_collect_report(collector):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Skips a test that imports PyTorch, or has transformers make a model of it, where it is not installed."""
+    """Skips a test that fails because PyTorch, which transformers' models need, is not installed."""
     report = yield
     if report.failed and call.excinfo.errisinstance(ImportError) and "torch" in str(call.excinfo.value).lower():
         report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"Skipped: {NEEDS_TORCH}")
@@ -72,22 +72,22 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_finish():
-    """Leaves what was imported out of every later collection: it is never garbage, and most of what there is."""
+    """Excludes imported objects from garbage collection: they are most of all objects, and never garbage."""
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_dropped():
-    """Keeps the suite's memory small: what a later file compiles again is read from the cache."""
+    """Drops compiled programs after each file, to bound memory; a later file reads them from the compile cache."""
     yield
     drop_programs()
 
 
 @pytest.fixture(autouse=True)
 def programs_are_few():
-    """Within a file too, where they have become many."""
+    """Drops compiled programs after a test if the process holds more than MAX_BYTES."""
     yield
-    if psutil.Process().memory_info().rss > MOST_BYTES:
+    if psutil.Process().memory_info().rss > MAX_BYTES:
         drop_programs()
 
 
@@ -96,10 +96,10 @@ def drop_programs() -> None:
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
 
 
 @pytest.fixture(scope="session")
 def bundled():
-    """The bundled model and its tokenizer, only to be read."""
+    """The bundled model and its tokenizer; tests must not change them."""
     return icejax.load()

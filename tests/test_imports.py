@@ -1,4 +1,4 @@
-"""The house: imports run one way, and importing icejax does no work."""
+"""The package's structure: imports run one way, importing icejax is cheap, public names exist, files stay small."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import icejax
 
 PACKAGE = Path(icejax.__file__).parent
-# A room may import from its own level and from those before it.
+# A package may import from its own level and from earlier ones.
 LEVELS = (
     ("checks",),
     ("files", "sandbox"),
@@ -27,14 +27,15 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def imported(file: Path) -> set[str]:
-    found = set()
+    """Returns the modules that a file imports."""
+    modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            inside = node.module == "icejax"
-            found |= {f"icejax.{alias.name}" for alias in node.names} if inside else {node.module}
+            from_root = node.module == "icejax"
+            modules |= {f"icejax.{alias.name}" for alias in node.names} if from_root else {node.module}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+            modules |= {alias.name for alias in node.names}
+    return modules
 
 
 def test_imports_run_one_way():
@@ -53,13 +54,15 @@ def test_imports_run_one_way():
 def test_models_and_caches_do_not_know_each_other():
     for folder, other in (("models", "cache"), ("cache", "models")):
         for file in (PACKAGE / folder).rglob("*.py"):
-            assert not {m for m in imported(file) if m.startswith(f"icejax.{other}")}, f"{file} imports of {other}"
+            assert not {module for module in imported(file) if module.startswith(f"icejax.{other}")}, (
+                f"{file} imports of {other}"
+            )
 
 
 def test_the_protocol_and_its_bases_know_no_policy():
     for file in (PACKAGE / "cache").rglob("*.py"):
-        known = {m for m in imported(file) if m.startswith("icejax.cache.policies")}
-        assert file.name == "registry.py" or file.parent.name == "policies" or not known, f"{file} imports {known}"
+        policies = {module for module in imported(file) if module.startswith("icejax.cache.policies")}
+        assert file.name == "registry.py" or file.parent.name == "policies" or not policies, f"{file} imports {policies}"
 
 
 def test_only_one_file_names_devices_and_memory_spaces():
@@ -69,7 +72,7 @@ def test_only_one_file_names_devices_and_memory_spaces():
 
 
 def test_importing_icejax_takes_no_time():
-    """JAX comes with the first name that is asked for, transformers with the first tokenizer, torch never."""
+    """JAX is imported with the first public name, transformers with the first tokenizer, torch never."""
     code = "import sys, icejax, icejax.commands.process; print(*({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
     code += "; icejax.generate; print(*({'torch', 'transformers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -83,5 +86,5 @@ def test_every_public_name_is_there():
 
 
 def test_files_stay_small():
-    long = {f.name: n for f in PACKAGE.rglob("*.py") if (n := len(f.read_text().splitlines())) > 300}
-    assert not long
+    long_files = {file.name: lines for file in PACKAGE.rglob("*.py") if (lines := len(file.read_text().splitlines())) > 300}
+    assert not long_files

@@ -1,4 +1,4 @@
-"""The suite checks the shapes that functions of icejax say they take and return; in use nothing does."""
+"""Tests check the array shapes in icejax's annotations; outside tests nothing does."""
 
 import importlib
 import inspect
@@ -36,19 +36,19 @@ def test_a_wrong_result_is_told():
 
 
 def test_every_annotation_can_be_read():
-    """One that cannot, of a name that is not there or no shape, would be passed over in silence."""
-    read = 0
-    aside = ("icejax.__main__", "icejax.generate")  # the second would stand in the place of the function
+    """An annotation with an unknown name or a malformed shape would otherwise be skipped silently."""
+    num_read = 0
+    skipped = ("icejax.__main__", "icejax.generate")  # importing the module would hide the function `icejax.generate`
     names = (module.name for module in pkgutil.walk_packages(icejax.__path__, "icejax."))
-    for name in (name for name in names if name not in aside):
+    for name in (name for name in names if name not in skipped):
         module = importlib.import_module(name)
         owners = (module, *(x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == name))
         for function in (inspect.unwrap(getattr(x, "fget", x)) for owner in owners for x in vars(owner).values()):
-            # What dataclasses write says options of a class from another module by names that stand only there.
+            # Skips functions that dataclasses generate: their annotations may use names of another module.
             if inspect.isfunction(function) and function.__module__ == name and function.__code__.co_filename != "<string>":
                 typing.get_type_hints(function)
-                read += 1
-    assert read > 500
+                num_read += 1
+    assert num_read > 500
 
 
 def test_nothing_is_checked_in_use():

@@ -1,4 +1,4 @@
-"""What is installed does what the README says, away from the sources."""
+"""The built wheel: its files, the `icejax` command and the bundled model, run away from the sources."""
 
 import os
 import re
@@ -18,22 +18,22 @@ SCRIPT = "import sys; from importlib.metadata import entry_points as e; sys.exit
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The folder that the wheel was unpacked in."""
+    """The folder of the unpacked wheel."""
     folder = tmp_path_factory.mktemp("wheel")
-    line = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "built")]
-    subprocess.run(line, cwd=PACKAGE.parent, check=True, capture_output=True)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "built")]
+    subprocess.run(command, cwd=PACKAGE.parent, check=True, capture_output=True)
     (wheel,) = (folder / "built").iterdir()
     with zipfile.ZipFile(wheel) as file:
         file.extractall(folder / "installed")
     return folder / "installed"
 
 
-def run(installed: Path, tmp_path: Path, *line: str, after: str = "") -> tuple[int, str, str]:
-    """Runs Python away from the sources, the wheel before what is installed, with redirections behind the command."""
-    shell = ["sh", "-c", f'exec "$@" {after}', "sh", sys.executable, "-P", *line]
+def run(installed: Path, tmp_path: Path, *arguments: str, after: str = "") -> tuple[int, str, str]:
+    """Runs Python in `tmp_path` with the wheel first on the path; `after` is shell text behind the command, a redirection."""
+    shell = ["sh", "-c", f'exec "$@" {after}', "sh", sys.executable, "-P", *arguments]
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    process = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    return process.returncode, process.stdout, process.stderr
 
 
 def test_it_holds_the_packages_and_nothing_else(installed):
@@ -74,7 +74,7 @@ def test_a_command_gets_its_own_arguments(installed, tmp_path):
 
 @pytest.mark.slow  # imports, loads and compiles
 def test_the_bundled_model_answers(installed, tmp_path):
-    line = ["-m", "icejax", "generate", "--prompt", "import os", "--max-new-tokens", "2", "--cache", "full"]
-    status, out, err = run(installed, tmp_path, *line)
+    arguments = ["-m", "icejax", "generate", "--prompt", "import os", "--max-new-tokens", "2", "--cache", "full"]
+    status, out, err = run(installed, tmp_path, *arguments)
     assert (status, err) == (0, "") and len(out) > 1
     assert list(tmp_path.iterdir()) == []

@@ -92,7 +92,7 @@ def prefill_layers(
         sizes, loaded = dict(policy=plan.policies[place.number], spec=plan.spec_of(place.number)), with_experts_on_device(layer)
         *results, uses = _prefill_layer(loaded, x, lengths, place.shared, **sizes)
         if layer.offloaded is not None:
-            layer.experts.settle(loaded.experts, uses)
+            layer.experts.update_resident(loaded.experts, uses)
         return results
 
     # A layer's output, and experts from the host, are committed to the device: so must the first input be, as in `extend`.

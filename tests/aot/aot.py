@@ -1,8 +1,8 @@
-"""Compiles a program for a device that is not there: ``python -m tests.aot.aot h100 step gather 1 int8`` prints what was made.
+"""Compiles a program for an accelerator not in this machine: ``python -m tests.aot.aot h100 step gather 1 int8``.
 
-Its arguments: the target, the program (`step`, `flush`, `flushed`, `compact`; of a layer `prefill`, `extend` and `write`;
-`insert` of a row into a batch; `write-pages`, 64 of all layers; `write-extent` and `read-extent`), and as far as they are wanted the fetch backend, the batch size, and
-`int8` for pages of int8.
+Prints a JSON line of byte counts and pool copies, which `test_aot` checks. Arguments: target, program, and optionally fetch
+backend, batch size, and `int8` for int8 pages. Programs: `step`, `flush`, `flushed` and `compact`; `prefill`, `extend` and
+`write` of one layer; `insert` of a row into a batch; `write-pages`, 64 pages of all layers; `write-extent` and `read-extent`.
 
 Needs the compilers: ``pip install -e '.[aot]'``.
 """
@@ -35,7 +35,7 @@ CONTEXT = 32768
 
 
 def programs(batch: int, page_dtype: str | None, backend: str | None, target: Target):
-    """Returns a plan of two bf16 layers of 8 KV heads of 128, and what each of its programs is traced with, by name."""
+    """Returns plan, indexes and pool of two bf16 layers (8 KV heads of 128), and each program with its arguments by name."""
     model = abstract_model("attention", dtype="bfloat16", layers=2)
     graph, weights = nnx.split(model)
     leaves, tree = jax.tree.flatten(weights)
@@ -46,38 +46,38 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     state, pool = abstract_state(plan), abstract_pool(plan)
     step, flush, flushed, compact = decode_step._programs(graph, tree, plan)
     page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
-    layer, some = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
-    number, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
+    layer, extent_pages = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
+    scalar, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
     write = jax.jit(functools.partial(host_pool.write_pages, together=host_pool.EXTENT), donate_argnums=0)
     extent = jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype)
-    alone = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
+    single_row = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
     insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
     policy, view = plan.policies[0], host_pool.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
     prefill = jax.jit(functools.partial(prefilling._prefill_layer, policy=policy, spec=plan.spec))
     extend = jax.jit(functools.partial(extending._extend_layer, policy=policy))
-    x, more = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
-    first, lengths = model.model.layers[0], state.cache.lengths
+    x, extended_x = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
+    first_layer, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.index for x in state.cache.layers], pool), {
         "step": (step, ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], state, pool)),
-        "prefill": (prefill, (first, x, lengths.origin, None)),
-        "extend": (extend, (first, more, lengths, lengths.origin, state.cache.layers[0], view, None)),
-        "write": (write, (pool, layer, table, number, number)),
+        "prefill": (prefill, (first_layer, x, lengths.origin, None)),
+        "extend": (extend, (first_layer, extended_x, lengths, lengths.origin, state.cache.layers[0], view, None)),
+        "write": (write, (pool, layer, table, scalar, scalar)),
         "flush": (flush, (state.cache,)),
         "flushed": (flushed, (state.cache, jax.eval_shape(flush, state.cache)[1])),
         "compact": (compact, (state.cache, pool)),
-        "insert": (insert, (state, abstract_state(alone), number)),
-        "write-pages": (host_pool.write_pages, (pool, some, table, number)),
-        "write-extent": (host_pool.write_extent, (pool, extent, number)),
-        "read-extent": (host_pool.read_extent, (pool, number)),
+        "insert": (insert, (state, abstract_state(single_row), scalar)),
+        "write-pages": (host_pool.write_pages, (pool, extent_pages, table, scalar)),
+        "write-extent": (host_pool.write_extent, (pool, extent, scalar)),
+        "read-extent": (host_pool.read_extent, (pool, scalar)),
     }
 
 
 def main(name: str, program: str, backend: str = "", batch: str = "1", page_dtype: str | None = None) -> None:
     without_devices()
     target = TARGETS[name]
-    (plan, levels, pool), made = programs(int(batch), page_dtype, backend, target)
+    (plan, levels, pool), programs_by_name = programs(int(batch), page_dtype, backend, target)
     options = compiler_options.OPTIONS.get(target.platform, {}) if program == "step" else {}
-    compiled = compile_for(target, *made[program], options)
+    compiled = compile_for(target, *programs_by_name[program], options)
     module, memory = hlo.parse(compiled.hlo), compiled.memory
     print(
         json.dumps(

@@ -1,7 +1,8 @@
-"""Compiles decode steps with experts for a device that is not there: ``python -m tests.aot.aot_experts h100 8`` prints what was made.
+"""Compiles decode steps with experts for an accelerator not in this machine: ``python -m tests.aot.aot_experts h100 8``.
 
-Its arguments: the target, the batch size, a model type, `qwen3_moe` unless said, and how many experts of each layer are on the
-device, with all of them in host memory; unless said all are. A JSON line for each kind of weights. Needs the compilers: ``pip install -e '.[aot]'``.
+Prints a JSON line for each kind of weights, which `test_aot` checks. Arguments: target, batch size, model type (default
+`qwen3_moe`), and how many experts of each layer are on the device, the rest in host memory (default: all on the device).
+Needs the compilers: ``pip install -e '.[aot]'``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ RAW = {
         global_head_dim=128,
     ),
 }  # fmt: skip
-# What names an array that is there, or makes none in the device's memory.
-GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
-# Of the experts: codes, columns of a group (None: all), whether there are zero points.
+# Operations that make no new array in device memory.
+NO_NEW_ARRAY = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
+# Expert weights: code dtype, columns of a group (None: all), whether there are zero points.
 KINDS = {
     "qwen3_moe": [
         ("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False),
@@ -57,11 +58,11 @@ def main(name: str, batch: str, model_type: str = "qwen3_moe", resident: str = "
             coded(model, *kind, inside=".experts.")
         if resident:
             put_on_host(model, int(resident))
-        print(json.dumps(dict(kind=kind) | said(model, target, int(batch))), flush=True)
+        print(json.dumps(dict(kind=kind) | report(model, target, int(batch))), flush=True)
 
 
 def put_on_host(model: CausalLM, resident: int) -> None:
-    """Puts the experts of an abstract model into host memory, and so many of each layer on the device."""
+    """Puts the experts of an abstract model into host memory, and `resident` experts of each layer on the device."""
     state = nnx.state(model)
     for path, weight in nnx.to_flat_state(state):
         if of_experts(".".join(map(str, path))):
@@ -69,16 +70,16 @@ def put_on_host(model: CausalLM, resident: int) -> None:
     nnx.update(model, state)
 
 
-def said(model: CausalLM, target: Target, batch: int) -> dict:
-    """Returns the largest array that a step makes, and the sizes that it must not have."""
+def report(model: CausalLM, target: Target, batch: int) -> dict:
+    """Returns the elements of the largest array that a step makes, and the sizes and bytes to compare it with."""
     config = model.config
     step = decode_step(model, Full(), target, batch=batch, context=512, new_tokens=64, backend=None)
     compiled = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
     module = hlo.parse(compiled.hlo)
-    # Of a fusion only what comes out of it is an array: what is inside is never whole.
+    # Arrays inside a fusion are never stored: only its results are.
     fused = {x.calls for x in module.all() if x.opcode == "fusion"}
-    made = [x for name, lines in module.computations.items() if name not in fused for x in lines.values()]
-    sizes = [array.elements for x in made if x.opcode not in GIVEN for array in x.arrays]
+    instructions = [x for name, lines in module.computations.items() if name not in fused for x in lines.values()]
+    sizes = [array.elements for x in instructions if x.opcode not in NO_NEW_ARRAY for array in x.arrays]
     tables = {x.shape: x for x in step.arguments[0] if on_host(x)}.values()
     return dict(
         matrix_elements=config.hidden_size * config.experts.size,

@@ -1,8 +1,7 @@
-"""Compiles decode steps with latent attention for a device that is not there: ``python -m tests.aot.aot_latent h100``.
+"""Compiles decode steps with latent attention for an accelerator not in this machine: ``python -m tests.aot.aot_latent h100``.
 
-A JSON line for each cache and batch size says which instructions make an array of as many numbers as the matrix that makes heads
-of latents, or as its half for keys or values, or as a vector of every page; and which copy the pool. Needs the compilers:
-``pip install -e '.[aot]'``.
+Prints a JSON line for each cache and batch size: the instructions that copy the pool, or make an array as large as `kv_b_proj`,
+half of it (its keys or values), or one digest vector of every page. Needs the compilers: ``pip install -e '.[aot]'``.
 """
 
 import json
@@ -27,10 +26,10 @@ def main(name: str) -> None:
             module = hlo.parse(
                 compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {})).hlo
             )
-            pool, described = step.arguments[2], step.arguments[1].cache.layers[0]
+            pool, layer_state = step.arguments[2], step.arguments[1].cache.layers[0]
             sizes = {rows * rank, rows * rank // 2}
             if pool is not None:
-                sizes.add(math.prod(described.index.levels[0].mean.data.shape))
+                sizes.add(math.prod(layer_state.index.levels[0].mean.data.shape))
             outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
             copies = [x.name for x in outside if sizes & {array.elements for array in x.arrays}]
             copies += [] if pool is None else hlo.pool_copies(module, pool.shape, pool.dtype.itemsize)

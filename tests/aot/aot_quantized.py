@@ -1,6 +1,6 @@
-"""Compiles decode steps of quantised models for a device that is not there: ``python -m tests.aot.aot_quantized h100``.
+"""Compiles decode steps of quantised models for an accelerator not in this machine: ``python -m tests.aot.aot_quantized h100``.
 
-A JSON line for each says what it was of, and which instructions make an array of as many numbers as one of its matrices.
+Prints a JSON line for each format and batch size: the instructions that make an array as large as one of the model's matrices.
 Needs the compilers: ``pip install -e '.[aot]'``.
 """
 
@@ -18,24 +18,24 @@ from icejax.models.decoder import CausalLM
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import compiler_options
 
-# Codes, columns of a group (None: all), whether there are zero points.
+# Code dtype, columns of a group (None: all), whether there are zero points.
 KINDS = [("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False)]
 KINDS += [("int4", 128, True)]
 
 
-# What makes no array; of what starts, as a TPU's copies into the memory beside its units, the end does.
+# Operations that make no array. An asynchronous copy, as into a TPU's on-chip memory, makes one when it is done.
 GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "opt-barrier", "copy-start", "slice-start", "async-start")
 
 
 def coded(model: CausalLM, kind: str, group: int | None, zero: bool, *, inside: str = "proj") -> set[int]:
-    """Makes the matrices of an abstract model codes whose keys have `inside` in them; returns how many numbers each has."""
+    """Replaces matrices of an abstract model whose keys contain `inside` by codes; returns their element counts."""
     state, sizes = nnx.state(model), set()
     for path, weight in nnx.to_flat_state(state):
         if "proj" in path[-2] and path[-1] == "weight" and inside in ".".join(map(str, path)):
-            *several, rows, columns = weight.get_value().shape
-            grid = (*several, columns // (group or columns), rows)
-            made = [jax.ShapeDtypeStruct((*grid, columns // grid[-2]), kind), jax.ShapeDtypeStruct(grid, "float32")]
-            weight.set_value(Grouped(*made, jax.ShapeDtypeStruct(grid, "int8") if zero else None))
+            *leading, rows, columns = weight.get_value().shape
+            grid = (*leading, columns // (group or columns), rows)
+            codes_and_scale = [jax.ShapeDtypeStruct((*grid, columns // grid[-2]), kind), jax.ShapeDtypeStruct(grid, "float32")]
+            weight.set_value(Grouped(*codes_and_scale, jax.ShapeDtypeStruct(grid, "int8") if zero else None))
             sizes.add(rows * columns)
     nnx.update(model, state)
     return sizes
@@ -50,10 +50,10 @@ def main(name: str) -> None:
         for batch in (1, 8):
             sizes = dict(batch=batch, context=1024, new_tokens=64, backend=None)
             step = decode_step(model, icejax.Full(), target, **sizes)
-            made = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
-            module = hlo.parse(made.hlo)
+            compiled = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
+            module = hlo.parse(compiled.hlo)
             outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
-            copies = [x.name for x in outside if any(each.elements in matrices and each.space == 0 for each in x.arrays)]
+            copies = [x.name for x in outside if any(array.elements in matrices and array.space == 0 for array in x.arrays)]
             print(json.dumps(dict(kind=kind, group=group, zero=zero, batch=batch, copies=copies)), flush=True)
 
 

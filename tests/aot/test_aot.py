@@ -1,4 +1,4 @@
-"""Every program that touches the cache compiles for GPU and TPU without either, and copies no pool there."""
+"""Every program that touches the cache is compiled ahead of time for GPU and TPU; the compiled program copies no pool."""
 
 import json
 import os
@@ -26,72 +26,74 @@ STEPS = [
     ("v5e", "step", "host_compute", "2"),
 ]
 NAMES = ("prefill", "extend", "flush", "flushed", "compact", "write", "write-pages", "write-extent", "read-extent")
-HERE = ("h100", "triton"), ("v5e", "slices")
-OTHERS = [(target, name, backend) for target, backend in HERE for name in NAMES]
-OTHERS.remove(("v5e", "prefill", "slices"))  # which reads no pool, as extend does, and takes minutes to compile
-OTHERS += [(target, "insert", backend, "4") for target, backend in HERE]
+BACKENDS = ("h100", "triton"), ("v5e", "slices")
+OTHER_PROGRAMS = [(target, name, backend) for target, backend in BACKENDS for name in NAMES]
+OTHER_PROGRAMS.remove(("v5e", "prefill", "slices"))  # it reads no pool, unlike `extend`, and takes minutes to compile
+OTHER_PROGRAMS += [(target, "insert", backend, "4") for target, backend in BACKENDS]
 
-FEW = "--layers 4 --cache-option dense_layers=2"  # of each kind two: 32 take minutes to compile
+FOUR_LAYERS = "--layers 4 --cache-option dense_layers=2"  # two dense layers and two others: 32 layers take minutes to compile
 GRAPHS = (
-    f"--context 131072 --batch 1,8 {FEW}",
-    f"--context 131072 --batch 1,8 {FEW} --cache-option resident=true",
-    f"--context 131072 --batch 4 {FEW} --cache tolerant",
-    f"--context 131072 --batch 1,8 {FEW} --cache coded",
-    f"--context 32768 --batch 1 {FEW} --weights int4",
+    f"--context 131072 --batch 1,8 {FOUR_LAYERS}",
+    f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache-option resident=true",
+    f"--context 131072 --batch 4 {FOUR_LAYERS} --cache tolerant",
+    f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache coded",
+    f"--context 32768 --batch 1 {FOUR_LAYERS} --weights int4",
     "--context 131072 --layers 4 --cache full",
     "--context 32768 --batch 4,8 --layers 4 --cache full",
 )
-# Each family on each target, and each batch on both.
+# Every family on every target, and every batch size on every target.
 EXPERTS = [("h100", 8, "qwen3_moe"), ("v5e", 1, "qwen3_moe"), ("h100", 1, "gpt_oss"), ("v5e", 8, "gpt_oss")]
 
 
-def said(target: str, *command: str, backend: str = "") -> list[dict]:
-    """Returns the JSON lines of a command that compiles for a target."""
+def json_lines(target: str, *command: str, backend: str = "") -> list[dict]:
+    """Returns the JSON lines of a command that compiles for `target`; skips the test without that compiler."""
     try:
         check_compiler(TARGETS[target], backend)
     except InputError as error:
         pytest.skip(str(error))
-    plain = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # the suite's own are for speed
+    environment = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }  # the test suite's flags turn optimisation off
     command = [sys.executable, "-m", *command]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=plain)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def compiled(target: str, *options: str) -> dict:
-    """Returns what `tests.aot.aot` says of a program."""
-    return said(target, "tests.aot.aot", target, *options, backend=options[1])[-1]
+    """Returns the JSON line of `tests.aot.aot` for a program."""
+    return json_lines(target, "tests.aot.aot", target, *options, backend=options[1])[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STEPS, ids="-".join)
 def test_the_step_copies_no_pool_and_sorts_no_pages(case):
-    found = compiled(*case)
-    assert not found["pool_copies"]
-    # What is fetched may be staged; a tenth of the pool is far more than that.
-    assert found["host_temp_bytes"] < found["pool_bytes"] / 10 and found["temp_bytes"] < found["pool_bytes"] / 10
+    report = compiled(*case)
+    assert not report["pool_copies"]
+    # Fetched pages may be staged; they are far less than a tenth of the pool.
+    assert report["host_temp_bytes"] < report["pool_bytes"] / 10 and report["temp_bytes"] < report["pool_bytes"] / 10
     if case[0] == "h100":
-        assert max(found["sorted_sizes"], default=0) <= 1024  # tokens of the fetched pages, not pages
+        assert max(report["sorted_sizes"], default=0) <= 1024  # tokens of the fetched pages, not pages
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERS, ids="-".join)
+@pytest.mark.parametrize("case", OTHER_PROGRAMS, ids="-".join)
 def test_other_programs_write_in_place_and_copy_no_pool(case):
-    found = compiled(*case)
-    if case[1] == "insert":  # nothing but the state, in place
-        assert found["alias_bytes"] >= found["levels_bytes"] and found["temp_bytes"] < found["levels_bytes"] / 10
-    elif case[1] == "flushed":  # a vector of every page of a layer is a 64th of the pool
-        assert found["alias_bytes"] >= found["levels_bytes"] and found["temp_bytes"] < found["pool_bytes"] / 100
+    report = compiled(*case)
+    if case[1] == "insert":  # writes the state in place
+        assert report["alias_bytes"] >= report["levels_bytes"] and report["temp_bytes"] < report["levels_bytes"] / 10
+    elif case[1] == "flushed":  # one vector per page of a layer is a 64th of the pool
+        assert report["alias_bytes"] >= report["levels_bytes"] and report["temp_bytes"] < report["pool_bytes"] / 100
     elif case[1].startswith("write"):
-        assert found["alias_bytes"] >= found["pool_bytes"] and found["host_temp_bytes"] < found["pool_bytes"] / 100
+        assert report["alias_bytes"] >= report["pool_bytes"] and report["host_temp_bytes"] < report["pool_bytes"] / 100
     else:
-        assert not found["pool_copies"] and found["host_temp_bytes"] < found["pool_bytes"] / 20
+        assert not report["pool_copies"] and report["host_temp_bytes"] < report["pool_bytes"] / 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", GRAPHS)
 def test_the_step_is_one_graph(line):
-    for row in said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
+    for row in json_lines("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
         assert (row["launches"], row["graph_launches"], row["blocking"]) == (1, 1, 0), row
         assert not row["pool_copies"]
 
@@ -99,7 +101,7 @@ def test_the_step_is_one_graph(line):
 @pytest.mark.slow
 def test_int4_step_of_32_layers_is_one_graph_and_faster():
     line = "--context 32768 --cache full --weights plain,int4"
-    plain, coded = said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton")
+    plain, coded = json_lines("h100", "bench.program", "--target", "h100", *line.split(), backend="triton")
     assert [row["weights"] for row in (plain, coded)] == ["bfloat16", "int4"] and coded["layers"] == 32
     assert (coded["launches"], coded["graph_launches"], coded["blocking"]) == (1, 1, 0)
     assert coded["weight_bytes"] < 0.4 * plain["weight_bytes"] and coded["ms"]["mid"] < 0.7 * plain["ms"]["mid"]
@@ -109,7 +111,7 @@ def test_int4_step_of_32_layers_is_one_graph_and_faster():
 @pytest.mark.parametrize("target", ["v5e", "v6e"])
 def test_pages_of_a_tpu_come_together(target):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072"
-    (row,) = said(target, "bench.program", "--target", target, *line.split())
+    (row,) = json_lines(target, "bench.program", "--target", target, *line.split())
     assert row["host_copies"] > 0 and not row["serial_waits"] and not row["pool_copies"]
 
 
@@ -117,8 +119,8 @@ def test_pages_of_a_tpu_come_together(target):
 @pytest.mark.parametrize(("target", "options"), [("h100", ""), ("h100", "codes=2"), ("v5e", "singly=false")])
 def test_coded_step_copies_neither_codes_nor_pool(target, options):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072 --cache coded"
-    more = [word for option in options.split() for word in ("--cache-option", option)]
-    (row,) = said(target, "bench.program", "--target", target, *line.split(), *more)
+    cache_options = [word for option in options.split() for word in ("--cache-option", option)]
+    (row,) = json_lines(target, "bench.program", "--target", target, *line.split(), *cache_options)
     bits = 2 if options == "codes=2" else 4
     assert row["temp_bytes"] < 131072 * 8 * 128 * bits // 8  # the codes of one layer of 8 KV heads of 128
     assert not row["pool_copies"] and not row["serial_waits"]
@@ -127,32 +129,34 @@ def test_coded_step_copies_neither_codes_nor_pool(target, options):
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "batch", "family"), [*EXPERTS, ("h100", 8, "gemma4_text"), ("v5e", 1, "gemma4_text")])
 def test_a_step_copies_no_experts(target, batch, family):
-    plain, *coded = said(target, "tests.aot.aot_experts", target, str(batch), family)
+    plain, *coded = json_lines(target, "tests.aot.aot_experts", target, str(batch), family)
     assert len(coded) == {"qwen3_moe": 6, "gpt_oss": 1, "gemma4_text": 0}[family]
-    for found in (plain, *coded):
-        matrix, experts = found["matrix_elements"], found["experts"]
-        assert found["largest"] < experts * matrix / 10
-        assert found["temp_bytes"] < 2 * batch * found["chosen"] * matrix  # a bf16 matrix of those taken, not to speak of all
-    for found in coded:
-        bits = 4 if found["kind"][0] in ("int4", "float4_e2m1fn") else 8
-        assert found["argument_bytes"] < plain["argument_bytes"] * (bits + 2) / 16
+    for report in (plain, *coded):
+        matrix, experts = report["matrix_elements"], report["experts"]
+        assert report["largest"] < experts * matrix / 10
+        assert report["temp_bytes"] < 2 * batch * report["chosen"] * matrix  # less than a bf16 matrix of each chosen expert
+    for report in coded:
+        bits = 4 if report["kind"][0] in ("int4", "float4_e2m1fn") else 8
+        assert report["argument_bytes"] < plain["argument_bytes"] * (bits + 2) / 16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "batch", "family"), EXPERTS)
 def test_a_step_brings_experts_from_the_host_and_copies_no_table(target, batch, family):
-    for found in said(target, "tests.aot.aot_experts", target, str(batch), family, "64"):
-        assert found["table_bytes"] and not found["table_copies"], found["kind"]
-        brought = batch * found["chosen"] * found["matrix_elements"]
-        # The bits that come of three matrices, those as numbers of the model's dtype, and little else.
-        assert found["temp_bytes"] < 3 * 5 * brought and found["host_temp_bytes"] < found["table_bytes"] / 10, found
+    for report in json_lines(target, "tests.aot.aot_experts", target, str(batch), family, "64"):
+        assert report["table_bytes"] and not report["table_copies"], report["kind"]
+        fetched_elements = batch * report["chosen"] * report["matrix_elements"]
+        # The fetched bits of three matrices, the same matrices in the model's dtype, and little else.
+        assert report["temp_bytes"] < 3 * 5 * fetched_elements and report["host_temp_bytes"] < report["table_bytes"] / 10, (
+            report
+        )
 
 
 @pytest.mark.slow
 def test_a_large_batch_reads_each_expert_once():
     line = "--shape qwen3-30b-a3b --layers 2 --context 4096 --batch 32 --cache full --target h100,v6e"
     experts = 2 * 128 * 3 * 768 * 2048 * 2  # bytes
-    gpu, tpu = said("h100", "bench.program", *line.split())
+    gpu, tpu = json_lines("h100", "bench.program", *line.split())
     for row in (gpu, tpu):
         assert experts <= row["scopes"]["mlp"]["device_bytes"] < 1.1 * experts and row["temp_bytes"] < experts / 50
     assert (gpu["launches"], gpu["graph_launches"], gpu["blocking"], gpu["sorts"]) == (1, 1, 0, 0)
@@ -161,7 +165,7 @@ def test_a_large_batch_reads_each_expert_once():
 @pytest.mark.slow
 def test_the_step_with_experts_in_host_memory_is_one_graph():
     line = "--shape qwen3-30b-a3b --layers 2 --weights plain,int4 --experts-on-host 64 --cache full,clustered --context 4096"
-    for row in said("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
+    for row in json_lines("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
         assert (row["launches"], row["graph_launches"], row["blocking"]) == (1, 1, 0) and not row["pool_copies"]
         expert = row["expert_host_bytes"] / (2 * 128)
         assert 2 * 8 * expert <= row["bus_bytes"] < 2 * 8 * expert * 1.1 + 2**20
@@ -170,11 +174,11 @@ def test_the_step_with_experts_in_host_memory_is_one_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100", "v5e"])
 def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
-    rows = said(target, "tests.aot.aot_quantized", target)
+    rows = json_lines(target, "tests.aot.aot_quantized", target)
     assert len(rows) == 2 * 5 and not [row for row in rows if row["copies"]]
 
 
 @pytest.mark.slow
 def test_latent_step_copies_neither_head_weights_nor_digests():
-    rows = said("h100", "tests.aot.aot_latent", "h100")
+    rows = json_lines("h100", "tests.aot.aot_latent", "h100")
     assert len(rows) == 4 and not [row for row in rows if row["copies"]]

@@ -1,4 +1,4 @@
-"""Tests of `bench/` run with `make test-bench`: nothing of the package depends on it."""
+"""Marks the tests of `bench/`, which run with `make test-bench`."""
 
 from pathlib import Path
 

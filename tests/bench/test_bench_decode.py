@@ -1,4 +1,4 @@
-"""What `bench.decode` and `bench.prefill` time is what they say: caches as a prefill would leave them, bytes by count."""
+"""`bench.decode` and `bench.prefill` time what they claim: caches are filled as by a prefill, and bytes are counted."""
 
 import contextlib
 import json
@@ -29,12 +29,15 @@ def model(tmp_path_factory):
 
 
 def test_random_weights_have_the_deviation_of_their_fan_in():
-    """On a CPU those in bfloat16 stand by their bits."""
-    drawn = shapes.model("attention", dtype="bfloat16", layers=1).model
-    for weight, fan_in in ((drawn.layers[0].self_attn.q_proj.weight, 512), (drawn.layers[0].self_attn.o_proj.weight, 4096)):
+    """On a CPU, bfloat16 weights are stored as their bits."""
+    random_model = shapes.model("attention", dtype="bfloat16", layers=1).model
+    for weight, fan_in in (
+        (random_model.layers[0].self_attn.q_proj.weight, 512),
+        (random_model.layers[0].self_attn.o_proj.weight, 4096),
+    ):
         numbers = np.asarray(weight.get_value().weights("float32"))[0]
         assert numbers.shape[1] == fan_in and abs(numbers.std() * fan_in**0.5 - 1) < 0.01 and abs(numbers.mean()) < 1e-3
-    assert (np.asarray(drawn.norm.weight[...]) == 1).all() and numbers[0].std() > 0 and (numbers[0] != numbers[1]).any()
+    assert (np.asarray(random_model.norm.weight[...]) == 1).all() and numbers[0].std() > 0 and (numbers[0] != numbers[1]).any()
 
 
 @pytest.mark.slow
@@ -42,17 +45,17 @@ def test_a_filled_clustered_cache_is_whole(model):
     policy = Clustered(budget=64)
     plan = make_plan(model, policy, batch_size=2, prompt_tokens=CONTEXT, new_tokens=16)
     state, pool = fill(model, plan, policy, context=CONTEXT)
-    found, lengths = stored(pool, state.cache.table), state.cache.lengths
-    held = int(lengths.seen[0])
-    assert CONTEXT - policy.page_size < held <= CONTEXT and (np.asarray(lengths.seen) == held).all()
-    beside = policy.window_layout.sinks + policy.window_layout.fill
-    for layer, kept in enumerate(state.cache.layers):
-        counts = np.asarray(kept.index.levels[0].count)
-        assert (counts.sum(-1) + beside == held).all()
-        pages = [found[1, i, layer, 0, 0, :n] for i, n in enumerate(counts[1, 0])]
-        assert_digests(kept.index.levels, 1, 0, pages)
-    first, again = (found[0, i, 0, 0, 0] for i in (0, (BASE - beside) // policy.page_size))
-    assert 0 < np.abs(first - again).max() < 1.0  # a copy with noise
+    pool_pages, lengths = stored(pool, state.cache.table), state.cache.lengths
+    num_tokens = int(lengths.seen[0])
+    assert CONTEXT - policy.page_size < num_tokens <= CONTEXT and (np.asarray(lengths.seen) == num_tokens).all()
+    device_tokens = policy.window_layout.sinks + policy.window_layout.fill
+    for layer, layer_state in enumerate(state.cache.layers):
+        counts = np.asarray(layer_state.index.levels[0].count)
+        assert (counts.sum(-1) + device_tokens == num_tokens).all()
+        pages = [pool_pages[1, page, layer, 0, 0, :count] for page, count in enumerate(counts[1, 0])]
+        assert_digests(layer_state.index.levels, 1, 0, pages)
+    first, repeated = (pool_pages[0, page, 0, 0, 0] for page in (0, (BASE - device_tokens) // policy.page_size))
+    assert 0 < np.abs(first - repeated).max() < 1.0  # a copy with noise
 
 
 def test_a_filled_full_cache_repeats_real_keys(model):
@@ -73,24 +76,24 @@ def test_time_is_booked_to_the_scope_that_spent_it():
   ROOT %last = f32[4] fusion(%bare), metadata={op_name="jit(step)/attend/rgs,rsh->rgh/dot_general" stack_frame_id=1}
   %copy = f32[4] copy(%q), metadata={op_name="jit(step)/reshape"}
 """
-    found = scope_of(hlo, ["model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight"])
+    scopes = scope_of(hlo, ["model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight"])
     expected = dict(fused="select", bare="attend", last="attend", copy="other") | {"dot.1": "output", "dot.2": "other"}
-    assert found == expected
+    assert scopes == expected
 
 
 def test_python_is_what_a_step_takes_beside_the_programs():
     def event(name: str, ts: float, dur: float) -> dict:
         return dict(ph="X", name=name, ts=ts, dur=dur)
 
-    steps = [event("$decode_step.py:212 step", at, 1000.0) for at in (0.0, 2000.0)]
-    twice = [event("PjitFunction(step)", at + skew, 800.0 - skew) for at in (100.0, 2100.0) for skew in (0.0, 5.0)]
+    steps = [event("$decode_step.py:212 step", start, 1000.0) for start in (0.0, 2000.0)]
+    twice = [event("PjitFunction(step)", start + skew, 800.0 - skew) for start in (100.0, 2100.0) for skew in (0.0, 5.0)]
     flush = [event("PjitFunction(flush)", 2950.0, 20.0), event("PjitFunction(other)", 3500.0, 400.0)]
     assert python_ms([*flush, *twice, *steps, dict(ph="M", name="thread")]) == pytest.approx((0.2 + 0.18) / 2)
 
 
 @pytest.fixture
 def snapkv(monkeypatch):
-    """Stands in for kvpress, which wants another transformers: keeps the newest tokens."""
+    """A stand-in for kvpress, which needs another version of transformers; it keeps the newest tokens."""
     ratios = []
 
     class SnapKVPress:
@@ -102,8 +105,8 @@ def snapkv(monkeypatch):
             yield
             cache = model.cache_used
             for layer in cache.layers:
-                kept = round(layer.keys.shape[2] * (1 - ratios[-1]))
-                layer.keys, layer.values = layer.keys[:, :, -kept:], layer.values[:, :, -kept:]
+                num_kept = round(layer.keys.shape[2] * (1 - ratios[-1]))
+                layer.keys, layer.values = layer.keys[:, :, -num_kept:], layer.values[:, :, -num_kept:]
 
     monkeypatch.setitem(sys.modules, "kvpress", types.SimpleNamespace(SnapKVPress=SnapKVPress))
     forward = transformers.LlamaForCausalLM.forward
@@ -127,17 +130,17 @@ def test_snapkv_keeps_the_budget_of_a_prompt_that_was_run(snapkv):
 
 
 def test_all_memory_may_be_pinned_before_device_use(monkeypatch):
-    done = []
+    calls = []
 
     def model(*_, **__):
-        done.append("model")
+        calls.append("model")
         raise InputError("no weights here")
 
-    monkeypatch.setattr(devices, "raise_pinned_limit", lambda: done.append("pinned limit"))
+    monkeypatch.setattr(devices, "raise_pinned_limit", lambda: calls.append("pinned limit"))
     monkeypatch.setattr(shapes, "model", model)
     with pytest.raises(SystemExit):
         decode.main([])
-    assert done == ["pinned limit", "model"]
+    assert calls == ["pinned limit", "model"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_all_memory_may_be_pinned_before_device_use(monkeypatch):
     ],
 )
 def test_what_later_steps_call_is_compiled_in_the_warm_up(model, policy, steps, expected):
-    """The 64th step packs pages anew: it is the 47th behind a warm-up of 17."""
+    """The 64th step compacts; after a warm-up of 17 steps it is timed step 47."""
     plan = make_plan(model, policy, batch_size=1, prompt_tokens=1024, new_tokens=steps)
     assert _warm_up(plan, steps) == expected
 
@@ -169,7 +172,7 @@ def test_compiler_options_are_added_and_taken_out(monkeypatch, capsys):
 
 
 def test_a_peer_that_is_not_installed_is_told_and_left_out(capsys, monkeypatch):
-    pytest.importorskip("torch")  # which the peer imports first
+    pytest.importorskip("torch")  # the peer imports torch first
     monkeypatch.setitem(sys.modules, "kvpress", None)
     line = "--shape bundled --contexts 1024 --steps 1 --policies transformers-kvpress"
     assert decode.main(line.split()) == 0
@@ -201,7 +204,7 @@ def test_rows_count_bytes_as_the_shapes_say(capsys, tmp_path):
         if row["policy"] == "full":
             assert row["device_kv_bytes"] >= row["context"] * token and row["moved_bytes_per_step"] == 0
         if row["policy"] == "clustered":
-            vectors = row["moved_bytes_per_step"] / (4 * 2 * 64 * 4)  # of a layer's head: the keys of pages, and the values
+            vectors = row["moved_bytes_per_step"] / (4 * 2 * 64 * 4)  # per layer and head: the keys of pages, and the values
             assert 112 * 16 + 192 <= vectors <= 112 * 16 + 207
             assert row["digest_bytes"] > 4 * 64 * 4 * 8 * row["context"] / 16
     assert [row["policy"] for row in scopes] == ["full", "clustered"] and scopes[1]["scope_ms"]["select"] > 0

@@ -1,4 +1,4 @@
-"""The command for a device: parts that fail or hang harm no other, nothing runs twice, and the page says what the files say."""
+"""`bench.device`: a part that fails or hangs harms no other, done parts are skipped, and the page shows the files."""
 
 import json
 import re
@@ -38,40 +38,40 @@ def part(name, program, *, least=0, most=10, file="some.jsonl", **more):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs parts into one folder; returns the status, what was told, and the rows by part."""
+    """Returns a function that runs parts into one folder; it returns the status, the lines of stderr, and the rows by part."""
     (tmp_path / "temporary").mkdir()
 
     def run(*parts, options=()):
         monkeypatch.setattr(device, "parts", lambda *_: [*parts])
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         status = device.main(["--out", str(tmp_path / "out"), *options])
-        found = {}
+        rows_by_part = {}
         for row in results.Results(tmp_path / "out", tiny=False).rows():
-            found.setdefault(row.pop("part"), []).append(row)
-        return status, capsys.readouterr().err.splitlines(), found
+            rows_by_part.setdefault(row.pop("part"), []).append(row)
+        return status, capsys.readouterr().err.splitlines(), rows_by_part
 
     return run
 
 
 def test_done_parts_are_not_rerun_and_failed_ones_come_last(run, tmp_path):
-    noted = f"open({str(tmp_path / 'journal')!r}, 'a').write(NAME + ' ')\nprint(json.dumps(dict(x=1)), flush=True)\n"
-    first = part("first", noted.replace("NAME", "'first'"), what=dict(setting="a"))
-    again = f"sys.exit(0 if pathlib.Path({str(tmp_path / 'mended')!r}).exists() else 3)"
-    second = part("second", noted.replace("NAME", "'second'") + again)
-    third = part("third", noted.replace("NAME", "'third'"), least=30)
-    status, told, found = run(first, second, third, options=["--minutes", "0.4"])
+    program = f"open({str(tmp_path / 'journal')!r}, 'a').write(NAME + ' ')\nprint(json.dumps(dict(x=1)), flush=True)\n"
+    first = part("first", program.replace("NAME", "'first'"), what=dict(setting="a"))
+    fail_until_mended = f"sys.exit(0 if pathlib.Path({str(tmp_path / 'mended')!r}).exists() else 3)"
+    second = part("second", program.replace("NAME", "'second'") + fail_until_mended)
+    third = part("third", program.replace("NAME", "'third'"), least=30)
+    status, lines, rows = run(first, second, third, options=["--minutes", "0.4"])
     assert (
         status == 1
-        and re.search("third: not run: it needs 30 s, 2[0-9] s are left", "\n".join(told))
-        and "second: failed: status 3" in told
+        and re.search("third: not run: it needs 30 s, 2[0-9] s are left", "\n".join(lines))
+        and "second: failed: status 3" in lines
     )
-    assert found == dict(first=[dict(setting="a", x=1)], second=[dict(x=1)])
+    assert rows == dict(first=[dict(setting="a", x=1)], second=[dict(x=1)])
     (tmp_path / "mended").touch()
     with (tmp_path / "out" / "some.jsonl").open("a") as file:
-        file.write('{"part": "third", "x"')  # the machine went while it was written
-    status, told, found = run(first, second, third)
-    assert status == 0 and told == ["third: done", "second: done"]
-    assert found == dict(first=[dict(setting="a", x=1)], second=[dict(x=1)], third=[dict(x=1)])
+        file.write('{"part": "third", "x"')  # a row that was cut off
+    status, lines, rows = run(first, second, third)
+    assert status == 0 and lines == ["third: done", "second: done"]
+    assert rows == dict(first=[dict(setting="a", x=1)], second=[dict(x=1)], third=[dict(x=1)])
     assert (tmp_path / "journal").read_text().split() == ["first", "second", "third", "second"]
     assert "missing" not in (tmp_path / "out" / "device.md").read_text()
 
@@ -79,38 +79,38 @@ def test_done_parts_are_not_rerun_and_failed_ones_come_last(run, tmp_path):
 def test_requested_parts_run_alone_in_order_and_again(run):
     parts = [part(name, "print(json.dumps(dict(at=time.monotonic())), flush=True)") for name in ("first", "second", "third")]
     _, _, before = run(*parts)
-    _, told, found = run(*parts, options=["--part", "third", "--part", "first"])
-    assert told == ["third: done", "first: done"]
-    assert found["second"] == before["second"] and before["third"][0]["at"] < found["third"][0]["at"] < found["first"][0]["at"]
+    _, lines, rows = run(*parts, options=["--part", "third", "--part", "first"])
+    assert lines == ["third: done", "first: done"]
+    assert rows["second"] == before["second"] and before["third"][0]["at"] < rows["third"][0]["at"] < rows["first"][0]["at"]
 
 
 def test_a_part_that_hangs_is_ended_with_all_it_started(run):
     child = "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     hangs = part("hangs", f"{child}print(json.dumps(dict(pid=child.pid)), flush=True)\ntime.sleep(60)", most=3)
     started = time.monotonic()
-    status, told, found = run(hangs, part("neighbour", "print(json.dumps(dict(x=2)))"))
+    status, lines, rows = run(hangs, part("neighbour", "print(json.dumps(dict(x=2)))"))
     assert time.monotonic() - started < 20 and status == 1
-    assert told == ["hangs: ended after 3 s, which was its limit", "neighbour: done"] and found["neighbour"] == [dict(x=2)]
-    pid = found["hangs"][0]["pid"]
+    assert lines == ["hangs: ended after 3 s, which was its limit", "neighbour: done"] and rows["neighbour"] == [dict(x=2)]
+    pid = rows["hangs"][0]["pid"]
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_part_that_crashes_is_told_and_the_rest_goes_on(run, tmp_path):
     crashes = part("crashes", "print(json.dumps(dict(x=1)), flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)")
     raises = part("raises", "print('no JSON')\nraise ValueError('no such shape')", file="other.jsonl")
-    status, told, found = run(crashes, raises, part("neighbour", "print('[1]'), print(json.dumps(dict(x=2)))"))
+    status, lines, rows = run(crashes, raises, part("neighbour", "print('[1]'), print(json.dumps(dict(x=2)))"))
     ends = ["crashes: failed: SIGSEGV", "raises: failed: status 1, ValueError: no such shape", "neighbour: done"]
-    assert status == 1 and told == ends and found == dict(crashes=[dict(x=1)], neighbour=[dict(x=2)])
+    assert status == 1 and lines == ends and rows == dict(crashes=[dict(x=1)], neighbour=[dict(x=2)])
     page, log = ((tmp_path / "out" / name).read_text() for name in ("device.md", "log.txt"))
     assert "- crashes: failed: SIGSEGV." in page and "- raises: failed: status 1, ValueError: no such shape." in page
     assert "== raises: failed: status 1" in log and "no JSON\nTraceback" in log
 
 
 def test_the_minutes_are_kept_and_a_short_part_may_still_run(run):
-    status, told, _ = run(part("long", "", least=70), part("short", ""), options=["--minutes", "1"])
-    assert status == 0 and told == ["long: not run: it needs 70 s, 60 s are left", "short: done"]
-    status, told, _ = run(part("slow", "time.sleep(60)"), part("long", "", least=2), options=["--minutes", "0.02"])
-    assert status == 1 and told[0] == "slow: ended after 1 s, which was its limit" and "long: not run" in told[1]
+    status, lines, _ = run(part("long", "", least=70), part("short", ""), options=["--minutes", "1"])
+    assert status == 0 and lines == ["long: not run: it needs 70 s, 60 s are left", "short: done"]
+    status, lines, _ = run(part("slow", "time.sleep(60)"), part("long", "", least=2), options=["--minutes", "0.02"])
+    assert status == 1 and lines[0] == "slow: ended after 1 s, which was its limit" and "long: not run" in lines[1]
 
 
 def test_graphs_are_counted_once_and_kept(run, tmp_path):
@@ -123,9 +123,9 @@ def test_graphs_are_counted_once_and_kept(run, tmp_path):
     program = dict(policy="full", context=8, batch=1) | COUNTED
     assert [row for row in run(cut)[2]["decode"] if "graphs" in row] == [program]
     assert not (tmp_path / "temporary" / "out-scratch" / "dump").exists()
-    # The program comes from the cache of compiled ones: nothing is dumped.
-    again = part("decode", rows, counted=True)
-    assert [row for row in run(again)[2]["decode"] if "graphs" in row] == [program]
+    # The program comes from the compile cache, so nothing is dumped.
+    cached = part("decode", rows, counted=True)
+    assert [row for row in run(cached)[2]["decode"] if "graphs" in row] == [program]
 
 
 def test_programs_are_counted_in_the_order_of_compilation(tmp_path):
@@ -138,9 +138,9 @@ def test_files_stay_small(run, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MOST", 2000)
     monkeypatch.setattr(results, "TAIL", 100)
     many = part("many", "for i in range(100): print(json.dumps(dict(text='x' * 90))), print('y' * 90, file=sys.stderr)")
-    status, _, found = run(many)
+    status, _, rows = run(many)
     end = results.Results(tmp_path / "out", tiny=False).ends()["many"]
-    assert status == 0 and 10 < len(found["many"]) < 20 and end["rows_left_out"] == 100 - len(found["many"])
+    assert status == 0 and 10 < len(rows["many"]) < 20 and end["rows_left_out"] == 100 - len(rows["many"])
     assert (tmp_path / "out" / "some.jsonl").stat().st_size < 2500 and (tmp_path / "out" / "log.txt").stat().st_size < 200
 
 
@@ -196,14 +196,14 @@ def test_the_page_says_what_the_files_say(tmp_path, monkeypatch):
 
 
 def kind(part):
-    """What tells a part from those that differ in a number: its module, its options, what is set for it."""
+    """Returns what parts share that differ only in numbers: module, options and environment."""
     named = tuple(word for word in part.command if word.startswith("--"))
     return named, part.command[1], *part.environment, bool(part.xla_flags)
 
 
 @pytest.mark.slow
 def test_every_kind_of_part_runs_where_there_is_no_device(tmp_path, monkeypatch):
-    # What is compiled is thrown away after some steps.
+    # Each compiled program runs only a few steps.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     kinds = {kind(part): part for part in reversed(device.parts(device.TINY, tmp_path / "scratch"))}
     monkeypatch.setattr(device, "parts", lambda *_: [*reversed(kinds.values())])
@@ -219,6 +219,6 @@ def test_every_kind_of_part_runs_where_there_is_no_device(tmp_path, monkeypatch)
 
 def test_a_page_that_cannot_be_made_costs_no_part(run, tmp_path):
     odd = part("odd", "print(json.dumps(dict(weight_bytes=1)), flush=True)\n")
-    status, told, found = run(odd, part("next", "print(json.dumps(dict(x=1)), flush=True)\n"))
-    assert status == 0 and found["next"] and any("The page cannot be made of these results: KeyError" in line for line in told)
+    status, lines, rows = run(odd, part("next", "print(json.dumps(dict(x=1)), flush=True)\n"))
+    assert status == 0 and rows["next"] and any("The page cannot be made of these results: KeyError" in line for line in lines)
     assert (tmp_path / "out" / "device.md").read_text().startswith("The page cannot be made")

@@ -1,4 +1,4 @@
-"""HumanEval: what a model is asked, what of its answer is run, and what is written and counted."""
+"""`bench.humaneval`: prompts, which part of an answer is run, the written completions, and pass@1."""
 
 import gzip
 import json
@@ -33,7 +33,11 @@ def test_a_completion_ends_with_the_function(file):
     problems = humaneval.read(str(file))
     zipped = file.with_suffix(".jsonl.gz")
     zipped.write_bytes(gzip.compress(file.read_bytes()))
-    assert problems == humaneval.read(str(zipped)) and [each.task_id for each in problems] == ["Test/0", "Test/1", "Test/2"]
+    assert problems == humaneval.read(str(zipped)) and [problem.task_id for problem in problems] == [
+        "Test/0",
+        "Test/1",
+        "Test/2",
+    ]
     assert humaneval.cut("    return 1\n\nprint(1)\ndef f():\n") == "    return 1\n"
     assert (
         humaneval.cut("    if a:\n        return 1  # so\n    return 2\n")
@@ -41,66 +45,71 @@ def test_a_completion_ends_with_the_function(file):
     )
     assert humaneval.last_block("so\n```python\na\n```\nno:\n```python\nb = 1\n```\n") == "\nb = 1\n"
     assert humaneval.last_block("```\nunfinished") == "\nunfinished" and humaneval.last_block("nothing") == ""
-    spaces = {}
-    for completion in (RAW["canonical_solution"], "\ndef add(a, b):\n    return a + b"):  # gone on with, or defined anew
-        exec(problems[0].program(completion), spaces)
-    for wrong in ("    return a - b", "", "return"):
+    namespace = {}
+    for completion in (
+        RAW["canonical_solution"],
+        "\ndef add(a, b):\n    return a + b",
+    ):  # the body alone, or the whole function
+        exec(problems[0].program(completion), namespace)
+    for bad_completion in ("    return a - b", "", "return"):
         with pytest.raises((AssertionError, SyntaxError)):
-            exec(problems[0].program(wrong), spaces)
+            exec(problems[0].program(bad_completion), namespace)
 
 
 @pytest.mark.slow
 def test_passes_are_counted(file, tmp_path, sandboxed):
     problems, out = humaneval.read(str(file)), tmp_path / "a" / "b.jsonl"
-    given = ["    return a + b\n", "    return a\n", "    import os; os._exit(0)\n"]
-    row = humaneval.score(zip(problems, given, strict=True), out, run_code=True)
+    completions = ["    return a + b\n", "    return a\n", "    import os; os._exit(0)\n"]
+    row = humaneval.score(zip(problems, completions, strict=True), out, run_code=True)
     # 1 of 3: the interval of the textbook (Wilson 1927), by the roots of (p - 1/3)^2 = z^2 p (1 - p) / 3.
     assert row == dict(pass_at_1=0.3333, low=0.0615, high=0.7923, problems=3, completions=str(out), ran=True)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["task_id"], line["completion"]) for line in lines] == [(f"Test/{i}", text) for i, text in enumerate(given)]
+    assert [(line["task_id"], line["completion"]) for line in lines] == [
+        (f"Test/{i}", text) for i, text in enumerate(completions)
+    ]
     assert [line["result"] for line in lines] == ["passed", "failed", "failed"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_first_space_of_a_line_is_kept(chat, monkeypatch):
-    """Of a tokenizer that drops one at the start of a text, as that of Llama 2 does."""
+    """The tokenizer drops one space at the start of a text, as Llama 2's does."""
     words = ["▁", "▁▁▁▁", "return", "▁1", "\n", "def", "```", "python", "<user>", "<end>"]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="▁"))
-    made.normalizer, made.decoder = (
+    word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="▁"))
+    word_level.normalizer, word_level.decoder = (
         normalizers.Replace(" ", "▁"),
         decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
     )
-    made.add_tokens([AddedToken(word, normalized=False) for word in words if word != "▁"])
-    tokenizer, asked = PreTrainedTokenizerFast(tokenizer_object=made), []
+    word_level.add_tokens([AddedToken(word, normalized=False) for word in words if word != "▁"])
+    tokenizer, calls = PreTrainedTokenizerFast(tokenizer_object=word_level), []
     tokenizer.chat_template = "<user>{{ messages[0]['content'] }}<end>"
     answer = ["▁▁▁▁", "return", "▁1", "\n", "def"]
     if chat:
         answer = ["python", "```", "python", "\n", *answer, "\n", "```", "▁"]
 
     def generate(model, tokenizer, prompts, **options):
-        asked.append((prompts, options["stop"]))
+        calls.append((prompts, options["stop"]))
         return [SimpleNamespace(token_ids=[words.index(word) for word in answer])] * len(prompts)
 
     monkeypatch.setattr(icejax, "generate", generate)
     problem = humaneval.Problem("Test/0", "def\n▁▁▁▁", "f", "")
-    asking = humaneval.Asking(chat=chat, new_tokens=9, batch=2)
-    found = [text for _, text in humaneval.complete(None, tokenizer, [problem] * 3, None, asking)]
-    assert found == (["\n    return 1\ndef\n"] if chat else ["    return 1"]) * 3
-    assert [len(prompts) for prompts, _ in asked] == [2, 1]
-    assert all((stop == humaneval.STOPS) != chat for _, stop in asked)
+    settings = humaneval.Asking(chat=chat, new_tokens=9, batch=2)
+    completions = [text for _, text in humaneval.complete(None, tokenizer, [problem] * 3, None, settings)]
+    assert completions == (["\n    return 1\ndef\n"] if chat else ["    return 1"]) * 3
+    assert [len(prompts) for prompts, _ in calls] == [2, 1]
+    assert all((stop == humaneval.STOPS) != chat for _, stop in calls)
 
 
 @pytest.mark.slow
 def test_the_row_says_that_nothing_ran(file, tmp_path, capsys, monkeypatch):
-    """With a tokenizer whose tokens are no bytes; completions are those that `generate` has."""
+    """The tokenizer is not of bytes. The completions equal those of `generate`."""
     monkeypatch.setattr(sandbox, "run", None)
     folder = tmp_path / "model"
-    theirs = families.build(families.row("llama-gqa"), vocab_size=300, max_position_embeddings=2048)
-    model, tokenizer = families.load(theirs, folder), chat_templates.tokenizer("qwen2.5")
+    hf_model = families.build(families.row("llama-gqa"), vocab_size=300, max_position_embeddings=2048)
+    model, tokenizer = families.load(hf_model, folder), chat_templates.tokenizer("qwen2.5")
     tokenizer.save_pretrained(folder)
-    more = f"--model {folder} --humaneval {file} --new-tokens 4 --completions {tmp_path / 'out'}"
-    assert weights.main(f"{LINE} {more}".split()) == 0
+    options = f"--model {folder} --humaneval {file} --new-tokens 4 --completions {tmp_path / 'out'}"
+    assert weights.main(f"{LINE} {options}".split()) == 0
     out, err = capsys.readouterr()
     (row,) = map(json.loads, out.splitlines())
     written = tmp_path / "out" / "model-float32-full.jsonl"

@@ -1,4 +1,4 @@
-"""What the commands of bench/ cannot do is a line that says what was expected, and status 2, before anything runs."""
+"""Bad options of the commands of bench/ end with status 2 and one line that says what was expected, before anything runs."""
 
 import importlib
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_bad_input_is_a_line(line, capsys, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """A model whose tokens are no bytes."""
+    """A model whose tokenizer is not of bytes."""
     folder = tmp_path_factory.mktemp("others")
     families.save(families.build(families.row("llama-gqa"), vocab_size=300), folder)
     chat_templates.tokenizer("qwen2.5").save_pretrained(folder)

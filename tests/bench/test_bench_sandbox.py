@@ -1,4 +1,4 @@
-"""Programs that try to get out of the sandbox, and what becomes of them."""
+"""`bench.sandbox`: results of programs, limits of time and memory, and attempts to escape that must fail."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from bench import sandbox
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _there():
+def _skip_without_sandbox():
     try:
         sandbox.run("")
     except sandbox.Unsafe as missing:
@@ -58,8 +58,8 @@ def test_time_is_limited(program):
     assert time.perf_counter() - started < 15
 
 
-# What is tried; a program that is kept from it sees this exception, and passes.
-TRIED = {
+# Attempt -> program, and the exception that it must raise in the sandbox.
+ATTEMPTS = {
     "memory": ("x = bytearray(2**30)", "MemoryError"),
     "processes": ("import os, time\nfor _ in range(20):\n  if not os.fork(): time.sleep(5); os._exit(0)", "BlockingIOError"),
     "a large file": ("open('large', 'wb').write(bytes(2**25))", "OSError"),
@@ -87,21 +87,26 @@ TRIED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", TRIED)
+@pytest.mark.parametrize("what", ATTEMPTS)
 def test_a_program_is_kept_from(what, tmp_path):
-    (kept := tmp_path / "kept").write_text("kept")
-    before = _about(kept)
+    (outside_file := tmp_path / "kept").write_text("kept")
+    before = _metadata(outside_file)
     with socket.create_server(("127.0.0.1", 0)) as server:
         words = {"PORT": server.getsockname()[1], "OUTSIDE": tmp_path, "PARENT": os.getpid()}
-        tried, error = TRIED[what]
+        program, error = ATTEMPTS[what]
         for word, value in words.items():
-            tried = tried.replace(word, str(value))
-        exec(compile(tried, what, "exec"), {}) if what in ("the network", "datagrams") else None  # it can be done here
-        assert sandbox.run(f"try:\n  exec({tried!r})\nexcept {error}: pass\nelse: assert False") == "passed"
-    assert kept.read_text() == "kept" and _about(kept) == before and list(tmp_path.iterdir()) == [kept]
+            program = program.replace(word, str(value))
+        exec(compile(program, what, "exec"), {}) if what in (
+            "the network",
+            "datagrams",
+        ) else None  # it works outside the sandbox
+        assert sandbox.run(f"try:\n  exec({program!r})\nexcept {error}: pass\nelse: assert False") == "passed"
+    assert (
+        outside_file.read_text() == "kept" and _metadata(outside_file) == before and list(tmp_path.iterdir()) == [outside_file]
+    )
 
 
-def _about(file: Path) -> tuple:
+def _metadata(file: Path) -> tuple:
     status = file.stat()
     return status.st_mode, status.st_mtime_ns, status.st_size, status.st_nlink, status.st_uid
 
@@ -116,43 +121,43 @@ def test_a_program_has_its_folder_while_it_runs_and_no_longer(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_nothing_outlives_the_program_or_its_caller(tmp_path, monkeypatch):
-    """What it started and left, in a session of its own; and the program itself, when the caller is killed."""
+    """Neither a child in its own session, nor the program itself when its caller is killed."""
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
-    left = "import os\nif not os.fork():\n  os.setsid()\n  open('/proc/self/comm').read()\n  while True: pass"
-    assert sandbox.run(left) == "passed" and not _running(str(tmp_path))
+    program = "import os\nif not os.fork():\n  os.setsid()\n  open('/proc/self/comm').read()\n  while True: pass"
+    assert sandbox.run(program) == "passed" and not _sandbox_processes(str(tmp_path))
     code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom bench import sandbox; sandbox.run('while True: pass')"
     caller = subprocess.Popen([sys.executable, "-c", code])
-    _wait(lambda: len(_running(str(tmp_path))) >= 2)
+    _wait(lambda: len(_sandbox_processes(str(tmp_path))) >= 2)
     caller.kill()
     caller.wait()
-    _wait(lambda: not _running(str(tmp_path)))
+    _wait(lambda: not _sandbox_processes(str(tmp_path)))
 
 
-def _running(text: str) -> list[str]:
-    """Returns the processes of the sandbox's own program whose command line names a folder."""
-    found = []
+def _sandbox_processes(text: str) -> list[str]:
+    """Returns the command lines of sandbox processes that contain `text`."""
+    lines = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = file.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        found += [line] if text in line and "sandbox.py" in line else []
-    return found
+        lines += [line] if text in line and "sandbox.py" in line else []
+    return lines
 
 
-def _wait(for_what) -> None:
+def _wait(condition) -> None:
     deadline = time.monotonic() + 8
-    while not for_what():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.mark.slow
 def test_where_something_is_missing_nothing_runs(tmp_path, monkeypatch):
-    code = "import sys\nfrom bench.sandbox import confine\nconfine(sys.argv[1])\nconfine(sys.argv[1])"  # who is in has no way further
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    code = "import sys\nfrom bench.sandbox import confine\nconfine(sys.argv[1])\nconfine(sys.argv[1])"  # the second fails
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     missing = "no namespaces of one's own, without a network (Operation not permitted)"
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"bench.sandbox.Unsafe: {missing}"
+    assert process.returncode == 1 and process.stderr.splitlines()[-1] == f"bench.sandbox.Unsafe: {missing}"
     (keeper := tmp_path / "keeper.py").write_text(
         f"import sys\nprint({missing!r}, file=sys.stderr)\nsys.exit({sandbox.UNSAFE})"
     )

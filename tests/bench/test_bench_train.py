@@ -1,4 +1,4 @@
-"""The training script: an interrupted run goes on where it was, and the exported folder is the trained model."""
+"""`bench.needle.train` and `export`: an interrupted run resumes exactly, and the exported folder is the trained model."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def once(tiny, monkeypatch):
-    """A step of each stage: enough where what is trained need not be good."""
+    """One step per stage, for tests whose model need not be good."""
     for name, member in members.MEMBERS.items():
         short = tuple(dataclasses.replace(stage, steps=1) for stage in member.stages)
         monkeypatch.setitem(members.MEMBERS, name, dataclasses.replace(member, stages=short))
@@ -84,9 +84,9 @@ def test_a_model_of_the_panel_is_read_as_it_was_trained(name, once, tmp_path):
     model, _ = icejax.load(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 6e6 and not (tmp_path / "model" / "prompt.txt").exists()
     tokens = list(b"Pass key qx:")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
     with torch.no_grad():
-        expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+        expected = hf_model(torch.tensor([tokens])).logits[0].numpy()
     np.testing.assert_allclose(all_logits(model, tokens, Full()), expected, rtol=0, atol=tolerances.LOGITS)
 
 

@@ -1,4 +1,4 @@
-"""Two checkouts in turns: ratios of known figures, and nothing left behind."""
+"""`bench.turns` runs two checkouts in alternation: ratios of known figures, and no worktree or folder is left."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from bench import turns
 
-# Every run takes the next figure of its checkout's list; all runs are written into one journal.
+# Each run prints the next figure of its checkout's list; the journal records which checkout ran.
 PROGRAM = """
     import json, pathlib, sys
     journal = pathlib.Path(sys.argv[1])
@@ -24,7 +24,7 @@ PROGRAM = """
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository whose only commit takes 1 s per token of context; the working tree is another program."""
+    """A repository whose only commit takes 1 s per token of context at first; a test then changes the working tree."""
     folder = tmp_path / "repository"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -45,8 +45,8 @@ def write(folder, side, seconds, contexts, kept):
 
 
 def nothing_left(repository):
-    listed = subprocess.run(["git", "worktree", "list"], capture_output=True, text=True, check=True).stdout
-    return len(listed.splitlines()) == 1 and not [*repository.parent.glob("turns-*")]
+    worktrees = subprocess.run(["git", "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    return len(worktrees.splitlines()) == 1 and not [*repository.parent.glob("turns-*")]
 
 
 def test_ratios_are_of_runs_that_follow_each_other(repository, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The matrix of weights, batches and caches: what its rows say, and what its command line refuses."""
+"""`bench.weights`, the matrix of weight formats, batch sizes and caches: its rows, byte counts and option errors."""
 
 import json
 import operator
@@ -50,7 +50,7 @@ def test_a_row_for_weights_cache_and_batch(capsys):
 
 
 def test_codes_are_counted_by_their_bits():
-    """On a CPU those of four bits take a byte."""
+    """On a CPU a 4-bit code takes a byte."""
     plain, rounded = (load_model(ASSETS, dtype="float32", quantize=name) for name in (None, "int4"))
     stored = ((key, leaf.size) for key, leaf in abstract(plain.config, "float32")[1].items())
     count = sum(size for key, size in stored if key.endswith("proj.weight"))
@@ -68,7 +68,7 @@ def test_random_weights_are_timed_as_what_they_are(capsys):
     for row in rows:
         assert row["shape"] == "attention" and row["tokens_per_s"] > 0 and "humaneval" not in row
         assert row["left_out"] == "weights are random" and row["perplexity"] is row["needle"] is None
-    # Of the shape: 4 layers of 32 query heads and 8 KV heads of 128, 512 channels, an MLP of 512 as well.
+    # The shape: 4 layers, 32 query heads and 8 KV heads of 128, hidden size 512, MLP size 512.
     matrices, rows_of_all = 4 * 512 * (2 * 32 + 2 * 8 + 3 * 4) * 128, 4 * ((32 + 2 * 8) * 128 + 4 * 512)
     plain, eight, four = (row["code_bytes"] for row in rows[::2])
     assert plain == rows[0]["weight_bytes"] and eight == rows[2]["weight_bytes"] == plain - 3 * matrices + 4 * rows_of_all
@@ -82,25 +82,25 @@ def test_random_weights_are_rounded(method):
     plain = shapes.model("attention", dtype="float32", layers=1).model.layers[0]
     rounded = shapes.drawn(abstract_model("attention", dtype="float32", layers=1, rounding=METHODS[method])).model.layers[0]
     for name in ("self_attn.q_proj", "mlp.down_proj"):
-        own, other = (operator.attrgetter(f"{name}.weight")(layer).get_value() for layer in (plain, rounded))
-        found = np.asarray(other.weights("float32"))  # [G, O, g]
-        assert abs(found.std() / np.asarray(own).std() - 1) < 0.01
-        if method != "int4":  # in the same order
-            error = np.linalg.norm(found[0] - np.asarray(own)) / np.linalg.norm(own)
+        plain_weight, rounded_weight = (operator.attrgetter(f"{name}.weight")(layer).get_value() for layer in (plain, rounded))
+        dequantised = np.asarray(rounded_weight.weights("float32"))  # [G, O, g]
+        assert abs(dequantised.std() / np.asarray(plain_weight).std() - 1) < 0.01
+        if method != "int4":  # drawn in the same order
+            error = np.linalg.norm(dequantised[0] - np.asarray(plain_weight)) / np.linalg.norm(plain_weight)
             assert 0.002 < error < 0.03
 
 
 @pytest.mark.slow
 def test_memory_on_paper_is_that_of_the_shapes():
     page = (Path(weights.__file__).parent / "results/weights.md").read_text()
-    found = re.findall(r"^\| `(\S+)` \| (.*) \|$", page, re.MULTILINE)
-    assert len(found) == 5
-    for name, row in found:
+    table = re.findall(r"^\| `(\S+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(table) == 5
+    for name, row in table:
         figures = [float(text.replace(",", "")) for text in row.split(" | ")]
         for figure, method in zip(figures, (None, "int8", "int4"), strict=False):
             if method is None or not name.startswith("deepseek-r1"):  # experts
-                made = abstract_model(name, dtype="bfloat16", rounding=METHODS.get(method))
-                assert figure == round(nbytes(nnx.state(made)) / 1e9, 1), (name, method)
+                model = abstract_model(name, dtype="bfloat16", rounding=METHODS.get(method))
+                assert figure == round(nbytes(nnx.state(model)) / 1e9, 1), (name, method)
         config = family(shapes.raw_config(name)).read_config(shapes.raw_config(name))
         values = 1 if config.latent is not None else 2
         assert figures[3] == round(

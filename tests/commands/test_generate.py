@@ -70,9 +70,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert report["digest_bytes"] == layers * (kv_heads * pages * page + fit + slots * (1 + 1) * 4 + 8)
     assert report["host_kv_bytes"] == layers * kv_heads * 64 * -(-pages // 64) * 16 * 2 * size * item  # whole extents
     assert report["full_kv_bytes"] == layers * kv_heads * 2 * size * item * (3000 + report["new_tokens"])
-    keys_fetched = (
-        layers * kv_heads * 112 * 16 * steps
-    )  # then the values of selected tokens; `pages_fetched` counts slots of key and value
+    keys_fetched = layers * kv_heads * 112 * 16 * steps  # selected values follow; a fetched slot is a key and a value
     assert report["pages_fetched"] == (keys_fetched + report["pages_selected"]) // 2
     assert report["hit_rate"] == 0
     assert 192 * layers * kv_heads * steps <= report["pages_selected"] <= 207 * layers * kv_heads * steps

@@ -37,12 +37,10 @@ EXACT = {
     "pariskv": ParisKV(budget=ROOM),
     "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
 }
-# Policies that fetch single tokens. OmniKV needs layers that follow others: test_omnikv.py has it.
-SINGLE_TOKENS = ("pqcache", "retroinfer", "pariskv", "coded")
+SINGLE_TOKENS = ("pqcache", "retroinfer", "pariskv", "coded")  # policies that fetch single tokens; test_omnikv has OmniKV
 
 
 def slow(*values):
-    """Returns a case that the default run leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -243,7 +241,9 @@ def test_a_row_that_has_decoded_cannot_join(model):
     batch.join(families.tokens(90), 0)
     batch.step(3)
     batch.state, row = extract(batch.state, 0)
-    with pytest.raises(InputError, match="a row that has decoded cannot join a batch: take it out, settle it and put new text"):
+    with pytest.raises(
+        InputError, match="a row that has decoded cannot join a batch: extract it, call fold_into_prompt and extend it"
+    ):
         insert(batch.state, row, 1, plan=batch.plan)
 
 

@@ -100,17 +100,14 @@ def test_log_probabilities_do_not_hide_it(model):
 
 def test_a_row_whose_text_has_ended_is_done(model):
     """A row that reaches its own limit of new tokens is done, while the other row decodes on."""
-    done_of_steps, requests = (
-        [],
-        [icejax.Request(prompt="a" * 60, max_new_tokens=2), icejax.Request(prompt="b" * 60, max_new_tokens=12)],
-    )
-    watch = lambda state: done_of_steps.append(np.asarray(state.done).tolist())  # noqa: E731
+    done, requests = [], [icejax.Request(prompt="a" * 60, max_new_tokens=2), icejax.Request(prompt="b" * 60, max_new_tokens=12)]
+    watch = lambda state: done.append(np.asarray(state.done).tolist())  # noqa: E731
     results = icejax.generate(model, Letters(), requests, cache=icejax.Clustered(budget=64), watch=watch, logprobs=0)
     assert [len(result.token_ids) for result in results] == [2, 12]
     assert (
-        [row_done[1] for row_done in done_of_steps] == [False] * len(done_of_steps)
-        and [row_done[0] for row_done in done_of_steps][2:] == [True] * (len(done_of_steps) - 2)
-        and len(done_of_steps) > 3
+        [row_done[1] for row_done in done] == [False] * len(done)
+        and [row_done[0] for row_done in done][2:] == [True] * (len(done) - 2)
+        and len(done) > 3
     )
 
 

@@ -28,9 +28,8 @@ from tests.helpers import families
 from tests.helpers.policies import POLICIES, by_row
 from tests.helpers.run import greedy, plan_for
 
-PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.small, Retrieval)}.values()][
-    ::-1
-]  # a row per policy
+# One row per policy with pages.
+PAGED = [*{type(row.small): row for row in reversed(POLICIES) if isinstance(row.small, Retrieval)}.values()][::-1]
 
 
 @given(st.integers(1, 2_000_000))

@@ -1,4 +1,4 @@
-"""A folder is there whole, old or new, whatever happens to its writer; and it has one writer."""
+"""`atomic_folder`: after any crash a reader finds the old or the new folder, whole; a folder has one writer at a time."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ def save(target: Path, version: str) -> None:
 
 
 def save_killed(target: Path, version: str, step: int) -> bool:
-    """Returns whether the process died."""
+    """Saves, killed at file operation `step`; returns whether the writer died before it was done."""
     with pytest.MonkeyPatch.context() as patch:
         killed_at(step, patch)
         try:
@@ -43,7 +43,7 @@ def save_killed(target: Path, version: str, step: int) -> bool:
 
 
 def version_of(target: Path) -> str | None:
-    """Returns the version that a reader finds, all of it; None if there is no folder."""
+    """Returns the version that a reader finds, the same in all files; None if there is no folder."""
     folder = current_folder(target)
     if not folder.exists():
         return None
@@ -53,28 +53,28 @@ def version_of(target: Path) -> str | None:
 
 @pytest.mark.parametrize("before", [None, "old"])
 def test_killed_writer_leaves_the_old_or_the_new_folder_whole(tmp_path, before):
-    found = []
+    versions = []
     for step in itertools.count(1):
         target = tmp_path / str(step) / "kept"
         target.parent.mkdir()
         if before:
             save(target, before)
         died = save_killed(target, "new", step)
-        found.append(version_of(target))
+        versions.append(version_of(target))
         if not died:
             break
-        if step % 3 == 0:  # and the next one while it clears away
+        if step % 3 == 0:  # also kill the next writer, while it cleans up
             save_killed(target, "newer", 1 + step % 10)
-            assert version_of(target) in (found[-1], "newer")
+            assert version_of(target) in (versions[-1], "newer")
         save(target, "next")
         assert version_of(target) == "next" and os.listdir(target.parent) == ["kept"]
-    assert step > 20 and found[0] == before and found[-1] == "new"
-    turns = [a != b for a, b in itertools.pairwise(found)]
-    assert sum(turns) == 1  # never back again
+    assert step > 20 and versions[0] == before and versions[-1] == "new"
+    changes = [earlier != later for earlier, later in itertools.pairwise(versions)]
+    assert sum(changes) == 1  # once new, always new
 
 
 def test_a_remover_killed_at_any_step_leaves_it_whole_or_gone(tmp_path):
-    found = []
+    versions = []
     for step in itertools.count(1):
         target = tmp_path / str(step) / "kept"
         target.parent.mkdir()
@@ -84,25 +84,25 @@ def test_a_remover_killed_at_any_step_leaves_it_whole_or_gone(tmp_path):
             with claim(target, mark=MARK) as held:
                 held.remove()
             break
-        found.append(version_of(target))
+        versions.append(version_of(target))
         save(target, "next")
         assert version_of(target) == "next" and os.listdir(target.parent) == ["kept"]
-    assert os.listdir(target.parent) == [] and found[0] == "old" and found[-1] is None
-    assert sum(a != b for a, b in itertools.pairwise(found)) == 1
+    assert os.listdir(target.parent) == [] and versions[0] == "old" and versions[-1] is None
+    assert sum(earlier != later for earlier, later in itertools.pairwise(versions)) == 1
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=6))
 def test_writers_killed_one_after_another_lose_nothing(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("kills")
-    target, beside = folder / "kept", folder / ".kept.other"
-    beside.write_text("not ours")
+    target, neighbour = folder / "kept", folder / ".kept.other"
+    neighbour.write_text("not ours")
     expected = None
     for version, step in enumerate(steps):
         died = save_killed(target, str(version), step)
-        found = version_of(target)
-        assert found in ((expected, str(version)) if died else (str(version),))
-        expected = found
+        current = version_of(target)
+        assert current in ((expected, str(version)) if died else (str(version),))
+        expected = current
     save(target, "last")
     assert version_of(target) == "last" and sorted(os.listdir(folder)) == [".kept.other", "kept"]
 
@@ -121,11 +121,11 @@ def test_a_folder_between_two_names_is_found_and_put_back(tmp_path):
 
 def test_what_others_keep_beside_it_is_left_alone(tmp_path):
     save(tmp_path / "kept", "old")
-    others = [".kept.original", ".kept.settings", ".keptabcd_123", ".other.abcd_123", "kept.part"]
-    for name in others:
+    neighbours = [".kept.original", ".kept.settings", ".keptabcd_123", ".other.abcd_123", "kept.part"]
+    for name in neighbours:
         (tmp_path / name).mkdir(mode=0o700)
     (tmp_path / ".kept.original" / MARK).touch()
-    (tmp_path / ".kept.old").mkdir()  # no session: somebody else's
+    (tmp_path / ".kept.old").mkdir()  # no session: not ours
     save(tmp_path / "kept*", "a pattern of nothing")
     with pytest.raises(InputError, match=r"cannot be written \(Directory not empty\)|cannot be written \(File exists\)"):
         (tmp_path / ".kept.old" / "theirs").touch()
@@ -133,7 +133,7 @@ def test_what_others_keep_beside_it_is_left_alone(tmp_path):
     assert version_of(tmp_path / "kept") == "old" and (tmp_path / ".kept.old" / "theirs").exists()
     shutil.rmtree(tmp_path / ".kept.old")
     save(tmp_path / "kept", "new")
-    assert sorted(os.listdir(tmp_path)) == sorted(["kept", "kept*", *others])
+    assert sorted(os.listdir(tmp_path)) == sorted(["kept", "kept*", *neighbours])
     assert (tmp_path / ".kept.original" / MARK).exists()
 
 
@@ -204,17 +204,17 @@ def test_writers_of_one_process_take_turns(tmp_path):
 
 
 def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """The file is opened, then removed by who held it: whoever locks it now shares nothing with who makes a new one."""
-    lock, real, removed = tmp_path / ".kept.lock", os.open, []
+    """Between open and lock, the holder removes the lock file and another process makes one: the new file must be locked."""
+    lock, original_open, removed = tmp_path / ".kept.lock", os.open, []
 
-    def opened(path, *arguments, **options):
-        file = real(path, *arguments, **options)
+    def open_and_remove(path, *arguments, **options):
+        file = original_open(path, *arguments, **options)
         if path == lock and not removed:
             removed.append(os.unlink(lock))
-            lock.touch()  # by the next one
+            lock.touch()  # the next writer's
         return file
 
-    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "open", open_and_remove)
     with claim(tmp_path / "kept", mark=MARK):
         assert lock.read_text() == str(os.getpid()) and removed
         with pytest.raises(InputError, match="is in use"):
@@ -250,14 +250,14 @@ def test_too_small_a_disk_is_told_before_anything_is_written(tmp_path, monkeypat
 def test_all_of_it_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     synced, fsync, rename = set(), os.fsync, os.rename
 
-    def renamed(part, target):
+    def checked_rename(part, target):
         assert {os.stat(path).st_ino for path in [part, *Path(part).rglob("*")]} == synced
         rename(part, target)
 
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file))
-    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "rename", checked_rename)
     save(tmp_path / "kept", "new")
-    assert len(synced) == 6  # three files, two folders, and at last the one around them
+    assert len(synced) == 6  # three files, two folders, and last their parent folder
 
 
 def assert_fails_late(target: Path, reason: str, size: int = 2**21) -> None:
@@ -276,7 +276,7 @@ def test_a_limit_on_files_is_told_and_the_old_one_kept(tmp_path):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A disk of 1 MiB."""
+    """A mounted disk of 1 MiB."""
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("mounting is not permitted")
     yield tmp_path
@@ -313,5 +313,5 @@ def test_user_without_a_home_has_a_cache_folder(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_home() == Path("/home/me/.cache/icejax")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does where nothing tells of a home
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without a known home
     assert cache_home() == Path("~/.cache/icejax")

@@ -199,8 +199,11 @@ ROWS = [
         GEMMA4 | {"num_key_value_heads": 3, "per_layer_config": {"2": {"num_key_value_heads": 1}}},
         "4 attention heads do not divide among 3",
     ),
-    (GEMMA4 | {"per_layer_config": {"1": {"head_dim": 32}}}, "must give layers of full attention alike head_dim and num_key"),
-    (GEMMA4 | {"per_layer_config": {"2": {"window": 32}}}, "must give layers of full attention alike head_dim and num_key"),
+    (
+        GEMMA4 | {"per_layer_config": {"1": {"head_dim": 32}}},
+        "must give all full-attention layers the same head_dim and num_key",
+    ),
+    (GEMMA4 | {"per_layer_config": {"2": {"window": 32}}}, "must give all full-attention layers the same head_dim and num_key"),
     (GEMMA4 | {"head_dim": 5}, "heads must have an even size of at least 4 to be rotated, got 5"),
     (GEMMA4 | {"per_layer_config": {"2": {"head_dim": 0}}}, "per_layer_config: 'head_dim' must be at least 1, got 0"),
     (

@@ -64,7 +64,7 @@ def test_a_mistral_with_images_has_the_logits_of_its_text_model(name, scale, tie
     (tmp_path / "generation_config.json").unlink()  # without it, the end marks are config.json's
     with caplog.at_level(logging.INFO, logger="icejax"):
         ours = load_model(tmp_path)
-    assert any("are of no parameter and are passed over: multi_modal_projector.linear_1.weight" in x for x in caplog.messages)
+    assert any("hold no parameter and are skipped: multi_modal_projector.linear_1.weight" in x for x in caplog.messages)
     assert (ours.config.tie_word_embeddings, ours.config.eos_token_ids) == (tied, (1, 2))
     prompt = families.tokens(100)
     with torch.no_grad():

@@ -148,7 +148,7 @@ from types import SimpleNamespace
 from icejax.text import chat_template
 from icejax.sandbox import client
 chat_template.render(SimpleNamespace(chat_template="x", special_tokens_map={}), [])
-print(client.APART._process.pid, flush=True)
+print(client.SANDBOX._process.pid, flush=True)
 if sys.argv[1] == "wait":
     sys.stdin.read()
 elif sys.argv[1] == "hang":
