@@ -15,6 +15,7 @@ PROOFS = (
     "cache/test_retrieval_policies.py",
     "cache/test_later_policies.py",
     "cache/test_omnikv.py",
+    "cache/test_step_counts.py",
     "cache/test_clustered.py::test_200_steps_equal_the_reference[whole-pages]",
     "engine/test_batch.py::test_the_last_round",
 )  # most of them are slow; elsewhere the default tests notice

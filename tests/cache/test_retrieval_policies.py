@@ -21,7 +21,8 @@ from tests.reference import retrieval as reference
 from tests.reference.peers import rotate
 
 
-@pytest.mark.parametrize("heads", ["layer", pytest.param("kv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", ["layer", "kv"])
 def test_arkvale_chooses_pages_for_all_heads_of_a_layer(heads):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = ArkVale(budget=64, page_size=8, heads=heads)
@@ -55,6 +56,7 @@ def test_arkvale_ranks_a_page_by_its_one_matching_key():
     assert boxes.argmax() == 0 and means.argmin() == 0
 
 
+@pytest.mark.slow
 def test_pqcache_chooses_tokens_by_keys_made_of_centroids():
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
     policy = PQCache(budget=64, sinks=8, bits=4)

@@ -93,6 +93,7 @@ def test_a_follower_is_packed_in_the_order_of_its_leader():
             np.testing.assert_allclose(mean, keys[page, :count].mean(0), rtol=0, atol=tolerances.DIGEST)
 
 
+@pytest.mark.slow
 def test_walk_by_guess_fetches_for_guess_weighs_for_query(monkeypatch):
     monkeypatch.setattr(tree, "TOP", 16)
     rng = np.random.default_rng(0)

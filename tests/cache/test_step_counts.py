@@ -7,7 +7,8 @@ import icejax
 from icejax.cache.registry import Clustered
 
 
-@pytest.mark.parametrize("resident", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [False, True])
 def test_a_short_text_fetches_the_few_pages_it_has(bundled, resident):
     """Seven steps, before the first flush; there are far fewer pages than the 56 that a step may fetch."""
     states = []

@@ -46,6 +46,7 @@ def optimised(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(line, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_without_arguments_the_bundled_example_is_answered():
     process = optimised()
     prompt = BUNDLED_PROMPT.read_text()
@@ -329,6 +330,7 @@ OUT_OF_MEMORY = (
 )
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monkeypatch):
     options = ["--session", str(tmp_path / "kept"), *SHORT]
     first = run(capsys, "--prompt", "Pass key ab:12345.\nPass key ab:", "--context-length", "2000", *options)
@@ -374,6 +376,7 @@ def test_device_part_of_32k_is_under_15_percent_of_full(tmp_path):
     assert report["device_kv_bytes"] + report["digest_bytes"] < 0.15 * report["full_kv_bytes"]
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_from_the_shell(capsys, tmp_path):
     context = task.context(np.random.default_rng(4), length=1200, facts=task.Facts(keys=3), split="heldout")
     (tmp_path / "document.txt").write_bytes(context.text)

@@ -131,7 +131,11 @@ def test_a_closed_stdout_pipe_ends_quietly(endless):
 
 
 @LINUX
-@pytest.mark.parametrize("arguments", [["--prompt", "x", "--max-new-tokens", "2"], ["--help"]], ids=lambda x: x[0])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(["--prompt", "x", "--max-new-tokens", "2"], marks=pytest.mark.slow), ["--help"]],
+    ids=lambda x: x[0],
+)
 def test_a_full_stdout_is_one_line(arguments):
     with open("/dev/full", "w") as full:
         process = start([*GENERATE, *arguments], stdout=full)
@@ -148,6 +152,7 @@ def test_a_closed_stdout_is_told_before_anything_runs():
     assert process.stderr == b"icejax.generate: error: stdout is closed: expected a terminal, a pipe or a file for the answer\n"
 
 
+@pytest.mark.slow
 def test_closed_stdin_and_stderr_do_no_harm():
     line = f"exec {sys.executable} -m icejax.generate --prompt - --max-new-tokens 2"
     process = subprocess.run(["sh", "-c", f"{line} <&-"], capture_output=True, text=True)

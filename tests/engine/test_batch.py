@@ -99,7 +99,7 @@ def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
         assert_alone(model, policy, prompt, batch.logits[index])
 
 
-@pytest.mark.parametrize("name", [slow("full"), "clustered", *map(slow, ("quest", *SINGLE_TOKENS))])
+@pytest.mark.parametrize("name", [*map(slow, ("full", "clustered", "quest", *SINGLE_TOKENS))])
 def test_the_pages_of_new_tokens_are_filled_over_and_over(model, name):
     """A row joins a freed place 20 slots before the last of these pages; its later tokens go to the first pages again."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=2)
@@ -211,9 +211,8 @@ def test_a_row_taken_out_goes_on_alone(model, name):
 @pytest.mark.parametrize(
     ("name", "begun"),
     [
-        ("clustered", 230),
         *(slow(name, 0) for name in ("clustered", "coded")),
-        *(slow(name, 230) for name in ("snapkv", "full", "resident", "quest", *SINGLE_TOKENS)),
+        *(slow(name, 230) for name in ("clustered", "snapkv", "full", "resident", "quest", *SINGLE_TOKENS)),
     ],
 )
 def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun):
@@ -295,6 +294,7 @@ def test_forks_share_what_neither_writes_and_give_it_back(model):
     end(batch.state, 0, batch.extents)
 
 
+@pytest.mark.slow
 def test_samples_of_a_row_do_not_depend_on_its_batch(bundled):
     """Nor on when it joined; the row beside it stays greedy, and without the penalty."""
     model, tokenizer = bundled

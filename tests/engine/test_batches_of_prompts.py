@@ -37,6 +37,7 @@ def test_sampled_texts_are_the_same_in_batches_of_any_size(answers):
     assert answers("--temperature", "1.2", "--seed", "4") != runs[0]
 
 
+@pytest.mark.slow
 def test_index_names_the_prompt_of_a_run_and_its_seed(bundled):
     options = dict(cache=Full(), sampling=icejax.Sampling(temperature=1.2), max_new_tokens=12)
     together = icejax.generate(*bundled, PROMPTS[:3], **options)

@@ -55,7 +55,8 @@ def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, part
         assert int(state.cache.lengths.seen[0]) == position
 
 
-@pytest.mark.parametrize("reuse", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reuse", [1, 2])
 def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     tokens, policy = families.tokens(500), Clustered(budget=2000, reuse=reuse)

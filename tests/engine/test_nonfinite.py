@@ -98,6 +98,7 @@ def test_log_probabilities_do_not_hide_it(model):
         ask(model, logprobs=2)
 
 
+@pytest.mark.slow
 def test_a_row_whose_text_has_ended_is_done(model):
     """A row that reaches its own limit of new tokens is done, while the other row decodes on."""
     done, requests = [], [icejax.Request(prompt="a" * 60, max_new_tokens=2), icejax.Request(prompt="b" * 60, max_new_tokens=12)]
@@ -111,6 +112,7 @@ def test_a_row_whose_text_has_ended_is_done(model):
     )
 
 
+@pytest.mark.slow
 def test_a_session_says_so_and_penalties_do_not_hide_it(model):
     session = Session(model, Letters(), cache=Full(), context_length=300)
     sampling = icejax.Sampling(temperature=1.0, repetition_penalty=1.2, top_k=5, top_p=0.9)

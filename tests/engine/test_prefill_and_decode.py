@@ -40,6 +40,7 @@ def test_padded_sizes_hold_the_prompt_and_divide_into_pages(tokens):
     assert size % 128 == 0
 
 
+@pytest.mark.slow
 def test_equal_plans_share_their_programs(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(50)
@@ -126,6 +127,7 @@ def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     assert aliased.count("alias)") == len(jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_bits(tmp_path):
     model = families.load(families.build(families.row("qwen3-plain")), tmp_path)
     prompts = [families.tokens(300), families.tokens(20)]
@@ -134,7 +136,8 @@ def test_the_same_input_gives_the_same_bits(tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_finds_the_bundled_answer(dtype):
     """The pool stores pages as bit patterns; the answer is that of fp32."""
     model, tokenizer = icejax.load(dtype=dtype)

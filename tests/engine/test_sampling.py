@@ -168,6 +168,7 @@ def test_greedy_with_penalty_equals_transformers():
         np.testing.assert_array_equal(actual, [int(scores.argmax()) for scores in expected])
 
 
+@pytest.mark.slow
 def test_equal_keys_draw_equally_and_others_do_not():
     logits, rows = jnp.zeros((3, 1000)), RowSampling.of([Sampling(temperature=1.0)] * 3)
     keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]

@@ -23,6 +23,7 @@ def text_and_fact() -> tuple[str, range, task.Question]:
     return context.text.decode() + question.text, range(start, start + task.DIGITS), question
 
 
+@pytest.mark.slow
 def test_each_middle_token_has_one_page_with_its_own_key(bundled):
     model, tokenizer = bundled
     prompt = tokenizer(text_and_fact()[0])["input_ids"]

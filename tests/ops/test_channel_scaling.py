@@ -61,7 +61,11 @@ def test_constant_channel_stays_and_factors_fit_fp16():
     assert (actual[..., 0] == 1).all() and (actual[..., 1] == 2.0**MOST).all() and (actual[..., 2:] == 1).all()
 
 
-@pytest.mark.parametrize("policy", [Clustered, Coded, Tolerant], ids=lambda kind: kind.__name__.lower())
+@pytest.mark.parametrize(
+    "policy",
+    [Clustered, *(pytest.param(policy, marks=pytest.mark.slow) for policy in (Coded, Tolerant))],
+    ids=lambda kind: kind.__name__.lower(),
+)
 def test_scale_of_channels_changes_no_bit(policy):
     """Keys times a power of two, queries divided by it: same outputs, page ids and digests after decoding and extending."""
     outputs = []
@@ -71,6 +75,7 @@ def test_scale_of_channels_changes_no_bit(policy):
         np.testing.assert_array_equal(unscaled, rescaled)
 
 
+@pytest.mark.slow
 def test_without_it_scale_takes_look_ups():
     """Without scaling, a large key channel that queries hardly use decides which keys share a page."""
     errors = {on: _error(Clustered(budget=48, page_size=8, candidates=1, tail=False, balance=on)) for on in (True, False)}

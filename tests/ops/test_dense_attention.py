@@ -22,7 +22,9 @@ def draw(lengths, tokens, *, kv_heads, scale=1.0, wide=8):
     return q, k, v
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.slow), 100, 700])
+@pytest.mark.parametrize(
+    "window", [pytest.param(None, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 100, 700]
+)
 @pytest.mark.parametrize(("kv_heads", "scale", "wide", "softcap"), [(1, 3, 6, None), (2, 0.3, 12, None), (4, 3, 8, 2.0)])
 def test_causal_equals_float64(window, kv_heads, scale, wide, softcap):
     lengths, tokens = (1536, 3, 801), 1536

@@ -47,6 +47,7 @@ def test_every_level_stays_exact_when_pages_are_put_in(small_top):
         check(digests[1], (0, 0, node), float64(keys[children], values[children], mask[children]))
 
 
+@pytest.mark.slow
 def test_what_is_around_a_page_is_all_that_its_lineage_reads(monkeypatch):
     monkeypatch.setattr(tree, "TOP", 8)
     keys, values, mask = pages_of(np.random.default_rng(4), 603)
@@ -169,7 +170,9 @@ def test_tail_and_exact_part_of_point_pages_equal_dense():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize(
+    "scale", [pytest.param(1e-3, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow), 300.0]
+)
 def test_tail_is_finite_at_any_scale_and_width(small_top, dtype, scale):
     rng = np.random.default_rng(9)
     keys, values, mask = pages_of(rng, 600)

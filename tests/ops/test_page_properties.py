@@ -81,6 +81,7 @@ def test_the_order_of_pages_changes_nothing(seed):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(seed=st.integers(0, 99))
 def test_more_budget_attends_to_more_of_the_mass(seed):

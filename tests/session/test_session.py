@@ -100,6 +100,7 @@ def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, mo
         Session.load(tmp_path / "kept", *bundled)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
     text, questions = document()
     session = Session(*bundled, cache=Clustered(budget=64), context_length=3000)
@@ -110,6 +111,7 @@ def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
     assert session.ask("\n" + questions[1].text).text == questions[1].answer
 
 
+@pytest.mark.slow
 def test_an_end_mark_that_is_left_out_is_not_penalised(bundled, monkeypatch):
     """The chat template replaces the end mark, so the old one is not in the penalised text."""
     texts, row_options = [], module.row_options
@@ -191,6 +193,7 @@ def test_without_pages_no_more_is_reserved_than_the_context(bundled, cache):
     assert 3000 * bytes_per_token <= answer.run.device_kv_bytes <= 3400 * bytes_per_token
 
 
+@pytest.mark.slow
 def test_a_full_session_says_so(bundled):
     session = Session(*bundled, cache=Clustered(budget=64), context_length=300)
     for options in (dict(max_new_tokens=0), dict(stop=[""]), dict(seed=-1)):
@@ -251,6 +254,7 @@ def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monke
     assert answers == 3 * [questions[1].answer]
 
 
+@pytest.mark.slow
 def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkeypatch):
     session, layers = Session(*bundled, cache=Clustered(budget=64), context_length=600), []
 
