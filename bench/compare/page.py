@@ -13,11 +13,11 @@ from bench.markdown import NONE, table
 
 START = """# The tables of a comparison
 
-Written by `python -m bench.compare`. Right answers and the error are given with a dense question, then with a sparse one.
-Attended tokens, bytes on the device and bytes moved are means of both. Slashes stand between budgets.
+`python -m bench.compare` writes this page. Right answers and errors: first for the dense question, then for the sparse one.
+Attended tokens, bytes on the device and bytes moved are means of both. Slashes separate budgets.
 """
-AHEAD = """The least error of another policy, oracles included, over that of ours: least and most of all tasks and forms of
-question. Without `tolerant` and `omnikv`, which do not keep to the budget.
+AHEAD = """The smallest error of any other policy, oracles included, divided by ours: the range over tasks and forms of
+question. `tolerant` and `omnikv` are left out, because they do not keep to the budget.
 """
 OURS = ("clustered", "coded")
 LOOSE = ("full", "tolerant", "omnikv")
@@ -77,7 +77,7 @@ def _ahead(rows: list[dict]) -> Iterator[str]:
             names = ", ".join(f"`{name}`" for name in sorted({name for _, name in best_others}))
             lines.append([model, f"{length:,}", budgets[budget], *ranges, names])
     if lines:
-        heads = ["", "tokens", "budget", *(f"over `{name}`'s" for name in OURS), "of which it is"]
+        heads = ["", "tokens", "budget", *(f"over `{name}`'s" for name in OURS), "best other policy"]
         yield "\n".join(["## The best of all others\n", AHEAD, *table(heads, lines), ""])
 
 
@@ -127,7 +127,7 @@ def _options(rows: list[dict]) -> Iterator[str]:
         for (policy, _, budget), options in sorted(options_by_row.items())
     )
     if options_by_row:
-        yield f"\nSearched for on a text of no table: {'; '.join(texts)}."
+        yield f"\nOptions found by a search on a text outside the tables: {'; '.join(texts)}."
 
 
 def _models(rows: list[dict], length: int) -> Iterator[str]:

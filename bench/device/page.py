@@ -144,7 +144,10 @@ def _decode(timed: list[dict], programs: list[dict]) -> Iterator[str]:
         )  # fmt: skip
     yield from table(heads, cells)
     if any(floor.target(row["device"]) for row in timed):
-        yield "\nThe floor is what a step must read over 0.9 of the data sheet's bandwidth, as if no page were at hand."
+        yield (
+            "\nThe floor is what a step must read over 0.9 of the data sheet's bandwidth, "
+            "assuming that no page is on the device."
+        )
     for row in programs:
         if "policy" not in row:
             yield f"\n{row['part']}: a program of {row['graphs']} graphs and, outside of them, {row['outside']}."

@@ -372,7 +372,7 @@ def test_page_ranks_behind_oracles_with_models_side_by_side():
         "| `c` |  |  | 100% | 0.250 | 410 | 1.0 | 0 |",
         "| `a` |  |  | 100% | 0.500 | 410 | 1.0 | 0 |",
         "| `b` | 100% | 0.125 | 0%, 50% | 0.500, 0.500 | 64 / 410 | 1.0 | 0 |",
-        "", "Searched for on a text of no table: `c` at 10% mass=0.1235.", "",
+        "", "Options found by a search on a text outside the tables: `c` at 10% mass=0.1235.", "",
     ]  # fmt: skip
     assert tables[3].splitlines()[4:] == [
         "|  | bundled: right, % | error | mha: right, % | error |",

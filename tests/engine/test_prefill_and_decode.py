@@ -92,7 +92,7 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
 
 
-@pytest.mark.parametrize("row", [*by_row(rows=PAGED[:1]), *by_row(rows=PAGED[1:], slow=True)])
+@pytest.mark.parametrize("row", by_row(rows=PAGED, slow=True))
 def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, row):
     """One of the two rows has no page yet, and so no PQCache centroids, for example."""
     monkeypatch.setattr(tree, "TOP", 8)  # gives small trees several levels
