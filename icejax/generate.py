@@ -1,6 +1,6 @@
 """``python -m icejax.generate``: the command `icejax generate`.
 
-Imported, this module is replaced by the function `icejax.generate`, which it would hide otherwise.
+When this module is imported, the function `icejax.generate` replaces it, which it would otherwise hide.
 """
 
 import sys

@@ -130,7 +130,7 @@ def _context(model: CausalLM, context_length: int | None) -> int:
 
 
 def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
-    """Returns a prompt's tokens, and whether they are only those of its first characters.
+    """Returns a prompt's tokens, and whether they cover only its first characters.
 
     Growing numbers of first characters are tokenized, until `enough` tokens or the whole prompt are reached: a tokenizer's
     regular expressions may take forever and cannot be stopped. With `enough=100` they are 16, 200, 800, 3,200, ... characters.

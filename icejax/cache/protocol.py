@@ -156,8 +156,8 @@ class Outcome:
         pages: new pages for the pool, dtype[P', B, K, planes, p, W]; None if there are none to write.
         used: how many of `pages`, from the first on, hold tokens; None: all.
         shared: passed to later layers.
-        tokens: tokens attended exactly in a decode step, per query head and per KV head (by any of its query heads); means
-            over heads.
+        tokens: tokens attended exactly in a decode step: the mean over query heads, and the mean over KV heads, for each of
+            which a token counts if any of its query heads attends to it.
     """
 
     state: Any

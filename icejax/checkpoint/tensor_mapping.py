@@ -126,7 +126,7 @@ def tensor_mappings(
     Args:
         shapes: shapes of the parameters, by key.
         family: how the model family's checkpoints are read.
-        form: one of `family.forms`.
+        form: one of `family.renamings`.
     """
     experts_fused = any(key.startswith("experts.") for key in family.fused)
     fused: dict[str, tuple[str, tuple[str, ...]]] = {}

@@ -7,7 +7,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Iterator
 
-LONGEST = 4000  # characters of a message: names in a broken file have any length
+LONGEST = 4000  # characters of a message, because a name in a broken file may have any length
 QUOTE = reprlib.Repr()
 QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 120
 QUOTE.maxlist = QUOTE.maxdict = 8
@@ -53,7 +53,7 @@ def quoted(value: object) -> str:
 
 
 def listed(faults: list[str]) -> str:
-    """Returns the first twenty of the faults, joined by semicolons, and the number of others."""
+    """Returns the first twenty of the faults, joined by semicolons, and how many more there are."""
     return "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
 
 

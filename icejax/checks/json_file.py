@@ -16,8 +16,8 @@ def read(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file of at most 100 MiB; a byte-order mark is skipped.
 
     Raises:
-        FileNotFoundError: the file does not exist; the caller says what it is for.
-        InputError: the file cannot be read, or holds something else.
+        FileNotFoundError: the file does not exist; the caller says what the file is for.
+        InputError: the file cannot be read, is larger than 100 MiB, or does not hold a JSON object.
     """
     try:
         status = path.stat()

@@ -7,8 +7,8 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted
 
-LARGEST = 2**31 - 1  # of an int32, as token ids are
-POSITIONS = 2**24  # up to here float32, in which RoPE computes, holds positions exactly
+LARGEST = 2**31 - 1  # the largest int32; token ids are int32
+POSITIONS = 2**24  # RoPE computes in float32, which holds whole numbers exactly up to here
 
 
 def integer(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
@@ -30,7 +30,7 @@ def power_of_two(name: str, value: Any, *, least: int = 1, most: int = LARGEST) 
 
 
 def number(name: str, value: Any, *, least: float, most: float, above: bool = False) -> float:
-    """Returns a finite number from `least` to `most`, without `least` itself if `above`; InputError for anything else."""
+    """Returns a finite number from `least` to `most`; InputError for anything else, and for `least` itself if `above`."""
     valid = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most  # False for NaN
     if not valid or (above and value == least):
         expected = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
@@ -48,6 +48,6 @@ def is_unicode(text: str) -> bool:
     """Says whether a text can be written as UTF-8."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes in another encoding, as from a shell, are surrogates
+    except UnicodeEncodeError:  # Python reads arguments that are not UTF-8 as lone surrogates
         return False
     return True

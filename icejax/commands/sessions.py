@@ -71,12 +71,12 @@ def _find(folder: Path) -> dict[str, Path]:
         raise InputError(f"{folder} cannot be read ({error.strerror}): expected a folder that holds sessions") from None
 
 
-def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[str, Any]:
+def _describe(name: str, path: Path, *, verify: bool, tries: int = 3) -> dict[str, Any]:
     """Returns the fields of a session, or the reason why it cannot be continued.
 
     Args:
         verify: whether every byte is checked.
-        turns: the largest number of tries, in case another process saves the session meanwhile.
+        tries: the largest number of tries, in case another process saves the session meanwhile.
     """
     row, stored = dict[str, Any](name=name), None
     try:
@@ -103,8 +103,8 @@ def _describe(name: str, path: Path, *, verify: bool, turns: int = 3) -> dict[st
             )
         )
     except (OSError, InputError) as error:
-        if turns > 1 and _saved_anew(path, stored):
-            return _describe(name, path, verify=verify, turns=turns - 1)
+        if tries > 1 and _saved_anew(path, stored):
+            return _describe(name, path, verify=verify, tries=tries - 1)
         return row | dict(damaged=error.strerror if isinstance(error, OSError) else _why(error, path))
 
 
@@ -145,7 +145,7 @@ def _why(error: InputError, path: Path) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Returns the cells of a row: as many as `HEAD` has, or fewer, of which the last says what went wrong."""
+    """Returns the cells of a row: as many as `HEAD` has, or fewer, the last of which says what happened."""
     name = printable(row["name"])
     if "removed" in row:
         return [name, "removed"]

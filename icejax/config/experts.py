@@ -17,9 +17,9 @@ class Routing:
         chosen_groups: number of best groups whose experts may be chosen.
         group_best: number of a group's best scores whose sum ranks the group.
         normalised: whether the scores of the chosen experts are divided by their sum.
-        factor: factor of the weights after that.
+        factor: factor of the weights, applied after `normalised`.
         biased: whether the logits have a bias.
-        scaled: whether each expert has a factor for its weights.
+        per_expert_scale: whether each expert has a factor for its weights.
     """
 
     score: Literal["softmax", "sigmoid"]

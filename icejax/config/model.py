@@ -68,9 +68,9 @@ class ModelConfig:
         layer_types: the attention of each layer.
         sliding_window: newest tokens that a query of a sliding layer sees, itself included; None: no sliding layers.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
-        num_key_value_heads, head_dim: of the cached keys. With latent attention there is one head, of the latent and the
-            rotated channels.
-        rotary_dim: number of channels of a head that RoPE rotates: the first, with latent attention the last.
+        num_key_value_heads, head_dim: number and size of the cached keys' heads. With latent attention there is one head, which
+            holds the latent and the rotated channels.
+        rotary_dim: number of channels of a head that RoPE rotates: its first channels, or its last with latent attention.
         qk_norm: whether an RMSNorm of queries and keys before RoPE runs over each head (`head`, Qwen3) or over all heads at
             once (`all`, MiniMax-M2); None: no such norm.
         dtype: name of the checkpoint's dtype.

@@ -168,9 +168,9 @@ def fork(
 ) -> tuple[DecodeState, jax.Array | None]:
     """Returns a copy of `state` that decodes independently of it, and the pool. Donates the pool.
 
-    The two states share one pool: pass the pool that one's step returned to the other's next step. They share the extents of
-    their prompts, each of which then counts one more user. Extents of new tokens are copied, because both states write to
-    them. A row that samples draws the same tokens in both states until one gets another `key`.
+    The two states share one pool: pass the pool that a step of one state returned to the next step of the other.
+    They share the extents of their prompts, each of which then counts one more user. Extents of new tokens are copied, because
+    both states write to them. A row that samples draws the same tokens in both states until one gets another `key`.
 
     Args:
         extents: the pool's extents, with `SCRATCH_EXTENT` reserved.

@@ -73,7 +73,7 @@ class Run:
         return int(self.state.cache.lengths.seen[0])
 
     def check(self, tokens: int) -> None:
-        """Raises InputError if a fault or an interrupt left the cache in part; `tokens`: length of the row."""
+        """Raises InputError if a fault or an interrupt left the cache incomplete; `tokens`: number of the row's tokens."""
         if self.interrupted or self.seen > tokens:
             raise InputError(
                 "the session's last answer was interrupted and left an incomplete cache: "
@@ -225,6 +225,7 @@ class RunConstants:
     """The values of a run that are the same for every token.
 
     Attributes:
+        report: the measurements of the run.
         token_bytes: bytes of a token's keys and values in all layers of a full cache.
         expert_bytes: bytes of one expert in host memory; 0 if no experts are there.
     """

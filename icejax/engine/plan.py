@@ -94,7 +94,8 @@ class Plan:
     def joining_tokens(self) -> int:
         """Number of tokens that a row may decode after it joins a batch, before its oldest new tokens are overwritten.
 
-        One round of compaction less than the growth pages hold: compaction moves a row's tokens to the front of its round.
+        The growth pages' slots less one page and one round of compaction: compaction moves a row's tokens to the front of its
+        round.
         """
         if self.pool is None:
             return self.spec.new_capacity

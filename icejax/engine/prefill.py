@@ -1,8 +1,8 @@
 """Prefill: runs prompts [B, T] of token ids into a new cache and chooses each row's first token.
 
 `api.generate` and `Session` call it. Prefill is layer-major: one program runs one layer over the whole prompt [B, T, D], so
-the device holds the weights, the prompt's activations and one layer's keys and values. Of experts in host memory it holds one
-layer's.
+the device holds the weights, the prompt's activations and one layer's keys and values. Experts in host memory come to the
+device for one layer at a time.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -
 def prefill_layers(
     model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan
 ) -> Iterable[tuple[Float[Array, "B T D"], Kept]]:
-    """Yields each layer's output over the prompts, and the state and the pages that its policy makes of them."""
+    """Yields each layer's output over the prompts, and its policy's state and pages after them."""
     lengths = _lengths(prompts)
 
     def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):

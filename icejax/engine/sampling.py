@@ -170,7 +170,7 @@ def kth_largest(order: UInt32[Array, "B V"], k: Int[Array, " B"]) -> UInt32[Arra
 
 
 def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[Array, " B"]) -> UInt32[Array, " B"]:
-    """Returns each row's largest threshold at which the numbers not below it hold the share p of the weights.
+    """Returns each row's largest threshold such that the numbers from it upwards hold at least the share p of the weights.
 
     Weights grow with the numbers. With p = 1 the threshold is 0. Example: the numbers 5, 9, 7, 7 have the weights 0.1, 0.5,
     0.2, 0.2; p = 0.5 gives 9, and p = 0.6 gives 7.

@@ -25,7 +25,7 @@ from icejax.checks.errors import InputError, quoted
 from icejax.files.locks import locked
 from icejax.files.unfinished import unfinished
 
-OWN = re.compile(r"\.(.+)\.(part|old|lock)")
+OWN = re.compile(r"\.(.+)\.(part|old|lock)")  # the hidden names of this module
 # The number of the system's error in the messages of Orbax and safetensors.
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
 
@@ -38,7 +38,7 @@ def as_path(path: str | os.PathLike) -> Path:
 
 
 def current_folder(path: Path) -> Path:
-    """Returns where the folder `path` is: there, or at its .old name if a writer was killed between the two renames."""
+    """Returns `path`, or its .old name if a writer was killed between the two renames, so that only .old exists."""
     target = Path(os.path.realpath(path))
     old = _beside(target, "old")
     return old if os.path.isdir(old) and not os.path.lexists(target) else path
@@ -111,7 +111,7 @@ class Claim:
                 self._settle()
 
     def remove(self) -> None:
-        """Removes the folder; until then it is whole. InputError if the system forbids it."""
+        """Removes the folder; a rename comes first, so nobody finds half of it. InputError if the system forbids it."""
         target, part, _ = self._names
         with _system_errors_told(self.path, "remove it by hand"), unfinished(part):
             os.rename(target, part)
@@ -178,7 +178,7 @@ def _system_errors_told(path: Path, advice: str) -> Iterator[None]:
 
 
 def _is_another_file(error: OSError, path: Path) -> bool:
-    """Says whether the error is about a file that is not `path`, beside it or in it: a file that was to be read."""
+    """Says whether the error is about a file outside the parent folder of `path`: a file that was to be read."""
     if not isinstance(error.filename, str) or error.filename2 is not None:
         return False
     return Path(os.path.realpath(path)).parent not in Path(os.path.realpath(error.filename)).parents

@@ -43,7 +43,7 @@ class Family:
         fused: projections that a checkpoint holds in one tensor, row after row: name of the fused module -> our modules. If a
             fused module belongs to experts, the checkpoint holds every matrix of all experts in one tensor.
         turned: whether experts' tensors have swapped axes, and fused rows alternate between projections.
-        forms: alternative further renamings; a checkpoint uses one of them.
+        renamings: alternatives of further renaming, pairs as in `renamed`; a checkpoint uses one of them.
     """
 
     read_config: Callable[[dict[str, Any]], ModelConfig]

@@ -16,7 +16,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.n
 def gated(gate: Float[Array, "*R F"], up: Float[Array, "*R F"], *, form: ExpertForm) -> Float[Array, "*R F"]:
     """Returns the activated gate times `up`: the input of an expert's down projection.
 
-    With a limit, gpt-oss's clamped SwiGLU: both are clamped, and 1 is added to `up`.
+    With a limit this is gpt-oss's clamped SwiGLU: `gate` and `up` are clamped, and 1 is added to `up`.
     """
     if form.limit is None:
         return ACTIVATIONS[form.act](gate) * up

@@ -1,4 +1,4 @@
-"""Means over neighbouring keys [B, K, G, S], shifted and widened by head; the RestKV policy smooths its scores with them."""
+"""Means of scores [B, K, G, S] over neighbouring keys, with a shift and a width per query head; the policy ReSTKV calls it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Top-k and ranks of values [..., n]: by sorting on CPU, by counting larger values on accelerators.
 
-Policies, page selection and expert routers call it. An accelerator sorts a thousand numbers in many dependent steps and counts
-them in one. Beyond `MOST_COUNTED` values `best` and `ranks` sort on every platform; `largest`, which returns only a mask, finds
-the smallest chosen value by bisection instead. Of equal values the first ranks higher.
+Policies, page selection and expert routers call it. On an accelerator, sorting a thousand numbers takes many dependent steps,
+and counting takes one. Beyond `MOST_COUNTED` values `best` and `ranks` sort on every platform; `largest`, which returns only a
+mask, finds the smallest chosen value by bisection instead. Of equal values the first ranks higher.
 """
 
 from __future__ import annotations

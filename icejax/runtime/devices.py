@@ -1,4 +1,4 @@
-"""Devices, their memory spaces and the limit of pinned host memory; all rooms above call it, and none names a device itself."""
+"""Devices, their memory spaces and the limit of pinned host memory; no other module names a device itself."""
 
 from __future__ import annotations
 

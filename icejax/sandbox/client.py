@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-SECONDS = 5  # for an answer, and as many again for the process to start
+SECONDS = 5  # limit for an answer; twice as long if the process must start first
 PROGRAM = Path(__file__).with_name("worker.py")
 
 
@@ -51,7 +51,7 @@ class Sandbox:
                 pass
             finally:
                 timer.cancel()
-                if not answer.endswith(b"\n"):  # after Ctrl-C too, or the next request would get this answer
+                if not answer.endswith(b"\n"):  # also after Ctrl-C: the next request must not read this answer
                     _end(process)
         if answer.endswith(b"\n"):
             return json.loads(answer.decode("utf-8", "surrogatepass"))
@@ -60,7 +60,7 @@ class Sandbox:
         return {"fault": f"fails: the process that runs it ended with status {process.returncode}"}
 
     def _start(self) -> subprocess.Popen:
-        # Isolated (-I) and without site packages (-S): of the user's packages it loads Jinja alone.
+        # Isolated (-I) and without site packages (-S): it loads no installed package but Jinja and MarkupSafe.
         folders = sorted({str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("jinja2", "markupsafe")})
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", PROGRAM, *folders],

@@ -25,7 +25,7 @@ MEMORY = 2**30  # bytes
 
 
 class Generation(Extension):
-    """The tag around the assistant's text, by which training finds it: here the tag has no effect."""
+    """The `generation` tag, which marks the assistant's text for training; here it has no effect."""
 
     tags = {"generation"}
 
@@ -80,7 +80,7 @@ compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 
 
 def fits(expression, names):
-    """Returns whether a regular expression matches the start of one of the names, and the CPU seconds; or a fault."""
+    """Returns whether a regular expression matches the start of one of the names, and the CPU seconds it took; or a fault."""
     started = time.process_time()
     try:
         match = any(re.match(expression, name) for name in names)

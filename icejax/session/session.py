@@ -208,7 +208,7 @@ class Session:
 
     @property
     def _seen(self) -> int:
-        """Number of tokens in the cache; InputError if an interrupt left the cache in part."""
+        """Number of tokens in the cache; InputError if an interrupt left the cache incomplete."""
         if self._run is None:
             return 0
         self._run.check(len(self.token_ids))

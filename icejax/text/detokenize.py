@@ -73,7 +73,7 @@ class Detokenizer:
         self._tokenizer, self._stop = tokenizer, sorted(stop)
         self._longest = max(map(len, stop), default=0)
         self._tokens: list[int] = []
-        self._start = self._read = 0  # first token that is decoded again as context, and first token whose text is not out
+        self._start = self._read = 0  # first token that is decoded as context; first with unreturned text
         self._held = ""
 
     def add(self, token: int) -> str:

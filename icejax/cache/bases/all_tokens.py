@@ -24,7 +24,7 @@ class TokenState:
     """Keys (after RoPE) and values of every slot; slots without a token are zero.
 
     A latent layer keeps keys alone: their first channels are the values, to which attention outputs are cut.
-    Rows and KV heads share one axis: XLA:CPU would copy all slots in every step if they were joined for the attention.
+    Rows and KV heads share one axis: if a step joined two axes for the attention, XLA:CPU would copy all slots in every step.
     """
 
     k: jax.Array  # dtype[B K, S, H]

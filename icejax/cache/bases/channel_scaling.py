@@ -1,6 +1,6 @@
 """Scales the channels of queries and keys by `ops.pages.channel_scaling` factors, before keys are packed or scored.
 
-Called by the clustered policies. With channels of like size, the distance between two keys is not that of a few channels.
+Called by the clustered policies. With channels of similar size, no few channels dominate the distance between two keys.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ RANGES = dict(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ScaledState(PagedState):
-    """What the device keeps of a layer.
+    """The device state of a layer.
 
     Attributes:
         factors: powers of two by which the channels of keys are multiplied, set by a row's first text; None: no scaling.

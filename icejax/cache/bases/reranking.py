@@ -43,7 +43,7 @@ def attend_best(
     Args:
         budget: tokens attended exactly, sinks and window included.
         most: page tokens attended exactly at most.
-        tail: whether all other tokens count by their pages.
+        tail: whether all other tokens contribute estimated values, by their pages or nodes.
     """
     attended = attend_paged(
         merge_heads(heads.by_group()),

@@ -38,13 +38,13 @@ Pages = tuple[Float[Array, "B K M p H"], Float[Array, "B K M p Hv"], Bool[Array,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedState:
-    """What the device keeps of a layer.
+    """The device state of a layer.
 
     Attributes:
         window: sinks and window.
         index: the policy's page index.
         ids: `Selection.ids` of the newest step; NOTHING for padding, and before the first step.
-        weights: weights of their exactly attended tokens, summed over query heads; 0 for all others.
+        weights: weights of the exactly attended tokens in `ids`, summed over query heads; 0 for all other tokens.
         held: planes of the selected pages, if they stay on the device.
         fetched: how many of the selected pages came from the host, summed over KV heads.
     """
@@ -58,7 +58,7 @@ class PagedState:
 
 
 def _counted(near: Bool[Array, "B K S"], selection: Selection, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
-    """Returns how many tokens were attended to exactly: per query head, and per KV head by any of them; means over heads."""
+    """Returns the mean numbers of tokens attended to exactly: per query head, and per KV head by any of its query heads."""
     near = near.sum(-1, dtype=jnp.float32)
     per_kv_head = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
     per_query_head = per_kv_head
@@ -257,7 +257,7 @@ class Retrieval(CachePolicy):
         return replace(state, window=window, index=self.index.apply_update(state.index, prepared, lengths.next_page))
 
     def compact(self, state: PagedState, pages: Float[Array, "P B K planes p W"], view: View) -> Outcome:
-        """Packs the newest `pages` of the pool again, by meaning, and returns them.
+        """Packs the newest `pages` of the pool again, by similarity of keys, and returns them.
 
         Called between steps whenever `compact_every` tokens have been decoded, with the pages of these tokens.
         """

@@ -26,8 +26,8 @@ class Selection:
         counts: tokens of each page; 0 for an id that is padding.
         bias: added to the scores of a page's keys, per query head or for all of a KV head; -inf hides the page; None: 0.
         tail: estimated attention to all tokens outside the selected pages; None: these tokens are left out.
-        uneven: squared deviations of the tail tokens' weights from the mean of their node, summed, as
-            `WalkResult.tail_uneven`; None: not known.
+        uneven: expected sum over tail tokens of (weight - mean weight of their node)^2, as `WalkResult.tail_uneven`; None: not
+            known.
         from_keys: predicts values from keys, for tokens of selected pages that are not attended exactly; None: those tokens
             count with the mean value of their page.
         choice: the selection in the form that follower layers read.

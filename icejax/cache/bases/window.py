@@ -149,6 +149,6 @@ class Window:
         return planes, per_head(slots < count, planes[0].shape[1])
 
     def without_oldest(self, state: WindowState) -> WindowState:
-        """Returns the window after that page has left it."""
+        """Returns the window after the page from `oldest` has left it."""
         p = self.page_size
         return replace(state, newest=tuple(jnp.roll(x, -p, axis=2).at[:, :, -p:].set(0) for x in state.newest))

@@ -117,7 +117,7 @@ KeysAndMask = tuple[jax.Array, jax.Array]  # keys dtype[B, K, P, p, H], 0 where 
 class CodesPerToken(PageIndex[Index, KeysAndMask, Index]):
     """An index with codes per token: fields `codes`, arrays [B, K, P, p, n], and `count`, i32[B, K, P].
 
-    Its other fields belong to a row, not to pages, as centroids that were computed from the row's first text.
+    Its other fields belong to a row, not to pages: for example centroids computed from the row's first text.
     """
 
     def counts(self, index: Index) -> Int[Array, "B K P"]:

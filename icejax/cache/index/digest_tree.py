@@ -29,8 +29,8 @@ class Digested:
 
     Attributes:
         levels: digests of the pages, then of each level of nodes above them, highest last.
-        scatter: sums of products of keys as they differ from their page's mean, f32[B, K, H, H]; a decoded token counts once
-            compaction has packed its page.
+        scatter: sum over tokens of c c^T, where c is the token's key minus the mean key of its page, f32[B, K, H, H]; a decoded
+            token counts once compaction has packed its page.
         fit: the fit of values from keys; None: a token's value is estimated by its page's mean.
     """
 

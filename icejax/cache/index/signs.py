@@ -1,7 +1,7 @@
 """An index of tokens by four bits per channel of their rotated keys: a sign and one of eight sizes.
 
 Policy ParisKV estimates query-key products by it. A random rotation makes all channels alike, so that nothing is fitted to the
-keys [B, K, P, p, H]: how the length of a block of eight channels spreads over them is known beforehand, and so are the sizes.
+keys [B, K, P, p, H]: the distribution of a channel's share of its block's length is known beforehand, and so are the sizes.
 """
 
 from __future__ import annotations

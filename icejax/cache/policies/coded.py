@@ -24,9 +24,7 @@ from icejax.ops.pages.code_reranking import rerank_by_codes
 from icejax.ops.pages.digests import Score
 from icejax.ops.slots import merge_heads
 
-OVERSAMPLING = (
-    4  # times as many pages are ranked as `clustered` fetches; with 2 times the error was larger (bench/results/pages.md)
-)
+OVERSAMPLING = 4  # pages ranked per page that `clustered` fetches; with 2 the error was larger (bench/results/pages.md)
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ class Coded(DigestPages):
 
     Digests select four times the pages that the clustered cache would fetch. Their tokens are ranked one by one by a few bits
     per channel of their keys, which the device keeps. Only the keys and values of the best tokens cross the bus: 192 tokens
-    instead of 896 at a budget of 256. The other tokens of these pages weigh what their codes say, and count with their page's
-    mean value, corrected by what keys predict.
+    instead of 896 at a budget of 256. The other tokens of these pages get their weights from their codes, and count with their
+    page's mean value, corrected by what keys predict.
 
     Attributes:
         candidates: a quarter of the pages ranked for every page of tokens attended exactly; with `singly=false` this many are

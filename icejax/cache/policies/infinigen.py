@@ -34,10 +34,10 @@ class InfiniGen(Retrieval):
     text; here weights stay as they are, and the queries of a row's first text determine the directions. For OPT their code
     chooses channels by the prompt; for Llama they are fixed. Their guess uses the input of the previous layer's attention, and
     they take one number of tokens for all heads of a batch; here the guessed input is normalised as the layer's own input is,
-    and each row has its own number. A query head counts scores from its own highest, as in their code for speed; in their code
-    for quality all heads count from the first head's. They cap the number at 400 tokens or a fifth of the text, here the budget
-    caps it. Their window is the newest token alone, so that their highest score is over all tokens; here it is over the tokens
-    in pages. In their code tokens leave host memory when it is full, and the first two layers are dense.
+    and each row has its own number. `alpha` counts from a query head's own highest score, as in their code for speed; in their
+    code for quality it counts from the first head's for all heads. They cap the number at 400 tokens or a fifth of the text,
+    here the budget caps it. Their window is the newest token alone, so that their highest score is over all tokens; here it is
+    over the tokens in pages. In their code tokens leave host memory when it is full, and the first two layers are dense.
 
     Attributes:
         budget: most tokens attended exactly per query head and layer, window included.

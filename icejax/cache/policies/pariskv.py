@@ -22,7 +22,7 @@ from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import EINSUM
 from icejax.ops.topk import best, largest, ranks
 
-# For fewer tokens than the first number: which share of them gets votes and which becomes candidates, in twentieths.
+# (n, voting, candidates): of fewer than n tokens, voting / 20 get votes and candidates / 20 become candidates.
 SHARES = ((30000, 5, 4), (10000, 6, 5), (5000, 10, 10))
 MANY = (4, 2)  # the shares for more tokens
 TIERS = (1, 3, 6, 10, 15, 20)  # which share of the voting tokens gets 6 votes, 5 or more, and so on, in twentieths

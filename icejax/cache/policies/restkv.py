@@ -103,7 +103,7 @@ class ReSTKV(Eviction):
 
 
 def _changes(weights: Float[Array, "B K G S"], values: Float[Array, "B K S H"], view: View) -> Float[Array, "B K G S"]:
-    """Returns the norm of the output projection of each query head's output less each value."""
+    """Returns ||W_o (o - v)|| for each query head's output o and each token's value v."""
     (_, kv_heads, group, _), size = weights.shape, values.shape[-1]
     none = jnp.zeros((1, size, kv_heads * group, size), values.dtype)
 

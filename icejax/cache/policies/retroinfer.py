@@ -30,8 +30,8 @@ class RetroInfer(Retrieval):
     There is a cluster for every 16 tokens. Clusters are ranked by the softmax of their mean keys' scores, summed over the query
     heads of a KV head. After the exactly attended clusters the next ones are estimated, a share `estimated` of all clusters,
     and the rest are left out. The authors' code attends exactly to 1.8% of the clusters; here to as many whole clusters as the
-    budget holds. Their k-means begins at the middle of every 16 tokens, whose length counts in the first round, and its last
-    round looks beyond a stretch of 8,192 tokens. They attend to the whole of a text of less than 1,092 tokens, and cluster
+    budget holds. Their k-means begins with the middle token of every 16, unnormalised in the first round, and its last round
+    is not limited to a stretch of 8,192 tokens. They attend to the whole of a text of less than 1,092 tokens, and cluster
     1,024 decoded tokens at a time; here every 16 tokens that leave the window are a cluster. They round the number of estimated
     clusters, here it is rounded up. Their recently used clusters stay on the device; here all are fetched.
 

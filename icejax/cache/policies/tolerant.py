@@ -24,7 +24,7 @@ from icejax.checks.numbers import integer, number
 from icejax.ops.attention.dense import Attended, attend_all
 from icejax.ops.slots import per_head
 
-COVERED = 1.48  # times this, estimates exceed the true error in 99% of the steps it was chosen on (bench/results/calibrate.md)
+COVERED = 1.48  # so estimates exceed the true error in 99% of the steps it was chosen on (bench/results/calibrate.md)
 TOLD_BY = 4  # last tokens of a prompt, whose true errors set the gain
 LEAST_UNEVENNESS = 1e-6  # below it unevenness is rounding
 
@@ -32,7 +32,7 @@ LEAST_UNEVENNESS = 1e-6  # below it unevenness is rounding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EstimatedState(ScaledState):
-    """What the device keeps of a layer that estimates its error.
+    """The device state of a layer that estimates its error.
 
     Attributes:
         gain: ratio of true error to unevenness of weights at the end of the prompt; turns an unevenness into an error.

@@ -20,7 +20,6 @@ class TopP(TokenOracle):
 
     Of the softmax weights 0.5, 0.2, 0.2 and 0.1, a mass of 0.6 takes the first two tokens, 0.8 the first three.
 
-
     Attributes:
         mass: least share of the softmax weights that the tokens attended to have.
         dense_layers: first layers that keep the full cache; None: 2 for models of 16 layers and more, else 0.

@@ -24,11 +24,11 @@ class VAttention(Oracle):
 
     A first draw of tokens estimates the variance of their weights, which determines the sample size: the sum of all weights is
     then wrong by more than a share `epsilon` with a probability near `delta`, if the budget allows the size. The sample is
-    drawn separately, and its weights are divided by the share of tokens drawn. As in the authors' code top tokens may be drawn
-    too, count once, and add to the estimate of the sum. In their code a token may be drawn twice but weighs once, which is too
-    little; here, as in the paper, tokens are drawn without replacement. Their sample is as large as the bound asks for, their
-    first draw is a share of the text, and sinks and window are 128 each. The draw depends on seed, position and head alone: it
-    is the same in all layers, and for a row in any batch.
+    drawn separately, and its weights are divided by the share of tokens drawn. As in the authors' code the draws include top
+    tokens: these are attended to once, and count in the estimate of the sum. In their code a token may be drawn twice but
+    weighs once, which is too little; here, as in the paper, tokens are drawn without replacement. Their sample is as large as
+    the bound asks for, their first draw is a share of the text, and sinks and window are 128 each. The draw depends on seed,
+    position and head alone: it is the same in all layers, and for a row in any batch.
 
     Attributes:
         budget: most tokens attended to per query head and layer, sinks and window included.

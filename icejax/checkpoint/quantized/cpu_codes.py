@@ -1,6 +1,6 @@
 """Narrow numbers in the form that a CPU multiplies fast: int8 codes, or bfloat16 numbers as uint16 bits.
 
-XLA widens most other narrow dtypes on a CPU number by number, and the whole matrix wherever it needs a part.
+On a CPU XLA widens most other narrow dtypes number by number, and a whole matrix even where it needs only a part.
 `icejax.checkpoint.tensor_mapping` calls it. `Grouped` reads the result.
 
 Example: the fp8 code 0x3C is 1.5, and becomes 0x3FC0, the bits of 1.5 in bfloat16.

@@ -230,7 +230,7 @@ class Gptq(Layout):
 
     Attributes:
         bits: bits of a code, 4 or 8; a word holds 32 / bits codes.
-        less: what stored zero points are too small by: 1 in gptq, 0 in gptq_v2.
+        less: number by which stored zero points are too small: 1 in gptq, 0 in gptq_v2.
     """
 
     bits: int

@@ -78,7 +78,7 @@ def latent(
     """Returns what `common` does, for a model with latent attention.
 
     Args:
-        of_whole: whether `partial_rotary_factor` is a part of the whole head instead of the rotated channels.
+        of_whole: whether `partial_rotary_factor` is relative to the whole head; False: relative to the rotated channels.
         yarn_fields: as in `common`.
 
     Raises:

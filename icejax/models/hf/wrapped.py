@@ -10,7 +10,7 @@ from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import IRRELEVANT, finish
 
 TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+")
-# Prefixes of parameter names, ours and theirs: published checkpoints, transformers 5, and a text model saved alone.
+# Prefixes of parameter names, ours and the checkpoint's: published ones, transformers 5's, and a text model saved alone.
 FORMS = (
     (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     (("model.", "model.language_model."),),

@@ -62,7 +62,7 @@ class LatentAttention(nnx.Module):
         self.o_proj = Linear(self.heads * config.latent.v_head_dim, hidden, bias=config.o_bias, dtype=dtype)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
-        """Returns the fields of `Entered`: absorbed queries, the cached key and value of all heads, and the expanded heads.
+        """Returns the fields of `LayerHeads`: absorbed queries, the cached key and value of all heads, and the expanded heads.
 
         Example: DeepSeek-V3 has 128 heads, a latent of 512 channels and 64 rotated ones: queries [B, T, 128, 576], keys
         [B, T, 1, 576], values [B, T, 1, 512].

@@ -116,7 +116,7 @@ def causal_with_lse(
     window: int | None,
     scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Returns what `causal` does, in blocks on every platform and in fp32."""
+    """Returns the same as `causal`, in fp32 and computed in blocks on every platform."""
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads

@@ -24,7 +24,7 @@ def key_attention_sums(
     """Returns the causal attention weights of each key, summed over the queries of a right-padded prompt, in fp32.
 
     These are the scores of H2O (arXiv 2306.14048). Keys past `lengths` get 0. No array of size T x T is made. Padding, NaN
-    included, does not reach a sum. `observed` sums over a few queries.
+    included, does not reach a sum. `recent_attention_sums` sums over a few queries.
 
     Args:
         lse: log-sum-exp of the same attention, as `causal` returns it.

@@ -23,7 +23,7 @@ from icejax.ops.quantized.products import Grouped, product
 from icejax.ops.topk import inverse, ranks
 
 FEW = 16  # tokens up to which most chosen experts have a single token
-MANY = 64  # tokens up to which an accelerator runs all of them through an expert as it reads the next, and holds all products
+MANY = 64  # tokens up to which an accelerator runs all tokens through every expert: it computes while it reads the next one
 PLAIN = ExpertForm()
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # bounds of a block: rows of one product with one expert
 
@@ -66,10 +66,10 @@ def _on_device(x: jax.Array, experts: ExpertWeights, ids: jax.Array, form: Exper
 
 
 def _offloaded(x: jax.Array, experts: ExpertWeights, ids: jax.Array, form: ExpertForm) -> jax.Array:
-    """Returns what `_on_device` does, for experts in host memory: once with the resident experts, once with fetched ones.
+    """Returns the same as `_on_device`, for experts in host memory, in two passes: with resident and with fetched experts.
 
-    Each pass covers all pairs, and each pair takes one of both results: fetched and resident matrices in one array would copy
-    the resident ones.
+    Each pass covers all pairs, and each pair takes its result from one of them: joining fetched and resident matrices in one
+    array would copy the resident ones.
     """
     matrices, biases, gate = experts[:3], experts[3:], experts.gate
     if ids.size < len(gate.slot):  # one fetched expert per pair (token, choice), else one per expert

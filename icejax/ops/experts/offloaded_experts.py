@@ -20,7 +20,7 @@ from icejax.ops.quantized.products import Grouped
 from icejax.ops.topk import best
 from icejax.runtime import devices
 
-PIECE = (16, 512)  # words of one read: small enough to pad an expert with, and whole tiles of a TPU
+PIECE = (16, 512)  # words of one read: whole tiles of a TPU, and little padding per expert
 Matrices = jax.Array | Grouped  # dtype[E, O, I], or quantized
 
 
@@ -150,7 +150,7 @@ def _bits(dtype: jnp.dtype) -> int:
 
 
 def _unpacked(pieces: UInt[Array, "n pieces 16 512"], like: Matrices) -> Matrices:
-    """Returns the matrices of the n packed experts; `like` has their dtypes and their shapes behind the first axis."""
+    """Returns the matrices of the n packed experts, with the dtypes of `like` and its shapes except for the first axis."""
     count, at, leaves = len(pieces), 0, []
     words = pieces.reshape(count, -1)
     leaves_like, tree = jax.tree.flatten(like)

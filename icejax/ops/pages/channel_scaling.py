@@ -1,9 +1,9 @@
-"""Channel scaling: powers of two that bring key channels far larger or smaller than the queries' to like size.
+"""Channel scaling: powers of two for the channels where keys are far larger or smaller than queries, to make both similar.
 
 Policies with digests scale a prompt's heads [B, T, N or K, H] by it before they pack and digest. If keys are multiplied and
-queries divided by the same power of two, attention stays the same bit for bit. Distances between keys change, by which tokens
-are packed and outliers chosen. Published models have key channels far larger than the others (KIVI, arXiv 2402.02750); without
-scaling these alone decide which pages are chosen (bench/results/pages.md).
+queries divided by the same power of two, attention stays the same bit for bit. The distances between keys change, and they
+decide how tokens are packed and which keys are outliers. Published models have key channels far larger than the others (KIVI,
+arXiv 2402.02750); without scaling these channels alone decide which pages are chosen (bench/results/pages.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-LEAST = 1.0  # doublings that a channel must be off to be scaled; smaller differences are ordinary
+LEAST = 1.0  # doublings from the median channel; a smaller difference is ordinary and is not scaled
 FEWEST = 16  # tokens; fewer give no reliable size of a channel
 ROUNDING = 1e-10  # of a channel's squared mean: the variance that rounding may leave in a constant channel
 MOST = 8  # doublings; more would overflow keys in fp16

@@ -46,7 +46,7 @@ def rerank_by_codes(
 ) -> RerankedTokens:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all other tokens.
 
-    Another token of these pages has its own weight; its value is estimated by the mean of its page and from its key (`tail`).
+    The other tokens of these pages count with their own weights; a value is estimated by its page's mean and its key (`tail`).
 
     Args:
         keys: decoded keys of the pages.
@@ -78,7 +78,7 @@ def rerank_by_codes(
 def _weights(scores: Float[Array, "R G S"], lse: Float[Array, "R G"]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the softmax weights of the slots and of the rest with log-sum-exp `lse`, and their joint log-sum-exp.
 
-    Where there is nothing at all the weights are 0 and the log-sum-exp is -inf.
+    Without any token, in the slots or in the rest, the weights are 0 and the log-sum-exp is -inf.
     """
     total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), lse)
     base = jnp.where(jnp.isneginf(total), 0.0, total)

@@ -19,7 +19,7 @@ from icejax.ops.quantized.rounding import dequantize, quantize
 
 TAIL_CLAMP = 3.0  # nats; unclamped, the second-order term of a wide page overstates its weight without bound
 TIED = 0.9999  # keys whose distances differ by rounding alone count as equally far; the first is the outlier
-PART = 64  # pages whose values a GPU program sums
+PART = 64  # pages whose values one program of a GPU sums
 OUTLIERS = 2  # per page; with one, sharp heads of one model of five had twice the error
 NARROW = ("int8", "float8_e4m3fn")  # dtypes of digests besides the model's own
 Score = Literal["second-order", "mean"]
@@ -62,8 +62,8 @@ class Digests:
     Attributes:
         count: tokens; 0 for an empty page.
         outliers: a page's two keys farthest from the mean of all its keys; a node's two farthest among its pages' outliers.
-        mean: mean of the inliers, the other keys; of all keys where there are two or fewer.
-        width: mean squared distance of these keys from `mean`, per band (`icejax.ops.pages.key_scatter`).
+        mean: mean of the inliers, which are the keys other than outliers; mean of all keys in a page of two or fewer.
+        width: mean squared distance from `mean` of the keys that it averages, per band (`icejax.ops.pages.key_scatter`).
         value: mean value of all tokens; None where the keys hold the values.
     """
 
@@ -215,7 +215,7 @@ def _products(q: Float[Array, "B K G H"], vectors: Vectors) -> Float[Array, "B K
 def _keep_separate(*x: jax.Array) -> tuple[jax.Array, ...]:
     """Keeps products with the same q apart: with one KV head XLA:GPU joins their vectors in fp32 and makes one product.
 
-    Not for XLA:CPU, which would copy gathered variances that are read twice: a twentieth of a walk.
+    Not for XLA:CPU, which would then copy gathered variances that are read twice, at the cost of a twentieth of a walk.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -246,7 +246,8 @@ def _at_once(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Floa
 def _in_parts(weights: Float[Array, "B K G P"], x: Num[Array, "B K P H"]) -> Float[Array, "B K G H"]:
     """Sums in parts of 64 pages: a GPU sums a thousand pages in so few programs that most of it idles (bench/results/gpu.md).
 
-    The pages opened by default and highest levels of more than 512 nodes are whole parts; other counts are summed at once.
+    The number of pages opened by default is a multiple of 64, and so is a highest level of more than 512 nodes. Other numbers
+    of pages are summed at once.
     """
     parts = x.shape[2] // PART if x.shape[2] % PART == 0 else 1
     weights, x = weights.reshape(*weights.shape[:3], parts, -1), x.reshape(*x.shape[:2], parts, -1, x.shape[3])

@@ -24,7 +24,7 @@ def kmeans(
     cosine: bool = False,
     few: Int[Array, "*R"] | None = None,
 ) -> Float[Array, "*R {count} d"]:
-    """Returns the centroids of the vectors in `there`, in fp32, by Lloyd's iterations; zeros without a vector.
+    """Returns the centroids of the vectors in `there`, in fp32, by Lloyd's iterations; zeros if no vector counts.
 
     The start is deterministic: evenly spaced vectors. Of 10 vectors and 4 centroids these are the vectors 0, 2, 5 and 7. In an
     iteration each vector is assigned to its nearest centroid, and a centroid becomes the mean of its vectors; a centroid
@@ -34,8 +34,8 @@ def kmeans(
     Args:
         there: which vectors count; the others may be anything.
         count: centroids.
-        cosine: whether the nearest centroid has the smallest angle, not the smallest distance. Means are of the vectors
-            unnormalised, so that a centroid is as long as its vectors are along it.
+        cosine: whether the nearest centroid has the smallest angle, not the smallest distance. Means are taken of unnormalised
+            vectors, so that a centroid's length is the mean length of its vectors along it.
         few: how many of the centroids are used, at least one; the others are zero. None: all.
     """
 

@@ -63,8 +63,8 @@ def attend_paged(
     """Returns the attention to resident tokens, pages and the rest, in fp32, with the weights and unevenness of page tokens.
 
     All resident tokens and the `room` page tokens of largest softmax weight, summed over query heads, are attended exactly.
-    Another token of a page has its exact weight; its value is estimated by the mean value of the page's other tokens and from
-    its key (`from_keys`). Without `tail` these tokens and `rest` are left out.
+    The page tokens that are not among them are the tail. They count with their exact weights; a value is estimated by the mean
+    value of its page's tail tokens and from its key (`from_keys`). Without `tail` they and `rest` are left out.
 
     A page whose tokens weigh 0.4, 0.1 and 0.3, with `room` 1 and a resident token of weight 0.2: the first token is exact; the
     values of the other two count 0.2 each, their keys -0.1 and 0.1. The weights returned are 0.4, 0, 0, the unevenness is 0.02.
@@ -78,7 +78,7 @@ def attend_paged(
 
     Returns:
         The attention; the softmax weights of the page tokens attended exactly, summed over query heads, 0 for the others; and
-        for the other page tokens the sum of squares of their weights minus their page's mean weight, 0 without `tail`.
+        the unevenness, the sum over tail tokens of (weight - mean weight of their page's tail tokens)^2, 0 without `tail`.
     """
     rows, group, size = q.shape
     keys, values, mask = resident

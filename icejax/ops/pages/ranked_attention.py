@@ -59,7 +59,7 @@ def rank_tokens(
 ) -> RankedTokens:
     """Returns the `room` slots of largest softmax weight, summed over query heads, and the contribution of all other tokens.
 
-    Another token of these pages has its exact weight; its value is estimated by the mean of its page and from its key (`tail`).
+    The other tokens of these pages count with exact weights; a value is estimated by its page's mean and its key (`tail`).
 
     Args:
         resident: keys and mask of the tokens on the device, which are attended exactly; each row has at least one.

@@ -1,4 +1,4 @@
-"""The digest tree: digests of pages, of nodes of 8 neighbouring pages, of nodes of 8 nodes, up to a level of some 2,304 nodes.
+"""The digest tree: digests of pages, of nodes of 8 pages, of nodes of 8 nodes and so on, up to a level of at most 2,304 nodes.
 
 The digest-tree index builds and updates it, as one `Digests` of arrays [B, K, nodes, ...] per level. A walk from the top down
 (`tree_walk`) selects pages at a cost that grows with the logarithm of their number. Digests merge exactly, so that new pages
@@ -16,7 +16,7 @@ from icejax.ops.pages.digests import Digests, merge, put
 
 FAN_OUT = 8  # children of a node: pages, or nodes of the level below
 TOP_MULTIPLE = 64  # of the highest level's nodes: XLA:GPU then fuses its concatenations of them into the products
-TOP = 2304  # most nodes of the highest level, which are all scored: pages of 32,768 tokens and 4,096 new ones
+TOP = 2304  # most nodes of the highest level, all of which are scored; 32,768 + 4,096 tokens have as many pages
 
 
 def num_levels(pages: int) -> int:

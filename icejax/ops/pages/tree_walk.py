@@ -55,8 +55,8 @@ class WalkResult:
         counts: tokens of each selected page; 0 for none.
         tail_out: estimated attention output of the tail, all other pages; over whole keys where digests have no values.
         tail_lse: estimated log-sum-exp of the tail; -inf for an empty tail.
-        tail_uneven: expected sum of squares of the tail tokens' weights minus their node's mean weight, for normal scores; the
-            tail's weights add up to 1.
+        tail_uneven: expected sum over tail tokens of (weight - mean weight of their node)^2, for normal scores and weights that
+            add up to 1 over the tail.
         path: indices of the nodes opened at each level, highest first, then of the selected pages, among a level's candidates.
     """
 
@@ -117,10 +117,10 @@ def walk(
 
     Args:
         levels: the levels of the tree, highest last.
-        scatter: sums of products of keys as they differ from their page's mean.
+        scatter: sum over tokens of c c^T, where c is the token's key minus the mean key of its page.
         guess: queries to select by instead of `q`; the tail is always that of `q`.
         path: the `path` of another walk over a tree of the same tokens, to follow instead of choosing.
-        from_keys: estimator of values from keys; None: a node's value is the mean of its tokens'.
+        from_keys: estimator of values from keys; None: a node's value is its mean value.
     """
     along_q = along(q, scatter, scoring=scoring)
     query = _Query(q, guess, along_q, None if guess is None else along(guess, scatter, scoring=scoring), scoring)
@@ -216,7 +216,7 @@ def uneven_of(rest: list[tuple[Scores, Digests]], lse: Float[Array, "B K G"]) ->
 
 
 def _worth(scores: Float[Array, "B K G P"], group: PageGroup, wanted: int) -> Float[Array, "B K P"]:
-    """Returns the worth of candidates to a KV head, to choose `wanted` by, also where all are empty.
+    """Returns the worth of candidates to a KV head, by which `wanted` of them are chosen; not NaN even if all are empty.
 
     By `interleave`, query heads with the best candidates (3, 1) and (5, 3) rank them 3, 5, 1.
     """

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from icejax.ops.attention.dense import EINSUM
 
-RIDGE = 0.1  # share of a channel's mean variance; the best of 0.01 to 1 on two models (bench/results/pages.md)
+RIDGE = 0.1  # share of the channels' mean variance; the best of 0.01 to 1 on two models (bench/results/pages.md)
 AT_ONCE = 64  # pages centred at a time; all at once would need an fp32 copy of the text
 
 
@@ -97,7 +97,7 @@ def update_fit(fit: ValueFit, scatter: Float[Array, "B K H H"], new: Sums) -> Va
     """Returns the fit with new pages added.
 
     The agreement is measured on tokens that the predicting matrix was not fitted to: a matrix of all earlier tokens and the new
-    odd pages predicts the new even pages, one of the earlier tokens and the even pages predicts the odd pages.
+    odd pages predicts the new even pages, and a matrix of all earlier tokens and the new even pages predicts the odd ones.
 
     Args:
         scatter: sums of products of keys over all earlier tokens.

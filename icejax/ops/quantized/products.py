@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.ops.attention.dense import EINSUM
 
-MOST_ROWS = 16  # of a product with codes: with more rows its partial sums by group would outgrow the matrix
+MOST_ROWS = 16  # most rows of x that multiply codes directly; for more, the partial sums per group would outgrow the matrix
 BLOCK = 2**21  # weights that a CPU converts to fp32 at once: each block costs some 50 us beside its products
 
 
@@ -24,9 +24,10 @@ BLOCK = 2**21  # weights that a CPU converts to fp32 at once: each block costs s
 class Grouped:
     """A quantized matrix [O, I], or one for each expert: rows are cut into G groups of g, and weight = (code - zero) * scale.
 
-    Groups are the first axis: in every other order XLA copies the matrix on some device. A dense matrix in e2m1 is held as int8
-    with its numbers doubled. In 4 bits (float4, or int4 decoded by arithmetic) XLA:GPU would copy it in 16 bits for 8 rows: its
-    product fuses a plain cast of the codes and nothing else, unless xla_gpu_experimental_gemm_fusion_v2 is set.
+    Groups are the first axis: in every other order XLA copies the matrix on some device. An e2m1 matrix that is not one of
+    experts is held as int8, its numbers doubled. From codes of 4 bits (float4, or int4 decoded by arithmetic) XLA:GPU would
+    make a copy in 16 bits for products of 8 rows: it fuses only a plain cast of the codes into the product, unless
+    xla_gpu_experimental_gemm_fusion_v2 is set.
 
     Example: I = 256 in groups of 64 and O = 8 have codes [4, 8, 64] and scales [4, 8].
 
@@ -55,7 +56,7 @@ class Grouped:
 
 
 def rows(weight: Float[Array, "O I"] | Grouped, ids: Int[Array, "B T"], dtype: str) -> Float[Array, "B T I"]:
-    """Returns the rows `ids` of a matrix, as an embedding does; `dtype` is that of the rows of a quantized matrix."""
+    """Returns the rows `ids` of a matrix, as an embedding does; rows of a quantized matrix are returned in `dtype`."""
     if not isinstance(weight, Grouped):
         return jnp.take(weight, ids, axis=0)
     selected = jax.tree.map(lambda x: jnp.take(x, ids, axis=1), weight).weights(dtype)
@@ -75,7 +76,7 @@ def product(x: Float[Array, "B T I"], weight: Float[Array, "O I"] | Grouped) -> 
 
 
 def at_once(x: Float[Array, "T I"], weight: Grouped) -> Float[Array, "T O"]:
-    """Returns x W^T with the whole matrix at once: up to `MOST_ROWS` rows multiply the codes, more the dequantized weights."""
+    """Returns x W^T at once: up to `MOST_ROWS` rows of `x` multiply the codes; more rows multiply the dequantized weights."""
     groups = x.reshape(len(x), weight.codes.shape[0], -1)
     if len(x) > MOST_ROWS:
         return EINSUM("tgi,goi->to", groups, weight.weights(x.dtype))
@@ -92,7 +93,7 @@ def by_blocks(x: Float[Array, "T I"], weight: Grouped) -> Float[Array, "T O"]:
     """Returns x W^T in fp32, in blocks of the rows of W: a CPU never converts all of W to fp32."""
     groups, count, width = weight.codes.shape
     if len(x) * groups == 1 and weight.codes.dtype == jnp.int8 and weight.zero is None:
-        # A fused sum takes two thirds of the time here, and ten times as long for bit patterns or several groups.
+        # Here a fused sum takes two thirds of a product's time; for bit patterns or several groups it takes ten times as long.
         return (weight.codes[0].astype(jnp.float32) * x.astype(jnp.float32)).sum(-1)[None] * weight.scale
     size, x = min(max(BLOCK // (groups * width), 1), count), x.astype(jnp.float32).reshape(len(x), groups, width)
 

@@ -1,7 +1,7 @@
 """Backends that read n pages of a table uint[R, planes, rows, W] in host memory, inside a program on the device.
 
-The host pool and the expert reader call them. Each plane (keys, values) is an array of its own, uint[n, rows, W]: to split
-them later would copy them.
+The host pool and the expert reader call them. The result is one array uint[n, rows, W] per plane (keys, values), because
+splitting a joint array later would copy it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.experimental import compute_on as compute_on_module
 from icejax.runtime.devices import DEVICE, HOST
 
 PagePlanes = tuple[jax.Array, ...]  # uint[n, rows, W] per plane
-# JAX 0.11.1 renamed compute_on2 to compute_on, until then the name of a context manager.
+# JAX 0.11.1 renamed compute_on2 to compute_on; in older versions compute_on is a context manager.
 _compute_on = getattr(compute_on_module, "compute_on2", None) or compute_on_module.compute_on
 STARTED = 16  # copies that XLA:TPU starts before it waits for the first
 MOST_LOADED = 4096  # elements that a GPU kernel loads into registers at once

@@ -28,7 +28,7 @@ from icejax.runtime.host_reads.selftest import selftest
 
 LOG = logging.getLogger(__name__)
 SECONDS = 45  # for the child process; JAX and CUDA start in ten
-FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # of a faulty kernel
+FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # signals of a faulty kernel
 DRIVER = Path("/proc/driver/nvidia")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 SOURCES = ("../devices.py", "backends.py", "selftest.py")
@@ -63,7 +63,7 @@ def probe_error(name: str) -> str | None:
 
 
 def _try_in_child(name: str) -> tuple[str | None, bool]:
-    """Returns the error of a backend, and whether it is lasting: not if the GPU or its memory was in use."""
+    """Returns the error of a backend, and whether it would recur: it may not if the GPU or its memory was in use."""
     package_root = str(Path(__file__).parents[3])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),

@@ -24,7 +24,7 @@ def selftest(name: str) -> str | None:
             if name in MASKED_BACKENDS:
                 masked = jax.jit(BACKENDS[name])(pinned, page_ids, jnp.asarray(wanted))
                 results.append((masked, np.where(wanted[:, None, None, None], table[pages], 0)))
-            exact = all(np.array_equal(np.stack(planes, axis=1), expected) for planes, expected in results)
+            exact = all(np.array_equal(np.stack(planes_read, axis=1), expected) for planes_read, expected in results)
         except Exception as error:  # a missing or unsuitable compiler may raise any exception
             return f"fails: {(str(error) or type(error).__name__).splitlines()[0]}"
         if not exact:
