@@ -20,7 +20,6 @@ from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.hf.fields import Fields
-from icejax.models.hf.hf_config import finish
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # never quantised
@@ -161,7 +160,7 @@ def _layouts(raw: dict[str, Any]) -> Layouts:
         return lambda names: None
     fields = Fields(raw["quantization_config"], SOURCE)
     layouts = METHODS[name](fields)
-    finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    fields.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
     return layouts
 
 
@@ -204,7 +203,7 @@ def _compressed(fields: Fields) -> Layouts:
         group = Fields(raw, f"{SOURCE}: config_groups.{name}")
         targets, stored_format = module_names(group, "targets"), group.take("format", str, default=default)
         weights = group.take("weights", dict, default=None)
-        finish(group, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+        group.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
         if weights is not None:
             groups.append((targets, _compressed_layout(stored_format, Fields(weights, f"{group.source}.weights"))))
 
@@ -231,7 +230,7 @@ def _compressed_layout(stored_format: str, fields: Fields) -> Layout:
     numbers.one_of(f"{fields.source}: 'strategy'", strategy, tuple(blocks))
     if blocks[strategy] is None:
         raise InputError(f"{fields.source} has no 'block_structure', which the strategy 'block' needs")
-    finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    fields.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
     if bits == 4 and kind == "float":
         return Float4(block=blocks[strategy], powers=stored_format == "mxfp4-pack-quantized")
     if stored_format == "pack-quantized":
