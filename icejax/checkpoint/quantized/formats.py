@@ -6,8 +6,9 @@ as codes [O, I] with scales and zero points [O, G].
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,9 +19,11 @@ from icejax.checkpoint.quantized.layouts import FLOATS, Awq, Gptq, Layout, Packe
 from icejax.checkpoint.quantized.module_names import SOURCE, ModuleMatcher, module_names
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks import numbers
-from icejax.checks.errors import InputError, listed, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.models.hf.fields import Fields
 
+LOG = logging.getLogger(__name__)
+SMALLEST_GROUP = 16  # columns per scale: fewer would take more bits than int8
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # never quantised
 # Fields about how codes were computed, or about other runtimes: they do not change what codes mean.
@@ -139,6 +142,8 @@ def sources(
         unquantised = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
         if unquantised or (layout is not None and len(shape) not in ((2, 3) if rounding is not None else (layout.axes,))):
             layout = None
+        if layout is not None and rounding is not None:
+            layout = replace(layout, block=(1, rounding.group_in(shape[-1])))
         parts = {key: Part(FLOATS, (shape,))}
         if layout is not None and rounding is None:  # a part under another parameter's key, as a bias, is left to it
             stored = {f"{layout.prefix(key)}{part}": value for part, value in layout.parts(shape).items()}
@@ -148,10 +153,23 @@ def sources(
 
 
 def check_groups(sources: Mapping[str, Source], columns: Mapping[str, int]) -> None:
-    """Raises InputError for matrices to be rounded whose number of columns, by key, does not divide into groups."""
-    groups = {key: source.method.group or 1 for key, source in sources.items() if source.method is not None}
-    if cut := [f"{key} has {columns[key]} columns" for key, group in groups.items() if columns[key] % group]:
-        raise InputError(f"groups of {max(groups.values())} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
+    """Logs that some matrices to be rounded get smaller groups; InputError if their groups would be too small.
+
+    Args:
+        columns: number of columns of each matrix, by key.
+    """
+    rounded = {key: source.method for key, source in sources.items() if source.method is not None and source.method.group}
+    sizes = {key: method.group_in(columns[key]) for key, method in rounded.items()}
+    if tiny := [key for key, size in sizes.items() if size < SMALLEST_GROUP]:
+        raise InputError(
+            f"int4 needs widths that {SMALLEST_GROUP} divides, and {tiny[0]} has {columns[tiny[0]]} columns "
+            f"({len(tiny)} of {len(sizes)} matrices): use int8 or fp8"
+        )
+    if smaller := [size for key, size in sizes.items() if size < rounded[key].group]:
+        LOG.warning(
+            "int4: groups have %s instead of 128 columns in %d of %d matrices, whose widths 128 does not divide",
+            " or ".join(map(str, sorted(set(smaller)))), len(smaller), len(sizes),
+        )  # fmt: skip
 
 
 def _layouts(raw: dict[str, Any]) -> Layouts:
