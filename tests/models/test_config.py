@@ -131,7 +131,7 @@ def test_what_transformers_ignores_is_told_and_ignored(name, caplog):
     plain, ignored = IGNORED[name]
     with caplog.at_level(logging.INFO, logger="icejax"):
         assert read(**plain | ignored) == read(**plain)
-    assert caplog.messages == [f"config.json: transformers reads no {', '.join(map(repr, ignored))} either"]
+    assert caplog.messages == [f"config.json: fields that transformers ignores are ignored: {'; '.join(map(repr, ignored))}"]
 
 
 def test_weights_of_deepseek_v2_are_not_normalised():

@@ -85,14 +85,6 @@ def test_transformers_reads_the_fields_that_are_listed():
     assert {name: read_for(name) - EVERYWHERE for name in TEXT_MODELS} == BY_FAMILY
 
 
-# A config of each family, except llama's fields in BASE.
-SMALLEST = {
-    "llama": {}, "mistral": {}, "ministral": {}, "qwen2": {}, "qwen3": {}, "glm4": {}, "olmo2": {}, "ministral3": raw_configs.MINISTRAL3,
-    "mistral4": raw_configs.MISTRAL4, "mixtral": raw_configs.MIXTRAL, "qwen2_moe": raw_configs.QWEN2_MOE, "qwen3_moe": raw_configs.MOE,
-    "gemma2": dict(hidden_act=...), "gemma3_text": raw_configs.GEMMA3, "gemma4_text": raw_configs.GEMMA4_MOE, "gpt_oss": raw_configs.GPT_OSS,
-    "olmo3": raw_configs.OLMO3, "phi3": raw_configs.PHI3, "deepseek_v2": raw_configs.V2 | dict(topk_method="group_limited_greedy"), "deepseek_v3": raw_configs.V3,
-    "kimi_k2": raw_configs.V3, "glm4_moe": raw_configs.GLM, "glm4_moe_lite": raw_configs.LITE, "minimax_m2": raw_configs.MINIMAX,
-}  # fmt: skip
 STRANGE = {"no": "such value"}  # a value that no field of a family may have
 # Latent attention computes head_dim from its parts; a rope by layer type has its own original context.
 LATENT, BY_TYPE = {"head_dim"}, {"original_max_position_embeddings"}
@@ -103,7 +95,7 @@ NAMED = {"rope_local_base_freq": "rope_theta"}  # the theta of a rope by layer t
 
 @pytest.mark.parametrize("model_type", BY_FAMILY)
 def test_a_field_that_transformers_reads_is_read_or_refused(model_type, subtests):
-    smallest = SMALLEST[model_type] | {"model_type": model_type}
+    smallest = raw_configs.SMALLEST[model_type] | {"model_type": model_type}
     raw_configs.read(**smallest)
     for name in sorted((EVERYWHERE | BY_FAMILY[model_type]) - IRRELEVANT - UNREAD.get(model_type, set())):
         with subtests.test(name), pytest.raises(InputError, match=NAMED.get(name, name)):

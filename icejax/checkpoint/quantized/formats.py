@@ -114,6 +114,8 @@ def method(raw: dict[str, Any]) -> str | None:
     if fields is None:
         return None
     name = Fields(fields, SOURCE).take("quant_method", str, default="")
+    if not name and {"bits", "group_size"} <= fields.keys():
+        raise InputError(f"{SOURCE} is MLX's, which is not read: take the folder it was made from, and round it by --quantize")
     if name not in METHODS:
         raise InputError(f"{SOURCE}: quant_method {quoted(name)} is not supported: expected one of {', '.join(METHODS)}")
     return name

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Container, Mapping
 from typing import Any
 
+from icejax.checks import errors
 from icejax.checks.errors import InputError, quoted
 from icejax.config import Experts, Rope, Routing
 from icejax.models.hf.fields import Fields
@@ -43,7 +44,7 @@ def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL) -> None:
     """
     read = EVERYWHERE | BY_FAMILY[fields.raw["model_type"]]
     if ignored := sorted(fields.others() - read - USUAL):
-        LOG.info("%s: transformers reads no %s either", fields.source, ", ".join(map(quoted, ignored)))
+        LOG.info("%s: fields that transformers ignores are ignored: %s", fields.source, errors.listed([*map(quoted, ignored)]))
     fields.refuse_others(neutral=neutral, irrelevant=IRRELEVANT | set(ignored) | USUAL)
 
 
