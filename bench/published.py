@@ -24,8 +24,6 @@ from icejax.checks.errors import InputError
 from icejax.files.cache_home import cache_home
 
 BLOCK = 2**22  # bytes read at once
-# Fields of config.json about the origin of the weights, which the model does not compute with.
-ORIGIN = ("_model_name_or_path", "_name_or_path", "quantization_config", "unk_token_id", "pretraining_tp")
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,8 @@ def _write_folder(source: Path, path: Path) -> None:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(path)
-    fields = {key: value for key, value in model.config.to_dict().items() if key not in ORIGIN}
+    fields = model.config.to_dict()
+    fields.pop("quantization_config", None)  # of the GGUF file: these weights are fp32
     (path / "config.json").write_text(json.dumps(fields, indent=2, default=str))
 
 

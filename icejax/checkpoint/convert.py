@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from icejax.checkpoint.folder import COMPANIONS, ORBAX, companions, resolve
-from icejax.checkpoint.load import Progress, abstract, read_config
+from icejax.checkpoint.load import Progress, abstract, open_checkpoint
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checkpoint.readers import huggingface, orbax
 from icejax.checkpoint.tensors import Tensors, open_tensors
@@ -93,7 +93,7 @@ def _convert(
     """
     if folder.resolve() in Path(os.path.realpath(target)).parents:
         raise InputError(f"{target} is in the source {folder}: choose another place")
-    config = read_config(folder)
+    config = open_checkpoint(folder).config
     shapes = {key: leaf.shape for key, leaf in abstract(config, "float32")[1].items()}
     tensors = open_tensors(folder, config, shapes, quantize=quantize)
     if fused := [key for key, source in tensors.sources.items() if source.method is not None and len(source.shape) == 3]:
@@ -110,7 +110,9 @@ def _convert(
             for file in files:
                 shutil.copyfile(file, new_folder / file.name)
             if quantize is not None:
-                raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config()}
+                rounded = {key: source for key, source in tensors.sources.items() if source.method is not None}
+                columns = {key.removesuffix(".weight"): source.shape[-1] for key, source in rounded.items()}
+                raw = huggingface.read_json(folder / CONFIG) | {"quantization_config": METHODS[quantize].config(columns)}
                 (new_folder / CONFIG).write_text(json.dumps(raw, indent=2))
             write(new_folder, about, _reporting(tensors, len(about), progress))
 

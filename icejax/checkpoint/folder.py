@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
 
-from icejax.checks.errors import InputError, input_error_from
-from icejax.checks.json_file import MOST_BYTES
+from icejax.checks.errors import InputError, input_error_from, quoted
+from icejax.checks.json_file import MOST_BYTES, read
 from icejax.files.atomic_folder import current_folder
 
+ADAPTER = "adapter_config.json"  # of a LoRA, as peft saves it
 ORBAX = "orbax"  # the subfolder with the parameters of an icejax folder
+LOG = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Config and tokenizer files, which a conversion copies.
 COMPANIONS = (
@@ -36,13 +39,28 @@ def resolve(model: str | Path) -> Path:
         if folder.is_dir():
             if not any(folder.iterdir()):
                 raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
-            return folder
+            return _whole(folder)
         if folder.exists() or not HUB_ID.fullmatch(str(model)):
             raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
     from huggingface_hub import snapshot_download
 
     with input_error_from(f"{model}: no such folder, and the hub does not bring it"):
-        return Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, "model*.safetensors", "*.index.json"]))
+        return _whole(
+            Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]))
+        )
+
+
+def _whole(folder: Path) -> Path:
+    """Returns a folder; InputError if it holds a LoRA adapter alone."""
+    if (folder / ADAPTER).is_file() and not (folder / ORBAX).exists():
+        base = read(folder / ADAPTER).get("base_model_name_or_path")
+        if not any(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter")):
+            raise InputError(
+                f"{folder} is a LoRA adapter of {quoted(base)}, not a model: merge it into that model by peft's "
+                "merge_and_unload, and give the folder of the result"
+            )
+        LOG.warning("%s: the LoRA adapter (%s) is not used", folder, ADAPTER)
+    return folder
 
 
 def _is_gguf(folder: Path) -> bool:

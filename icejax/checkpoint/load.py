@@ -18,10 +18,9 @@ import numpy as np
 from flax import nnx
 
 from icejax.checkpoint.folder import resolve
-from icejax.checkpoint.quantized.formats import HEAD
 from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.readers import huggingface
-from icejax.checkpoint.tensors import Tensors, open_tensors, stored_tensors
+from icejax.checkpoint.tensors import Tensors, has_own_head, open_tensors
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, one_of
 from icejax.config import ModelConfig
@@ -62,21 +61,17 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         InputError: the folder does not exist, or its config is invalid.
     """
     folder = resolve(source)
-    return Checkpoint(folder, read_config(folder))
+    config = read_config(folder)
+    # Fine-tunes may store a head beside `tie_word_embeddings: true`; transformers uses it as well.
+    if config.tie_word_embeddings and has_own_head(folder):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    return Checkpoint(folder, config)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Returns the config of a checkpoint folder; InputError for a field that is missing, unknown or unsupported."""
+    """Returns the config of a checkpoint folder; InputError for a field that is missing or unsupported."""
     raw = huggingface.read_json(folder / "config.json")
-    hf_family = family(raw)
-    config = hf_family.read_config(raw)
-    # The config of a text model inside another model may tie a head that is stored: transformers looks for the tensor, too.
-    if (
-        len(hf_family.renamings) > 1
-        and config.tie_word_embeddings
-        and any(key.endswith(HEAD) for key, _ in stored_tensors(folder))
-    ):
-        config = dataclasses.replace(config, tie_word_embeddings=False)
+    config = family(raw).read_config(raw)
     generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a broken link is an error, not a missing file
         fields = huggingface.read_json(generation)
@@ -117,8 +112,9 @@ def load_model(
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on a CPU, whose bfloat16 products are slow, else the checkpoint's.
-        quantize: int8, fp8 or int4: rounds the layers' matrices as they are read, int4 in groups of 128 columns, the others by
-            rows. Embedding, norms, routers and head are not rounded. None: nothing is rounded.
+        quantize: int8, fp8 or int4: rounds the layers' matrices as they are read, int4 in groups of 128 columns, or fewer where
+            128 does not divide a width, the others by rows. Embedding, norms, routers and head are not rounded. None: no matrix
+            is rounded.
         experts_on_host: number of experts per layer on the device, while host memory holds all experts; True: half. Prefill
             fetches the experts of one layer after another, a decode step the experts that its tokens are routed to. None: all
             experts are on the device.

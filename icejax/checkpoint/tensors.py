@@ -124,7 +124,7 @@ class Tensors:
 def open_tensors(
     folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None
 ) -> Tensors:
-    """Returns the tensors of `folder`, checked but not read; only a tied head and its embedding are read and compared.
+    """Returns the tensors of `folder`, checked but not read.
 
     Args:
         shapes: shapes of the model's parameters, by key.
@@ -156,7 +156,7 @@ def open_tensors(
             continue
         if key in stored:
             faults.append(f"{key} is stored twice")
-        elif key in expected or (key == HEAD and config.tie_word_embeddings):
+        elif key in expected or (key.endswith(HEAD) and config.tie_word_embeddings):  # a copy of the embedding
             faults += expected.get(key, tied).faults(key, tensor.shape, tensor.dtype)
         else:
             faults.append(f"{key} is not a parameter of this model")
@@ -166,9 +166,6 @@ def open_tensors(
         dtypes = sorted({stored[key].dtype for key in mapping.keys if key in stored and sources[key].layout is None})
         if len(dtypes) > 1:
             faults.append(f"{mapping.keys[0]} to {mapping.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
-    if HEAD in stored and HEAD not in expected and not faults:
-        if not all(map(np.array_equal, *(stored[key].read() for key in (HEAD, EMBEDDING)))):  # row by row, to save memory
-            faults.append(f"{HEAD} differs from the embedding that config.json ties it to")
     if faults:
         note = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{note}: {listed(faults)}")
@@ -176,6 +173,17 @@ def open_tensors(
         LOG.info("%d tensors hold no parameter and are skipped: %s", len(skipped), listed(skipped))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
     return Tensors(quantised, mappings, sources, stored)
+
+
+def has_own_head(folder: Path) -> bool:
+    """Says whether a folder holds an output head that differs from its embedding; reads both if they look alike."""
+    head, embedding = (
+        next((tensor for key, tensor in stored_tensors(folder) if key.endswith(name)), None)
+        for name in (HEAD, EMBEDDING.removeprefix("model."))
+    )
+    if head is None or embedding is None or head.shape != embedding.shape or {head.dtype, embedding.dtype} - {*FLOATS}:
+        return head is not None
+    return not all(map(np.array_equal, head.read(), embedding.read()))  # row by row, to save memory
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:

@@ -186,10 +186,12 @@ class ModelConfig:
     def context_length(self) -> int:
         """Tokens of prompt and answer that the model supports, at most `POSITIONS`.
 
-        For `linear` and `dynamic` scaling: the trained context times the factor, as `max_position_embeddings` does not count
-        the factor in.
+        For `linear`, `dynamic` and `yarn` scaling: the trained context times the factor. `max_position_embeddings` may not
+        count the factor in: Qwen's cards put yarn with a factor of 4 into a config of 32,768, which then has 131,072.
         """
         tokens, scaling = self.max_position_embeddings, self.rope_scaling
         if scaling is not None and scaling.rope_type in ("linear", "dynamic"):
             tokens = int(scaling.original_max_position_embeddings * scaling.factor)
+        if scaling is not None and scaling.rope_type == "yarn":
+            tokens = max(tokens, int(scaling.original_max_position_embeddings * scaling.factor))
         return min(tokens, POSITIONS)

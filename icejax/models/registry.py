@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,18 +60,16 @@ class Wrapped:
 
     Attributes:
         text: model_type of the text model if its config has none.
-        towers: fields of config.json that belong to images or sound.
     """
 
     text: str
-    towers: Set[str]
 
     def family(self, raw: dict[str, Any]) -> Family:
         """Returns the family of the text model, set up to read it from the whole model's folder."""
-        text_family = family(wrapped.text_of(raw, self.text, self.towers), alone=True)
+        text_family = family(wrapped.text_of(raw, self.text), alone=True)
         return replace(
             text_family,
-            read_config=lambda raw: text_family.read_config(wrapped.text_of(raw, self.text, self.towers)),
+            read_config=lambda raw: text_family.read_config(wrapped.text_of(raw, self.text)),
             ignored_keys=lambda raw: wrapped.TOWERS,
             renamings=wrapped.FORMS,
         )
@@ -82,7 +80,7 @@ FAMILIES = {
     "mistral": Family(mistral.read_config),
     "ministral": Family(mistral.read_config),
     "ministral3": Family(mistral.read_ministral3_config),
-    "mistral3": Wrapped("mistral", wrapped.MISTRAL3),
+    "mistral3": Wrapped("mistral"),
     "mistral4": Family(mistral.read_mistral4_config, renamed=deepseek.RENAMED, fused=EXPERTS),
     "mixtral": Family(mixtral.read_config, renamed=mixtral.RENAMED),
     "qwen2": Family(qwen.read_qwen2_config),
@@ -90,9 +88,9 @@ FAMILIES = {
     "qwen3": Family(qwen.read_qwen3_config),
     "qwen3_moe": Family(qwen.read_qwen3_moe_config),
     "gemma2": Family(gemma.read_gemma2_config, renamed=gemma.RENAMED),
-    "gemma3": Wrapped("gemma3_text", wrapped.GEMMA3),
+    "gemma3": Wrapped("gemma3_text"),
     "gemma3_text": Family(gemma.read_config, renamed=gemma.RENAMED),
-    "gemma4": Wrapped("gemma4_text", wrapped.GEMMA4),
+    "gemma4": Wrapped("gemma4_text"),
     "gemma4_text": Family(gemma4.read_config, renamed=gemma4.RENAMED, fused=EXPERTS),
     "glm4": Family(glm4.read_config, fused=DENSE),
     "gpt_oss": Family(gpt_oss.read_config, renamed=gpt_oss.RENAMED, fused=EXPERTS, turned=True),
@@ -115,7 +113,7 @@ def family(raw: dict[str, Any], *, alone: bool = False) -> Family:
         alone: whether `raw` is the config of a text model, which may not contain another.
 
     Raises:
-        InputError: model_type is missing or not supported, or the text model is missing or has unknown fields.
+        InputError: model_type is missing or not supported, or the text model is missing.
     """
     known = ", ".join(FAMILIES)
     if "model_type" not in raw:

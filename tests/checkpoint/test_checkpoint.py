@@ -19,6 +19,7 @@ from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import ORBAX
 from icejax.checkpoint.readers import huggingface
 from icejax.checks.errors import InputError
+from icejax.commands import generate
 from icejax.files.atomic_folder import claim
 from icejax.runtime import devices
 from tests import tolerances
@@ -107,20 +108,56 @@ def test_they_are_passed_over_beside_layers_that_guess(tmp_path, name):
     load_model(tmp_path)
 
 
-def test_tied_head_is_dropped_if_equal_and_refused_if_not(tmp_path):
+OWN_HEADS = ("qwen2-tied", "llama-gqa", "qwen3-plain", "mistral-plain", "gemma2-plain", "gemma3_text-plain")
+
+
+@pytest.mark.parametrize("name", [OWN_HEADS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in OWN_HEADS[1:])])
+def test_a_head_beside_a_tied_config_is_used(name, tmp_path):
+    """As in transformers; converted folders keep it."""
+    theirs = families.build(families.row(name), tie_word_embeddings=False)
+    families.save(theirs, tmp_path / "hf")
+    families.edit_config(tmp_path / "hf", tie_word_embeddings=True)
+    prompt = families.tokens(40)
+    with torch.no_grad():
+        reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        expected = reference(torch.tensor([prompt])).logits[0].numpy()
+    assert convert("hf_to_orbax", [str(tmp_path / "hf"), str(tmp_path / "orbax")]) == 0
+    for folder in ("hf", "orbax"):
+        ours = load_model(tmp_path / folder)
+        assert not ours.config.tie_word_embeddings
+        np.testing.assert_allclose(all_logits(ours, prompt, Full()), expected, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_a_tied_head_is_dropped_if_it_equals_the_embedding(tmp_path):
     model = families.build(families.row("qwen2-tied"))
     families.save(model, tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}))
-    load_model(tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
-    with pytest.raises(InputError, match="lm_head.weight differs from the embedding"):
-        load_model(tmp_path)
+    assert load_model(tmp_path).config.tie_word_embeddings
     embedding = model.model.embed_tokens.weight.detach().numpy()
     for head in (np.zeros((), np.float32), embedding[:0], embedding[:3], np.concatenate([embedding, embedding[:9]])):
         edit(tmp_path, lambda tensors, head=head: tensors.update({"lm_head.weight": head.copy()}))
         message = f"lm_head.weight has shape {list(head.shape)}, expected {list(embedding.shape)}"
         with pytest.raises(InputError, match=re.escape(message)):
             load_model(tmp_path)
+
+
+def test_a_lora_is_called_one(tmp_path, capsys, caplog):
+    adapter = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
+    families.save(families.build(families.row("llama-gqa"), num_hidden_layers=1), tmp_path / "whole")
+    (tmp_path / "whole" / "adapter_config.json").write_text(adapter)
+    load_model(tmp_path / "whole")
+    assert caplog.messages == [f"{tmp_path / 'whole'}: the LoRA adapter (adapter_config.json) is not used"]
+    capsys.readouterr()
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    (lora / "adapter_config.json").write_text(adapter)
+    (lora / "adapter_model.safetensors").write_bytes(b"")
+    assert generate.main(["--model", str(lora), "--prompt", "x", "--max-new-tokens", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == (
+        f"icejax.generate: error: {lora} is a LoRA adapter of 'org/base', not a model: merge it into that model by peft's "
+        "merge_and_unload, and give the folder of the result\n"
+    )
 
 
 def _truncate(folder):

@@ -111,6 +111,10 @@ NOT_READ = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes' is not supported"),
     "unknown": ({"quant_method": "a\nb"}, "is not supported: expected one of fp8, compressed-tensors, awq, gptq, mxfp4"),
     "no method": ({"bits": 4}, "quant_method '' is not supported"),
+    "mlx": (
+        {"bits": 4, "group_size": 64, "mode": "affine"},
+        "quantization_config is MLX's, which is not read: take the folder",
+    ),
     "no object": ("fp8", "'quantization_config' must be an object, got 'fp8'"),
     "act-order": (FORMATS["gptq"].config | {"desc_act": True}, "desc_act=True is not supported (only False)"),
     "marlin": (FORMATS["gptq"].config | {"checkpoint_format": "marlin"}, "must be one of gptq, gptq_v2, got 'marlin'"),

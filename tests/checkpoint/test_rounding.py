@@ -1,5 +1,6 @@
 """`quantize`: matrices rounded at loading have the expected error, equal a converted folder's, and are logged in a line."""
 
+import json
 import logging
 import shutil
 
@@ -164,7 +165,7 @@ def refused(capsys, folder, method) -> str:
 
 def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     assert refused(capsys, folder, "nf4") == "quantize must be one of int8, fp8, int4, got 'nf4'"
-    narrow = families.build(families.row("llama-gqa"), num_hidden_layers=1)
+    narrow = families.build(families.row("llama-gqa"), num_hidden_layers=1, intermediate_size=72)
     quantised.save(narrow, tmp_path / "awq", quantised.FORMATS["awq"])
     families.save(narrow, tmp_path / "narrow")
     families.save(families.build(families.row("mistral4-plain"), num_hidden_layers=2, vocab_size=256), tmp_path / "whole")
@@ -177,9 +178,30 @@ def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     assert convert.main([str(tmp_path / "whole"), str(tmp_path / "x"), "--quantize", "int8"], name="icejax convert") == 2
     message = f"fused experts cannot be saved quantised: convert without --quantize, and give it when loading {tensors}"
     assert capsys.readouterr().err == f"icejax convert: error: {message}\n" and not (tmp_path / "x").exists()
-    start = "groups of 128 columns do not divide all matrices: model.layers.0.mlp.down_proj.weight has 96 columns; "
-    message = refused(capsys, tmp_path / "narrow", "int4")
-    assert message.startswith(start) and message.endswith(": use int8 or fp8")
+    message = "int4 needs widths that 16 divides, and model.layers.0.mlp.down_proj.weight has 72 columns (1 of 7 matrices)"
+    assert refused(capsys, tmp_path / "narrow", "int4") == f"{message}: use int8 or fp8"
+
+
+def test_widths_that_128_does_not_divide_get_smaller_groups(tmp_path, caplog):
+    """SmolLM2's hidden size of 576 is 9 groups of 64; each matrix has the error of its own groups, and a folder keeps them."""
+    sizes = dict(hidden_size=192, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, head_dim=48)
+    families.save(families.build(families.row("llama-gqa"), **sizes), tmp_path / "hf")
+    model = load_model(tmp_path / "hf", quantize="int4")
+    line = "int4: groups have 64 instead of 128 columns in 6 of 7 matrices, whose widths 128 does not divide"
+    assert caplog.messages.count(line) == 1 and len([x for x in caplog.messages if "128" in x]) == 1
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    for part, module, group in (("self_attn", "q_proj", 64), ("mlp", "up_proj", 64), ("mlp", "down_proj", 128)):
+        weight = getattr(getattr(model.model.layers[0], part), module).weight.get_value()
+        exact = stored[f"model.layers.0.{part}.{module}.weight"].numpy()
+        groups = exact.reshape(len(exact), -1, group)
+        scale = (np.abs(groups).max(-1) / 7).astype(ml_dtypes.bfloat16).astype(np.float32)[..., None]
+        expected = np.clip(np.round(groups / scale), -7, 7) * scale
+        np.testing.assert_allclose(quantised.dense(weight), expected.reshape(exact.shape), atol=1e-6)
+    assert convert.main([str(tmp_path / "hf"), str(tmp_path / "codes"), "--quantize", "int4"], name="icejax convert") == 0
+    groups = json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [group["weights"]["group_size"] for group in groups.values()] == [64, 128]
+    assert groups["group_0"]["targets"][0].startswith("model.layers.0.") and groups["group_1"]["targets"] == ["Linear"]
+    assert same_arrays(load_model(tmp_path / "codes"), model)
 
 
 @pytest.mark.parametrize(

@@ -40,3 +40,11 @@ OLMO3 = dict(model_type="olmo3", sliding_window=8)
 PHI3 = dict(model_type="phi3", original_max_position_embeddings=64, sliding_window=8)
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# The smallest config of each family, beside BASE.
+SMALLEST = {
+    "llama": {}, "mistral": {}, "ministral": {}, "qwen2": {}, "qwen3": {}, "glm4": {}, "olmo2": {}, "ministral3": MINISTRAL3,
+    "mistral4": MISTRAL4, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "qwen3_moe": MOE,
+    "gemma2": dict(hidden_act=...), "gemma3_text": GEMMA3, "gemma4_text": GEMMA4_MOE, "gpt_oss": GPT_OSS,
+    "olmo3": OLMO3, "phi3": PHI3, "deepseek_v2": V2 | dict(topk_method="group_limited_greedy"), "deepseek_v3": V3,
+    "kimi_k2": V3, "glm4_moe": GLM, "glm4_moe_lite": LITE, "minimax_m2": MINIMAX,
+}  # fmt: skip

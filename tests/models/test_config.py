@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import logging
 import re
 
 import numpy as np
@@ -19,7 +20,9 @@ from tests.helpers.raw_configs import (
     BASE,
     GEMMA4,
     GLM,
+    GPT_OSS,
     LONGROPE,
+    MINIMAX,
     MINISTRAL3,
     MISTRAL4,
     MIXTRAL,
@@ -27,6 +30,8 @@ from tests.helpers.raw_configs import (
     OLMO3,
     PHI3,
     QWEN2_MOE,
+    V2,
+    V3,
     YARN,
     read,
 )  # fmt: skip
@@ -103,8 +108,51 @@ def test_what_published_configs_say_beside_is_passed_over(case, caplog):
     if case == "yarn":
         bare = dict(rope_scaling=YARN | dict(original_max_position_embeddings=128))
     assert read(**changes) == read(**bare)
-    ignored_fields = [record.getMessage().split(" is not used, as in transformers")[0].split()[-1] for record in caplog.records]
-    assert ignored_fields == {"yarn": ["attn_factor"], "long": ["dual_chunk_attention_config"]}.get(case, [])
+    assert [record.getMessage() for record in caplog.records] == {
+        "yarn": ["config.json, rope_scaling: rope type 'yarn' does not use 'attn_factor', as in transformers"],
+        "long": ["config.json: dual_chunk_attention_config is not used, as in transformers: attention stays plain"],
+    }.get(case, [])
+
+
+IGNORED = {
+    "llama": ({}, dict(attn_logit_softcapping=30.0, num_experts=8, qk_norm=True, temperature=0.7, unk_token_id=0)),
+    "named": ({}, dict(_model_name_or_path="a/b", unsloth_version="2024.9")),
+    "qwen3_moe": (MOE, dict(n_group=4)),
+    "deepseek_v3": (V3, dict(index_topk=2048, moe_layer_freq=2, scoring_func="softmax", topk_method="greedy")),
+    "minimax_m2": (MINIMAX, dict(attn_type_list=[1, 0, 1], use_qk_norm=False)),
+    "olmo2": (dict(model_type="olmo2"), dict(clip_qkv=8.0)),
+    "phi3": (PHI3, dict(attention_bias=True, lm_head_bias=True)),
+    "gpt_oss": (GPT_OSS, dict(experts_per_token=3, initial_context_length=4096)),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_transformers_ignores_is_told_and_ignored(name, caplog):
+    plain, ignored = IGNORED[name]
+    with caplog.at_level(logging.INFO, logger="icejax"):
+        assert read(**plain | ignored) == read(**plain)
+    assert caplog.messages == [f"config.json: fields that transformers ignores are ignored: {'; '.join(map(repr, ignored))}"]
+
+
+def test_weights_of_deepseek_v2_are_not_normalised():
+    """Its config class has `norm_topk_prob`, which transformers' model does not read."""
+    assert read(**V2, norm_topk_prob=True) == read(**V2)
+    assert not read(**V2).experts.routing.normalised
+
+
+def test_an_end_token_of_minus_one_is_none():
+    assert read(eos_token_id=-1).eos_token_ids == () and read(eos_token_id=[7, -1]).eos_token_ids == (7,)
+
+
+def test_unused_fields_of_a_rope_are_named(caplog):
+    """transformers takes them, too: a factor without a type, or of another type."""
+    assert read(rope_scaling={"factor": 8.0}) == read()
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert read(rope_scaling=linear | {"beta_fast": 3}) == read(rope_scaling=linear)
+    assert caplog.messages == [
+        f"config.json, rope_scaling: rope type {kind!r} does not use {name!r}, as in transformers"
+        for kind, name in (("default", "factor"), ("linear", "beta_fast"))
+    ]
 
 
 def test_layers_slide_as_transformers_has_them():
@@ -146,8 +194,16 @@ def test_rope_scaling_put_into_a_new_config_wins(caplog):
 def test_uncounted_rope_scalings_lengthen_the_context():
     assert read(rope_scaling={"type": "linear", "factor": 8.0}).context_length == 4096
     assert read(rope_scaling={"type": "dynamic", "factor": 4.0}).context_length == 2048
-    assert read(rope_scaling={"type": "yarn", "factor": 8.0}).context_length == 512
     assert read().context_length == 512
+
+
+def test_yarn_lengthens_the_context():
+    """Qwen's cards add yarn over 32,768 to a config of 32,768 or 40,960; others count the factor in already."""
+    card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for counted in (32768, 40960, 131072):
+        assert read(rope_scaling=card, max_position_embeddings=counted).context_length == 131072
+    assert read(rope_scaling=card, max_position_embeddings=200000).context_length == 200000
+    assert read(rope_scaling={"type": "yarn", "factor": 8.0}).context_length == 4096
 
 
 def test_defaults_of_old_configs():
@@ -174,22 +230,21 @@ def test_defaults_of_old_configs():
         ({"vocab_size": ...}, "config.json has no 'vocab_size', which a llama model needs"),
         ({"hidden_size": "64"}, "config.json: 'hidden_size' must be a whole number, got '64'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"attn_logit_softcapping": 30.0}, "field 'attn_logit_softcapping' .* is not known"),
-        ({"qk_norm": True}, "field 'qk_norm'"),
+        ({"is_causal": False}, r"is_causal=False is not supported \(only True\)"),
+        ({"attention_chunk_size": 64}, "field 'attention_chunk_size' .* is not known"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "field 'per_layer_config'"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
-            r"fields \['beta_fast'\] of rope type 'linear'",
-        ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": "linear"}, "config.json: 'rope_scaling' must be an object, got 'linear'"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": "8"}},
             "rope_scaling: 'factor' must be a number from 1 to 1e\\+06, got '8'",
         ),
-        ({"rope_scaling": {"factor": 8.0}}, r"fields \['factor'\] of rope type 'default'"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"fields \['full_attention'\] of rope type 'default'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            r"\['full_attention'\] is not supported: this family has",
+        ),
         ({"num_attention_heads": 0}, "'num_attention_heads' must be at least 1, got 0"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers"),

@@ -169,10 +169,6 @@ BAD_CONFIGS = {
         "config.json: text_config is of gemma3, which contains another text model: pass the inner config\n",
     ),
     "tied to a word": (dict(tie_word_embeddings="yes"), "config.json: 'tie_word_embeddings' must be true or false, got 'yes'"),
-    "a new field": (
-        dict(vision_layers=3),
-        "config.json: field 'vision_layers' (3) is not known here and may change the model's",
-    ),
 }
 
 

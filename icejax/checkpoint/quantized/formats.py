@@ -6,8 +6,9 @@ as codes [O, I] with scales and zero points [O, G].
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,10 +19,11 @@ from icejax.checkpoint.quantized.layouts import FLOATS, Awq, Gptq, Layout, Packe
 from icejax.checkpoint.quantized.module_names import SOURCE, ModuleMatcher, module_names
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks import numbers
-from icejax.checks.errors import InputError, listed, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.models.hf.fields import Fields
-from icejax.models.hf.hf_config import finish
 
+LOG = logging.getLogger(__name__)
+SMALLEST_GROUP = 16  # columns per scale: fewer would take more bits than int8
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # never quantised
 # Fields about how codes were computed, or about other runtimes: they do not change what codes mean.
@@ -112,6 +114,8 @@ def method(raw: dict[str, Any]) -> str | None:
     if fields is None:
         return None
     name = Fields(fields, SOURCE).take("quant_method", str, default="")
+    if not name and {"bits", "group_size"} <= fields.keys():
+        raise InputError(f"{SOURCE} is MLX's, which is not read: take the folder it was made from, and round it by --quantize")
     if name not in METHODS:
         raise InputError(f"{SOURCE}: quant_method {quoted(name)} is not supported: expected one of {', '.join(METHODS)}")
     return name
@@ -140,6 +144,8 @@ def sources(
         unquantised = key.endswith(KEPT) or not (key.endswith(".weight") or len(shape) == 3)
         if unquantised or (layout is not None and len(shape) not in ((2, 3) if rounding is not None else (layout.axes,))):
             layout = None
+        if layout is not None and rounding is not None:
+            layout = replace(layout, block=(1, rounding.group_in(shape[-1])))
         parts = {key: Part(FLOATS, (shape,))}
         if layout is not None and rounding is None:  # a part under another parameter's key, as a bias, is left to it
             stored = {f"{layout.prefix(key)}{part}": value for part, value in layout.parts(shape).items()}
@@ -149,10 +155,23 @@ def sources(
 
 
 def check_groups(sources: Mapping[str, Source], columns: Mapping[str, int]) -> None:
-    """Raises InputError for matrices to be rounded whose number of columns, by key, does not divide into groups."""
-    groups = {key: source.method.group or 1 for key, source in sources.items() if source.method is not None}
-    if cut := [f"{key} has {columns[key]} columns" for key, group in groups.items() if columns[key] % group]:
-        raise InputError(f"groups of {max(groups.values())} columns do not divide all matrices: {listed(cut)}: use int8 or fp8")
+    """Logs that some matrices to be rounded get smaller groups; InputError if their groups would be too small.
+
+    Args:
+        columns: number of columns of each matrix, by key.
+    """
+    rounded = {key: source.method for key, source in sources.items() if source.method is not None and source.method.group}
+    sizes = {key: method.group_in(columns[key]) for key, method in rounded.items()}
+    if tiny := [key for key, size in sizes.items() if size < SMALLEST_GROUP]:
+        raise InputError(
+            f"int4 needs widths that {SMALLEST_GROUP} divides, and {tiny[0]} has {columns[tiny[0]]} columns "
+            f"({len(tiny)} of {len(sizes)} matrices): use int8 or fp8"
+        )
+    if smaller := [size for key, size in sizes.items() if size < rounded[key].group]:
+        LOG.warning(
+            "int4: groups have %s instead of 128 columns in %d of %d matrices, whose widths 128 does not divide",
+            " or ".join(map(str, sorted(set(smaller)))), len(smaller), len(sizes),
+        )  # fmt: skip
 
 
 def _layouts(raw: dict[str, Any]) -> Layouts:
@@ -161,7 +180,7 @@ def _layouts(raw: dict[str, Any]) -> Layouts:
         return lambda names: None
     fields = Fields(raw["quantization_config"], SOURCE)
     layouts = METHODS[name](fields)
-    finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    fields.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
     return layouts
 
 
@@ -204,7 +223,7 @@ def _compressed(fields: Fields) -> Layouts:
         group = Fields(raw, f"{SOURCE}: config_groups.{name}")
         targets, stored_format = module_names(group, "targets"), group.take("format", str, default=default)
         weights = group.take("weights", dict, default=None)
-        finish(group, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+        group.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
         if weights is not None:
             groups.append((targets, _compressed_layout(stored_format, Fields(weights, f"{group.source}.weights"))))
 
@@ -231,7 +250,7 @@ def _compressed_layout(stored_format: str, fields: Fields) -> Layout:
     numbers.one_of(f"{fields.source}: 'strategy'", strategy, tuple(blocks))
     if blocks[strategy] is None:
         raise InputError(f"{fields.source} has no 'block_structure', which the strategy 'block' needs")
-    finish(fields, neutral=NEUTRAL, irrelevant=IRRELEVANT)
+    fields.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
     if bits == 4 and kind == "float":
         return Float4(block=blocks[strategy], powers=stored_format == "mxfp4-pack-quantized")
     if stored_format == "pack-quantized":

@@ -14,9 +14,7 @@ from icejax.checks.errors import InputError
 from icejax.config import Latent, ModelConfig, Routing
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import (
-    IRRELEVANT,
     MOST_EXPERTS,
-    NEUTRAL,
     ROTARY_TABLES,
     SIGMOID,
     SOFTMAX,
@@ -28,17 +26,8 @@ from icejax.models.hf.hf_config import (
 
 # Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (("shared_expert.", "shared_experts."),)
-# Fields of training, or of other implementations.
-UNUSED = IRRELEVANT | {"aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"}
-# Options of DeepSeek's code, with the only values that transformers supports.
-FIXED = NEUTRAL | {
-    "decoder_sparse_step": (1,),
-    "moe_layer_freq": (1,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-}
 # Defaults of transformers for fields that a config lacks.
-V2 = dict(n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False)
+V2 = dict(n_shared_experts=2, first_k_dense_replace=0)
 V3 = dict(max_position_embeddings=4096, n_group=8, topk_group=4, routed_scaling_factor=2.5, first_k_dense_replace=3)
 
 
@@ -50,7 +39,10 @@ def ignored_keys(raw: dict[str, Any]) -> re.Pattern[str]:
 
 
 def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
-    """Returns the config of a `deepseek_v2` checkpoint: a group of experts is ranked by its best score."""
+    """Returns the config of a `deepseek_v2` checkpoint: a group of experts is ranked by its best score.
+
+    As in transformers, weights of experts are not normalised, whatever `norm_topk_prob` says.
+    """
     if (raw.get("topk_method") or "greedy") == "greedy":
         raw = raw | dict(n_group=1, topk_group=1)  # greedy routing ignores the groups of the config
     fields, values = latent(V2 | raw)
@@ -58,9 +50,8 @@ def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
     numbers.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
     values["mlp_bias"] = fields.take("mlp_bias", bool, default=False)
     values |= mixture(fields, values["num_hidden_layers"], routing=replace(SOFTMAX, group_best=1))
-    if values["experts"].routing.normalised:
-        raise InputError("config.json: norm_topk_prob=True is not supported (only False: transformers does not read it)")
-    finish(fields, neutral=FIXED | {"scoring_func": ("softmax",)}, irrelevant=UNUSED)
+    values["experts"] = replace(values["experts"], routing=replace(values["experts"].routing, normalised=False))
+    finish(fields)
     return ModelConfig(**values)
 
 
@@ -68,7 +59,7 @@ def read_v3_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `deepseek_v3` or `kimi_k2` checkpoint."""
     fields, values = latent(V3 | raw)
     values |= mixture(fields, values["num_hidden_layers"], routing=SIGMOID)
-    finish(fields, neutral=FIXED, irrelevant=UNUSED)
+    finish(fields)
     return ModelConfig(**values)
 
 

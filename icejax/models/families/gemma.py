@@ -25,17 +25,12 @@ DEFAULTS = dict(
     vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
     tie_word_embeddings=True,
 )  # fmt: skip
-ONLY = NEUTRAL | {
-    "hidden_act": ("gelu_pytorch_tanh",),
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "use_bidirectional_attention": (False,),
-}
+ONLY = NEUTRAL | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)}
 
 
 def read_gemma2_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `gemma2` checkpoint: every second layer slides, and attention scores have a soft cap."""
     fields, values = common(GEMMA2 | raw)
-    fields.taken |= {"sliding_window_size"}  # in some published configs; no code reads it
     values |= _form(fields, values) | dict(attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"))
     layers, window = values["num_hidden_layers"], fields.whole("sliding_window", default=4096)
     values |= layer_types(fields, layers, window=window, sliding=range(0, layers, 2))
@@ -47,7 +42,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `gemma3_text` checkpoint: five sliding layers to one full layer, and a RoPE for each type."""
     theta, sliding_theta = raw.get("rope_theta") or 1e6, raw.get("rope_local_base_freq") or 1e4
     fields, values = common_by_type(DEFAULTS | raw, full=theta, sliding=sliding_theta)
-    fields.taken |= {"rope_local_base_freq", "_sliding_window_pattern"}
+    fields.taken.add("rope_local_base_freq")
     layers, scaling = values["num_hidden_layers"], values["rope_scaling"]
     if scaling is not None and scaling.rope_type == "linear":  # max_position_embeddings includes the factor
         context = values["max_position_embeddings"]

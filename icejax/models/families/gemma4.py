@@ -27,13 +27,6 @@ ROPE = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor":
 ONLY = gemma.ONLY | {
     "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_bidirectional_attention": ("vision",),
 }  # fmt: skip
-UNUSED = {
-    "vocab_size_per_layer_input",
-    "use_double_wide_mlp",
-    "per_layer_config",
-    "global_head_dim",
-    "num_global_key_value_heads",
-}
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -82,7 +75,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         final_logit_softcapping=fields.number("final_logit_softcapping", least=0, most=1e6, above=True, default=None),
         experts=_experts(fields) if fields.take("enable_moe_block", bool, default=False) else None,
     )
-    fields.taken |= early.taken | UNUSED | {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    fields.taken |= early.taken | {"num_experts", "top_k_experts", "moe_intermediate_size"}
     finish(fields, neutral=ONLY)
     return ModelConfig(**values)
 

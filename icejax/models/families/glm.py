@@ -6,7 +6,7 @@ from typing import Any
 
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
-from icejax.models.families.deepseek import FIXED, UNUSED, latent, mixture
+from icejax.models.families.deepseek import latent, mixture
 from icejax.models.hf.hf_config import SIGMOID, common, finish, layer_types
 
 MLPS = ("dense", "sparse")
@@ -24,7 +24,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     )
     values |= layer_types(fields, layers, window=None, sliding=range(0))
     values |= mixture(fields, layers, routing=SIGMOID)
-    finish(fields, neutral=FIXED)
+    finish(fields)
     return ModelConfig(**values)
 
 
@@ -39,5 +39,5 @@ def read_lite_config(raw: dict[str, Any]) -> ModelConfig:
             got = f"{quoted(listed)} ({len(listed)})"
             raise InputError(f"config.json: mlp_layer_types must name dense or sparse for {layers} layers, got {got}")
         values["dense_layers"] = tuple(i for i, kind in enumerate(listed) if kind == "dense")
-    finish(fields, neutral=FIXED, irrelevant=UNUSED)
+    finish(fields)
     return ModelConfig(**values)

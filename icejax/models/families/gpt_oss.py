@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from icejax.config import ExpertForm, ModelConfig
-from icejax.models.hf.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
+from icejax.models.hf.hf_config import SOFTMAX, common, experts, finish, layer_types
 
 # Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (("mlp.gate.", "mlp.router."),)
@@ -28,6 +28,5 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     # A softmax over the chosen logits equals the softmax over all logits, normalised over the chosen.
     mixture = experts(fields, count="num_local_experts", size="intermediate_size", routing=replace(SOFTMAX, biased=True))
     mixture = replace(mixture, form=ExpertForm(limit=limit, alpha=alpha, biased=True))
-    fields.taken.add("initial_context_length")
-    finish(fields, neutral=NEUTRAL | {"experts_per_token": (mixture.chosen,)})
+    finish(fields)
     return ModelConfig(**values, experts=mixture)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
 from icejax.models.families import mixtral
 from icejax.models.hf.fields import Fields
@@ -12,12 +11,6 @@ from icejax.models.hf.hf_config import SIGMOID, common, experts, finish, layer_t
 
 # Parts of parameter names: ours, and those of the family's checkpoints.
 RENAMED = (("mlp.gate.e_score", "block_sparse_moe.e_score"), *mixtral.RENAMED)
-# Options of the family's own code, with the only values that transformers supports; then fields of multi-token prediction.
-FIXED = {
-    "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": True,
-    "use_routing_bias": True, "norm_topk_prob": True,
-}  # fmt: skip
-UNUSED = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size")
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -26,13 +19,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     size = early.whole("head_dim", most=2**12, default=128)
     rotated = early.whole("rotary_dim", least=4, most=size, default=size)
     fields, values = common({"head_dim": 128, "rope_theta": 5e6, **raw}, part=rotated / size)
-    for name, value in FIXED.items():
-        if (stated := fields.take(name, object, default=value)) != value:
-            raise InputError(f"config.json: {name}={quoted(stated)} is not supported (only {value!r})")
-    types = fields.take("attn_type_list", list, default=[])
-    if any(kind != 1 for kind in types):
-        raise InputError(f"config.json: attn_type_list={quoted(types)} is not supported (only 1, full attention)")
-    fields.taken |= {"rotary_dim", *UNUSED}
+    fields.taken.add("rotary_dim")
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm="all")
     values |= layer_types(fields, values["num_hidden_layers"], window=None, sliding=range(0))
     mixture = experts(fields, count="num_local_experts", size="intermediate_size", routing=SIGMOID)

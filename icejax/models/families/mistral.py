@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.families.deepseek import FIXED, UNUSED, latent, mixture
+from icejax.models.families.deepseek import latent, mixture
 from icejax.models.hf.fields import Fields
 from icejax.models.hf.hf_config import SOFTMAX, common, finish, layer_types
 
@@ -32,7 +32,7 @@ def read_mistral4_config(raw: dict[str, Any]) -> ModelConfig:
     fields, values = latent({"first_k_dense_replace": 0, **raw}, of_whole=True, yarn_fields=YARN_FIELDS)
     fields.take("rope_parameters", dict)
     values |= mixture(fields, values["num_hidden_layers"], routing=SOFTMAX)
-    finish(fields, neutral=FIXED | {"scoring_func": ("softmax",)}, irrelevant=UNUSED)
+    finish(fields)
     return ModelConfig(**values)
 
 

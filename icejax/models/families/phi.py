@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from icejax.config import ModelConfig
-from icejax.models.hf.hf_config import NEUTRAL, common, finish, layer_types
+from icejax.models.hf.hf_config import common, finish, layer_types
 
-# Options of the family's own code, with the only values that transformers supports.
-ONLY = NEUTRAL | {
-    "attention_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,),
-    "mlp_bias": (False,),
-}  # fmt: skip
 LENGTHS = dict(max_position_embeddings=4096, original_max_position_embeddings=4096)  # defaults
 
 
@@ -24,5 +19,5 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
     values |= dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=None)
     layers, window = values["num_hidden_layers"], fields.whole("sliding_window", default=None)
     values |= layer_types(fields, layers, window=window, sliding=None)
-    finish(fields, neutral=ONLY)
+    finish(fields)
     return ModelConfig(**values)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from icejax.checks import numbers
 from icejax.config import ModelConfig
 from icejax.models.hf.fields import Fields
-from icejax.models.hf.hf_config import NEUTRAL, SOFTMAX, common, experts, finish, layer_types
-
-# Fields of Qwen3-Coder configs that state what all `qwen3_moe` models have.
-CODER = NEUTRAL | {"qkv_bias": (False,), "shared_expert_intermediate_size": (0,), "use_qk_norm": (True,)}
+from icejax.models.hf.hf_config import SOFTMAX, common, experts, finish, layer_types
 
 
 def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
@@ -39,7 +36,7 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
 
 def read_qwen3_moe_config(raw: dict[str, Any]) -> ModelConfig:
     """Returns the config of a `qwen3_moe` checkpoint: head_dim is hidden size / heads by default, a window is on all layers."""
-    return _read(raw, _normed, None, lambda fields: 0, CODER)
+    return _read(raw, _normed, None, lambda fields: 0)
 
 
 def _normed(fields: Fields) -> dict[str, Any]:
@@ -52,7 +49,6 @@ def _read(
     attention: Callable[[Fields], dict[str, Any]],
     sliding: Callable[[int, int], range] | None,
     shared: Callable[[Fields], int] | None = None,
-    neutral: Mapping[str, tuple] = NEUTRAL,
 ) -> ModelConfig:
     """Returns the config of any Qwen family.
 
@@ -61,7 +57,6 @@ def _read(
         sliding: (`max_window_layers`, number of layers) -> the sliding layers, if there is a window and no list of layer types;
             None: all layers.
         shared: fields -> size of the shared expert, 0 without one; None: the family has no experts.
-        neutral: as in `finish`.
     """
     fields, values = common(raw)
     layers = values["num_hidden_layers"]
@@ -72,7 +67,7 @@ def _read(
     values |= attention(fields) | layer_types(fields, layers, window=window, sliding=sliding_layers)
     if shared is not None:
         values |= _mixture(fields, layers, shared(fields))
-    finish(fields, neutral=neutral)
+    finish(fields)
     return ModelConfig(**values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any
 
 from icejax.checks import numbers
@@ -48,12 +49,37 @@ class Fields:
         return numbers.number(f"{self.source}: {name!r}", value, least=least, most=most, above=above)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Returns a field of one or several token ids as a tuple; ids may exceed the vocabulary, as in published configs."""
+        """Returns a field of one or several token ids as a tuple.
+
+        As in published configs, ids may exceed the vocabulary, and -1 stands for no token.
+        """
         value = self._value(name, default=[])
         ids = value if isinstance(value, list) else [value]
         if len(ids) > MOST_EOS:
             raise InputError(f"{self.source}: {name!r} must be a token id or at most {MOST_EOS} of them, got {len(ids)}")
-        return tuple(numbers.integer(f"{self.source}: {name!r}", token, least=0) for token in ids)
+        checked = (numbers.integer(f"{self.source}: {name!r}", token, least=-1) for token in ids)
+        return tuple(token for token in checked if token >= 0)
+
+    def others(self) -> set[str]:
+        """Returns the names of the fields that have a value and were not read."""
+        return {name for name, value in self.raw.items() if value is not None} - self.taken
+
+    def refuse_others(self, *, neutral: Mapping[str, tuple], irrelevant: Set[str]) -> None:
+        """Raises InputError for the first field that was not read and may change numbers.
+
+        Args:
+            neutral: the values of fields that change none.
+            irrelevant: fields that change none.
+        """
+        others = self.others() - irrelevant
+        for name, value in self.raw.items():
+            if name not in others or value in neutral.get(name, ()):
+                continue
+            if name in neutral:
+                raise InputError(f"{self.source}: {name}={quoted(value)} is not supported (only {neutral[name][0]!r})")
+            raise InputError(
+                f"{self.source}: field {quoted(name)} ({quoted(value)}) is not known here and may change the model's numbers"
+            )
 
     def _value(self, name: str, default: Any) -> Any:
         self.taken.add(name)

@@ -1,17 +1,20 @@
 """Reads the fields of a Hugging Face config.json that families share; each family calls `common` first and `finish` last.
 
-Every field must be read, be known not to change logits, or raise an error that names it.
+A field that transformers reads must be read, be known not to change logits, or raise an error that names it. A field that
+transformers ignores is ignored.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Mapping
 from typing import Any
 
+from icejax.checks import errors
 from icejax.checks.errors import InputError, quoted
 from icejax.config import Experts, Rope, Routing
 from icejax.models.hf.fields import Fields
+from icejax.models.hf.reference_fields import BY_FAMILY, EVERYWHERE
 from icejax.models.hf.rope_scaling import by_type, rope
 
 LOG = logging.getLogger(__name__)
@@ -19,47 +22,30 @@ MOST_EXPERTS = 1024
 ROTARY_TABLES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in old checkpoints; computed from the config here
 SOFTMAX = Routing(score="softmax", choice_bias=False, groups=1, chosen_groups=1, group_best=2, normalised=True, factor=1.0)
 SIGMOID = Routing(score="sigmoid", choice_bias=True, groups=1, chosen_groups=1, group_best=2, normalised=True, factor=1.0)
-# Fields that change no logit here; `checkpoint/quantized/formats.py` reads quantization_config.
+# Fields that transformers reads and that change no logit; `checkpoint/quantized/formats.py` reads quantization_config.
 IRRELEVANT = frozenset(
-    """architectures attention_dropout _attn_implementation attn_implementation _attn_implementation_autoset auto_map
-    bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype
-    embd_pdrop eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder is_llama_config
-    keys_to_ignore_at_inference label2id max_length max_sequence_length model_max_length model_type _name_or_path
-    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type
-    quantization_config resid_pdrop return_dict rope_parameters rope_scaling rope_theta router_aux_loss_coef
-    router_jitter_noise sliding_window tokenizer_class torch_dtype transformers.js_config transformers_version
-    unsloth_fixed unsloth_version use_cache use_return_dict use_sliding_window""".split()
+    """architectures attention_dropout attn_implementation bos_token_id chunk_size_feed_forward dtype embd_pdrop eos_token_id
+    experts_implementation id2label initializer_range is_encoder_decoder label2id name_or_path num_labels num_mtp_layers
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim
+    resid_pdrop return_dict rope_parameters rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sliding_window
+    torch_dtype transformers_version use_cache use_double_wide_mlp use_sliding_window vocab_size_per_layer_input""".split()
 )
+# Fields of folders that nobody needs to be told of: no code of transformers computes with them.
+USUAL = frozenset("auto_map model_type _name_or_path quantization_config".split())
 # Fields that may change logits, with the only supported values.
-NEUTRAL = {
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "hidden_act": ("silu",),
-    "logits_soft_cap": (None,),
-    "partial_rotary_factor": (1.0,),
-    "pruned_heads": ({},),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-    "tie_encoder_decoder": (False,),
-    "torchscript": (False,),
-}
+NEUTRAL = {"hidden_act": ("silu",), "is_causal": (True,), "partial_rotary_factor": (1.0,)}
 
 
-def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL, irrelevant: Set[str] = IRRELEVANT) -> None:
-    """Raises InputError for a field that may change logits and was not read.
+def finish(fields: Fields, *, neutral: Mapping[str, tuple] = NEUTRAL) -> None:
+    """Raises InputError for a field that may change logits and was not read: transformers' code of the family reads it.
 
     Args:
         neutral: supported values of fields that are not read.
-        irrelevant: fields that change no logit.
     """
-    for name, value in fields.raw.items():
-        if name in neutral and name not in fields.taken:
-            if value is not None and value not in neutral[name]:
-                raise InputError(f"{fields.source}: {name}={quoted(value)} is not supported (only {neutral[name][0]!r})")
-        elif name not in fields.taken and name not in irrelevant and value is not None:
-            raise InputError(
-                f"{fields.source}: field {quoted(name)} ({quoted(value)}) is not known here and may change the model's numbers"
-            )
+    read = EVERYWHERE | BY_FAMILY[fields.raw["model_type"]]
+    if ignored := sorted(fields.others() - read - USUAL):
+        LOG.info("%s: fields that transformers ignores are ignored: %s", fields.source, errors.listed([*map(quoted, ignored)]))
+    fields.refuse_others(neutral=neutral, irrelevant=IRRELEVANT | set(ignored) | USUAL)
 
 
 def common(

@@ -18,7 +18,7 @@ ROPE_FIELDS = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate", "attn_factor", "finetuned",
+        "mscale_all_dim", "truncate", "finetuned",
     },
     "proportional": {"factor", "partial_rotary_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
@@ -86,12 +86,11 @@ def rope(
     if kind not in ROPE_FIELDS:
         raise InputError(f"{form.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
     known = form.taken | ROPE_FIELDS[kind] | (yarn_fields if kind == "yarn" else set())
-    unknown = sorted(key for key, value in form.raw.items() if value is not None and key not in known)
-    if unknown:
-        raise InputError(
-            f"{form.source}: fields {quoted(unknown)} of rope type {kind!r} are not known here "
-            "and may change the model's numbers"
-        )
+    ignored = {key: value for key, value in form.raw.items() if value is not None and key not in known}
+    if nested := sorted(key for key, value in ignored.items() if isinstance(value, dict)):
+        raise InputError(f"{form.source}: {quoted(nested)} is not supported: this family has one rope for all layers")
+    if ignored:
+        LOG.warning("%s: rope type %r does not use %s, as in transformers", form.source, kind, ", ".join(map(quoted, ignored)))
     # As in transformers, the outer field takes precedence.
     original = form.whole("original_max_position_embeddings", default=max_position_embeddings)
     original = fields.whole("original_max_position_embeddings", default=original)
@@ -106,16 +105,14 @@ def rope(
         raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
     if factor is None:
         factor = numbers.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
-    if kind in ("linear", "dynamic") and max_position_embeddings * factor > numbers.LARGEST:
-        raise InputError(f"{form.source}: a context of {max_position_embeddings} x {factor:g} tokens is too long to count")
+    if kind in ("linear", "dynamic", "yarn") and original * factor > numbers.LARGEST:
+        raise InputError(f"{form.source}: a context of {original} x {factor:g} tokens is too long to count")
     options: dict[str, Any] = {}
     if kind == "llama3":
         options = {key: form.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
         if options["low_freq_factor"] >= options["high_freq_factor"]:
             raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(options)}")
     if kind == "yarn":
-        if form.raw.get("attn_factor") is not None:
-            LOG.warning("%s: attn_factor is not used, as in transformers", form.source)
         attention, scores = _yarn_factors(form, factor)
         options = dict(
             attention_factor=attention,
