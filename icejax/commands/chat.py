@@ -19,7 +19,7 @@ from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start
 from icejax.commands.memory import report_out_of_memory
-from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, write
+from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, uncut, write
 from icejax.commands.requests import read_text
 from icejax.commands.show import progress
 from icejax.engine.request import AnswerOptions
@@ -126,6 +126,7 @@ class Chat:
         text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
         pieces, save_to = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
+            stack.enter_context(uncut())
             if sys.stdin.isatty():
                 stack.enter_context(instead_of_ending(pressed.set))
             bars = stack.enter_context(progress(self._console))

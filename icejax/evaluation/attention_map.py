@@ -74,7 +74,7 @@ class Explanation:
                 np.add.at(total, positions[head, pages[head][in_prompt]][page_weights > 0], page_weights[page_weights > 0])
 
     def save(self, picture: Path) -> None:
-        """Writes the picture, and the same numbers beside it as JSON; each file is written whole or not at all, for the user alone.
+        """Writes the picture, and the same numbers beside it as JSON, for the user alone; each is written whole or not at all.
 
         Raises:
             InputError: a file cannot be written.
