@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -22,6 +22,7 @@ from prompt_toolkit.output.defaults import create_output
 
 from icejax.checks.errors import InputError
 from icejax.commands.process import listen
+from icejax.commands.texts import most_bytes, too_long
 from icejax.files import private
 
 LOG = logging.getLogger(__name__)
@@ -74,10 +75,13 @@ def _history() -> History:
     return FileHistory(str(file))
 
 
-def piped() -> Iterator[str]:
-    """Yields the lines of stdin; InputError if they are not text."""
+def piped(context_length: Callable[[], int]) -> Iterator[str]:
+    """Yields the lines of stdin; InputError if they are not text, or longer than the present context can take."""
     try:
-        for line in sys.stdin:
-            yield line.removesuffix("\n")
+        while line := sys.stdin.readline(most_bytes(context_length()) + 1):
+            text = line.removesuffix("\n")
+            if len(text) > most_bytes(context_length()):
+                raise too_long("a line of stdin", "characters", context_length())
+            yield text
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not {error.encoding} text: convert it first") from None

@@ -162,7 +162,7 @@ def test_wrong_options_are_told_before_the_model_is_loaded(capsys, monkeypatch, 
 
 def test_without_a_template_nothing_is_asked(bundled, capsys, monkeypatch):
     monkeypatch.setattr(chat, "load", lambda *_: bundled)
-    monkeypatch.setattr(chat, "piped", lambda: pytest.fail("it asked"))
+    monkeypatch.setattr(chat, "piped", lambda _: pytest.fail("it asked"))
     assert chat.main([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("icejax chat: error: the tokenizer has no chat template: ") and err.count("\n") == 1
@@ -213,7 +213,7 @@ def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch)
     monkeypatch.setattr(Session, "stream_chat", stream_chat)
     monkeypatch.setattr(chat, "instead_of_ending", lambda action: _record_handler(handlers, action))
     monkeypatch.setattr(io, "StringIO", Typed)
-    monkeypatch.setattr(chat, "typed", lines.piped)
+    monkeypatch.setattr(chat, "typed", lambda: lines.piped(lambda: 600))
     status, out, err = talk("stop", "a", "stop", "b")
     assert (status, "\n".join(out)) == (0, "\n".join(expected))
     assert err == ["ended before there was an answer: the message is not part of the conversation"]
