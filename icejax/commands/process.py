@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from icejax.checks.errors import InputError, printable
 from icejax.files.unfinished import remove_unfinished
+from icejax.text import tokenizer_errors
 
 BROKEN_PIPE = 141  # exit status, as a shell reports this signal
 ENDINGS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}  # line and exit status of each signal
@@ -51,6 +52,7 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
     _own_signals()
+    tokenizer_errors.own_stderr()
     warnings.showwarning = lambda message, category, *_, **__: LOG.warning("%s: %s", category.__name__, message)
     sys.modules.setdefault("torch", None)  # keeps transformers from importing torch, which takes seconds and has no use here
     if not is_unicode():
@@ -214,6 +216,7 @@ def _watch() -> None:
 def _end(number: signal.Signals) -> NoReturn:
     """Ends the process as a signal asks, with the terminal as it was when the command began."""
     line, status = ENDINGS[number]
+    tokenizer_errors.show_stderr()
     # A progress bar hides the cursor, and a prompt has the terminal mark pasted text.
     _complain(("\x1b[?25h\x1b[?2004l" if sys.stderr.isatty() else "") + f"\n{line}")
     remove_unfinished(seconds=REMOVE_S)
