@@ -15,7 +15,7 @@ import pytest
 import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
-from icejax.commands import chat, lines
+from icejax.commands import chat, lines, process
 from icejax.files.atomic_folder import claim
 from icejax.session import storage
 from icejax.session.session import Session
@@ -77,6 +77,21 @@ def test_reset_begins_anew_and_files_can_be_left_out(talk, chatting):
     expected = answers(chatting, "a", system="s") + answers(chatting, "b", system="s")
     assert (status, "\n".join(out)) == (0, "\n".join(expected))
     assert [line.split() for line in err[1:]] == [["messages", "1"], ["tokens", "0", "of", "600"]]
+
+
+def test_a_warning_comes_behind_the_answer_it_falls_into(talk, monkeypatch):
+    events, stream_chat = [], Session.stream_chat
+
+    def warning_stream(self, *arguments, **options):
+        for piece in stream_chat(self, *arguments, **options):
+            yield piece
+            process.LOG.warning("the disk is full")
+
+    monkeypatch.setattr(Session, "stream_chat", warning_stream)
+    monkeypatch.setattr(chat, "write", lambda text, write=process.write: (events.append(text), write(text)))
+    monkeypatch.setattr(process, "_complain", events.append)
+    assert talk("a")[0] == 0
+    assert len(events) > 4 and events[-2:] == ["\n", "icejax chat: warning: the disk is full"]
 
 
 def test_a_conversation_is_kept_and_gone_on_with(talk, chatting, tmp_path):
