@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from icejax.checks.errors import InputError, input_error_from, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import POSITIONS, integer, is_unicode
 from icejax.engine.request import Request
 from icejax.models.decoder import CausalLM
 from icejax.text.chat_template import render
+from icejax.text.tokenizer_errors import tokenizer_error_from
 
 LOG = logging.getLogger(__name__)
 PROBED = (16, 512, 16384)  # characters of the first, short tries of a tokenizer
@@ -140,7 +141,7 @@ def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -
     short_lengths = (n for n in PROBED if n < 2 * enough)
     for characters in itertools.chain(short_lengths, (2 * enough * 4**i for i in itertools.count())):
         started = time.perf_counter()
-        with input_error_from("the tokenizer fails"):
+        with tokenizer_error_from("the tokenizer fails"):
             ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
         seconds, count = time.perf_counter() - started, min(characters, len(prompt))
         if seconds > 2 + count * SLOWEST:

@@ -19,9 +19,9 @@ from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start
 from icejax.commands.memory import report_out_of_memory
-from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, write
-from icejax.commands.requests import read_text
+from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, uncut, write
 from icejax.commands.show import progress
+from icejax.commands.texts import read_text
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.files.atomic_folder import Claim, claim
@@ -54,7 +54,7 @@ def _run(argv: list[str] | None, name: str) -> None:
     manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
     with report_out_of_memory("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
         chat = Chat(arguments, answer, session_claim, name=name)
-        for text in typed() if sys.stdin.isatty() else piped():
+        for text in typed() if sys.stdin.isatty() else piped(lambda: chat.context_length):
             if not chat.take(text):
                 break
 
@@ -93,6 +93,11 @@ class Chat:
             "/help": lambda _: self._tell(HELP),
         }
 
+    @property
+    def context_length(self) -> int:
+        """The largest number of tokens of the conversation."""
+        return self._session.context_length
+
     def take(self, text: str) -> bool:
         """Runs a command or answers a message; False for /quit. An InputError is printed in one line."""
         word, *rest = text.split(maxsplit=1) or [""]
@@ -126,6 +131,7 @@ class Chat:
         text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
         pieces, save_to = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
+            stack.enter_context(uncut())
             if sys.stdin.isatty():
                 stack.enter_context(instead_of_ending(pressed.set))
             bars = stack.enter_context(progress(self._console))
@@ -156,7 +162,7 @@ class Chat:
         if not path:
             self._files = []
             return
-        self._files.append(read_text(Path(os.path.expanduser(path))))
+        self._files.append(read_text(Path(os.path.expanduser(path)), context_length=self.context_length))
         self._tell(f"{len(self._files[-1]):,} characters go in front of the next message")
 
     def _save(self, folder: str) -> None:

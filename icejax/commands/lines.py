@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.enums import DEFAULT_BUFFER
@@ -21,6 +22,8 @@ from prompt_toolkit.output.defaults import create_output
 
 from icejax.checks.errors import InputError
 from icejax.commands.process import listen
+from icejax.commands.texts import most_bytes, too_long
+from icejax.files import private
 
 LOG = logging.getLogger(__name__)
 
@@ -58,22 +61,27 @@ def typed(*, source: Input | None = None, shown: Output | None = None) -> Iterat
 
 
 def _history() -> History:
-    """Returns the history of messages, kept in a file if it can be written."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    file = os.path.join(home, "icejax", "chat")
+    """Returns the history of messages, kept in a file that only the user may read, if it can be written."""
+    file = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "icejax" / "chat"
     try:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # others must not read the messages
+        private.make_folder(file.parent)
+        file.parent.chmod(0o700)  # an older icejax left both to the umask
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        os.fchmod(descriptor, 0o600)
+        os.close(descriptor)
     except OSError as error:
         LOG.warning("what is typed is forgotten at the end: %s cannot be written (%s)", file, error.strerror)
         return InMemoryHistory()
-    return FileHistory(file)
+    return FileHistory(str(file))
 
 
-def piped() -> Iterator[str]:
-    """Yields the lines of stdin; InputError if they are not text."""
+def piped(context_length: Callable[[], int]) -> Iterator[str]:
+    """Yields the lines of stdin; InputError if they are not text, or longer than the present context can take."""
     try:
-        for line in sys.stdin:
-            yield line.removesuffix("\n")
+        while line := sys.stdin.readline(most_bytes(context_length()) + 1):
+            text = line.removesuffix("\n")
+            if len(text) > most_bytes(context_length()):
+                raise too_long("a line of stdin", "characters", context_length())
+            yield text
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not {error.encoding} text: convert it first") from None

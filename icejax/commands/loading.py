@@ -1,4 +1,4 @@
-"""Loads what a command needs before it answers: the compile cache, a model and its tokenizer, a session.
+"""Loads what a command needs before it answers: the compile cache, a model and its tokenizer, a session, a context length.
 
 `icejax.commands.generate` and `icejax.commands.chat` call it.
 """
@@ -14,12 +14,30 @@ from rich.console import Console
 
 from icejax.api import generate
 from icejax.api.prompts import first_messages
+from icejax.checkpoint.load import open_checkpoint
 from icejax.checks.errors import InputError
+from icejax.checks.numbers import POSITIONS, integer
 from icejax.commands import options
 from icejax.commands.show import progress
+from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_cache import keep_programs
 from icejax.session.session import Session
+from icejax.session.storage import read_session
+
+
+def context_length(arguments: argparse.Namespace) -> int:
+    """Returns the context length for which prompts are read, before the model is loaded; for a hub id the longest one.
+
+    Raises:
+        InputError: --context-length is out of range, or the model's config or the session cannot be read.
+    """
+    if arguments.context_length is not None:
+        return integer("context_length", arguments.context_length, most=POSITIONS)
+    if arguments.session is not None and arguments.session.exists():
+        return read_session(arguments.session).about.context_length
+    folder = current_folder(Path(generate.ASSETS if arguments.model is None else arguments.model).expanduser())
+    return open_checkpoint(folder).config.context_length if folder.is_dir() else POSITIONS
 
 
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:

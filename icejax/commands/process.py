@@ -13,28 +13,36 @@ import re
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from icejax.checks.errors import InputError, printable
 from icejax.files.unfinished import remove_unfinished
+from icejax.text import tokenizer_errors
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # exit statuses, as a shell reports these signals
-REMOVE_S = 2.0  # seconds for removing unfinished files and folders after Ctrl-C
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+BROKEN_PIPE = 141  # exit status, as a shell reports this signal
+ENDINGS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}  # line and exit status of each signal
+REMOVE_S = 2.0  # seconds for removing unfinished files and folders after a signal
+# All control characters but tab and newline, and those that turn the direction of the text around them.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 LOG = logging.getLogger("icejax")
 _instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
 _wakeup: list[socket.socket] = []
+_answers: list[_Answer] = []  # the answer that is being written
+_terminal: list[Any] = []  # settings of the terminal of stdin when the command began
 
 
 def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str) -> NoReturn:
     """Imports `module`, runs its `main(argv, name=name, **more)` and ends the process with the returned status; see `ending`.
 
-    From here on Ctrl-C ends the process with one line and status 130, even while it imports, compiles or computes. Python's
-    KeyboardInterrupt would wait for C code to return, and is lost inside a callback.
+    From here on Ctrl-C ends the process with one line and status 130, even while it imports, compiles or computes, and SIGTERM
+    with status 143. Python's KeyboardInterrupt would wait for C code to return, and is lost inside a callback.
     """
     if sys.stdin is None:  # stdin is closed: the next opened file would take its number
         sys.stdin = open(os.devnull)
@@ -43,7 +51,9 @@ def launch(module: str, argv: list[str] | None = None, *, name: str, **more: str
         os._exit(2)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
-    _own_interrupts()
+    _own_signals()
+    tokenizer_errors.own_stderr()
+    warnings.showwarning = lambda message, category, *_, **__: LOG.warning("%s: %s", category.__name__, message)
     sys.modules.setdefault("torch", None)  # keeps transformers from importing torch, which takes seconds and has no use here
     if not is_unicode():
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -97,11 +107,38 @@ class _Warnings(logging.Handler):
         message = record.getMessage()
         if message not in self._told:
             self._told.add(message)
-            _complain(printable(f"{self._name}: {record.levelname.lower()}: {message}"))
+            line = printable(f"{self._name}: {record.levelname.lower()}: {message}")
+            if _answers and _answers[-1].begun:
+                _answers[-1].lines.append(line)
+            else:
+                _complain(line)
+
+
+@dataclass
+class _Answer:
+    """An answer that is written piece by piece: whether text of it is out, and lines of the log that wait for its end."""
+
+    begun: bool = False
+    lines: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def uncut() -> Iterator[None]:
+    """Prints no line of the log between the pieces of text that the block writes, but before or after them."""
+    answer = _Answer()
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.remove(answer)
+        for line in answer.lines:
+            _complain(line)
 
 
 def write(text: str) -> None:
     """Writes `text` to stdout at once; OutputError if stdout cannot be written."""
+    if _answers and text:
+        _answers[-1].begun = True
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -132,11 +169,14 @@ def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
         _instead.remove(action)
 
 
-def _own_interrupts() -> None:
-    """Starts the thread that handles Ctrl-C."""
+def _own_signals() -> None:
+    """Starts the thread that handles Ctrl-C and SIGTERM."""
     _wakeup.extend(socket.socketpair())
     for end in _wakeup:
         end.setblocking(end is _wakeup[0])
+    with contextlib.suppress(OSError, termios.error, ValueError):  # stdin is no terminal
+        _terminal.append(termios.tcgetattr(sys.stdin.fileno()))
+    signal.signal(signal.SIGTERM, _terminate)
     listen()
     threading.Thread(target=_watch, daemon=True).start()
 
@@ -154,18 +194,36 @@ def _pause(*_: object) -> None:
         time.sleep(1)
 
 
-def _watch() -> None:
-    """Waits for Ctrl-C, then calls the last action of `instead_of_ending`, or ends the process."""
+def _terminate(*_: object) -> None:
+    """Tells the other thread of SIGTERM, which a prompt's own handling of signals hides from it, and holds the main thread."""
+    _wakeup[1].send(bytes([signal.SIGTERM]))
     while True:
-        if signal.SIGINT not in _wakeup[0].recv(64):
-            continue
-        if _instead:
+        time.sleep(1)
+
+
+def _watch() -> None:
+    """Waits for signals. Ctrl-C calls the last action of `instead_of_ending`, if any; otherwise the process ends."""
+    while True:
+        signals = _wakeup[0].recv(64)
+        if signal.SIGTERM in signals:
+            _end(signal.SIGTERM)
+        elif signal.SIGINT in signals and _instead:
             _instead[-1]()
-            continue
-        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
-        _complain(f"{show_cursor}\ninterrupted")
-        remove_unfinished(seconds=REMOVE_S)
-        os._exit(INTERRUPTED)
+        elif signal.SIGINT in signals:
+            _end(signal.SIGINT)
+
+
+def _end(number: signal.Signals) -> NoReturn:
+    """Ends the process as a signal asks, with the terminal as it was when the command began."""
+    line, status = ENDINGS[number]
+    tokenizer_errors.show_stderr()
+    # A progress bar hides the cursor, and a prompt has the terminal mark pasted text.
+    _complain(("\x1b[?25h\x1b[?2004l" if sys.stderr.isatty() else "") + f"\n{line}")
+    remove_unfinished(seconds=REMOVE_S)
+    with contextlib.suppress(OSError, termios.error):
+        if _terminal and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp():  # in the background the system would stop it
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, _terminal[0])
+    os._exit(status)
 
 
 def _complain(line: str) -> None:

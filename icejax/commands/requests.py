@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from icejax.api.generate import ASSETS
@@ -19,6 +17,8 @@ from icejax.api.prompts import chat, first_messages
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.checks.numbers import integer, is_unicode
+from icejax.commands.loading import context_length
+from icejax.commands.texts import read_lines, read_stdin, read_text
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import Sampling
 from icejax.text.chat_template import render
@@ -123,38 +123,23 @@ def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
     """Returns the prompts of the command line; InputError if there is none, or one cannot be read."""
     if arguments.prompt.count("-") > 1:
         raise InputError("--prompt - is given more than once: standard input can be read only once")
-    prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
-    prompt_lines, path = [PromptLine(prompt=prompt) for prompt in prompts], arguments.prompt_file
+    prompt_lines, path = [], arguments.prompt_file
+    for prompt in arguments.prompt:
+        text = read_stdin(context_length=context_length(arguments)) if prompt == "-" else prompt
+        prompt_lines.append(PromptLine(prompt=text))
     if path is None and not prompt_lines:
         if arguments.model is not None:
             raise InputError("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
         path = BUNDLED_PROMPT
     if path is None:
         return prompt_lines
-    text = read_text(path)
+    length = context_length(arguments)
     if path.suffix != ".jsonl":
-        return [*prompt_lines, PromptLine(prompt=text)]
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at characters that JSON leaves unescaped
-        if line.strip():
-            prompt_lines.append(_line(f"{path}, line {number}", line))
+        return [*prompt_lines, PromptLine(prompt=read_text(path, context_length=length))]
+    prompt_lines += [_line(source, line) for source, line in read_lines(path, context_length=length)]
     if not prompt_lines:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
     return prompt_lines
-
-
-def read_text(path: Path) -> str:
-    """Returns the text of a file; InputError if it cannot be read or is not UTF-8."""
-    try:
-        return _decode(str(path), path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _decode(source: str, content: bytes) -> str:
-    try:
-        return content.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{source} is not UTF-8 text (byte {error.start}): convert it first") from None
 
 
 def _line(source: str, line: str) -> PromptLine:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from icejax.commands.process import escaped, is_unicode, write
+from icejax.commands.process import escaped, is_unicode, uncut, write
 from icejax.engine.response import GenerationResponse, join
 from icejax.runtime.compile_clock import clock
 
@@ -45,19 +46,20 @@ def answers(
     """Returns the whole answers of one batch; with `streaming`, prints the only answer as its pieces come."""
     pieces: dict[int, list[GenerationResponse]] = {}
     tokens, count = None, 0
-    for piece in stream:
-        count += 1
+    with uncut() if streaming else contextlib.nullcontext():
+        for piece in stream:
+            count += 1
+            if streaming:
+                bars.stop()  # streamed text replaces the bar in the terminal
+                write(escaped(piece.text))
+            elif tokens is None:
+                tokens = bars.add_task("tokens", total=limit * rows, completed=count)
+            else:
+                bars.update(tokens, completed=count)
+            pieces.setdefault(piece.row, []).append(piece)
+        bars.stop()
         if streaming:
-            bars.stop()  # streamed text replaces the bar in the terminal
-            write(escaped(piece.text))
-        elif tokens is None:
-            tokens = bars.add_task("tokens", total=limit * rows, completed=count)
-        else:
-            bars.update(tokens, completed=count)
-        pieces.setdefault(piece.row, []).append(piece)
-    bars.stop()
-    if streaming:
-        write("\n")
+            write("\n")
     return [join(pieces[row]) for row in sorted(pieces)]
 
 

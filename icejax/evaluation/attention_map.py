@@ -26,6 +26,7 @@ from icejax.engine.decode_step import DecodeState
 from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill_outcome
+from icejax.files import private
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
@@ -73,7 +74,7 @@ class Explanation:
                 np.add.at(total, positions[head, pages[head][in_prompt]][page_weights > 0], page_weights[page_weights > 0])
 
     def save(self, picture: Path) -> None:
-        """Writes the picture, and the same numbers beside it as JSON; each file is written whole or not at all.
+        """Writes the picture, and the same numbers beside it as JSON, for the user alone; each is written whole or not at all.
 
         Raises:
             InputError: a file cannot be written.
@@ -104,9 +105,11 @@ class Explanation:
             with contextlib.ExitStack() as stack:
                 for part in parts:
                     stack.callback(part.unlink, missing_ok=True)
-                picture_part, table_part = parts
-                figure.savefig(picture_part, dpi=110, format=picture.suffix[1:])
-                table_part.write_text(text)
+                picture_file, table_file = (stack.enter_context(private.new_file(part)) for part in parts)
+                figure.savefig(picture_file, dpi=110, format=picture.suffix[1:])
+                table_file.write(text.encode())
+                for file in (picture_file, table_file):
+                    file.close()  # a full disk is told before a file takes its place
                 for part, path in parts.items():
                     os.replace(part, path)
         except OSError as error:
@@ -130,7 +133,7 @@ def check_picture(picture: Path) -> None:
                 raise InputError(f"--explain: there is no folder {path.absolute().parent}")
             if path.is_dir():
                 raise InputError(f"--explain: {path} is a folder: name a file")
-            part.touch()
+            private.new_file(part).close()
             part.unlink()
         except OSError as error:
             raise InputError(f"--explain: {path} cannot be written: {error.strerror}") from None

@@ -9,14 +9,18 @@ Example, a folder `chat` is replaced in four steps:
     2. `chat` is renamed to `.chat.old`. A writer killed now leaves no `chat`, and `current_folder` returns `.chat.old`.
     3. `.chat.part` is renamed to `chat`.
     4. `.chat.old` is renamed to `.chat.part`, and removed.
+
+A private folder has mode 0700 from its first moment, and its files have 0600 before it takes its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ from icejax.checks.errors import InputError, quoted
 from icejax.files.locks import locked
 from icejax.files.unfinished import unfinished
 
+LOG = logging.getLogger(__name__)
 OWN = re.compile(r"\.(.+)\.(part|old|lock)")  # the hidden names of this module
 # The number of the system's error in the messages of Orbax and safetensors.
 SYSTEM_ERROR = re.compile(r"os[ _]error\D*(\d+)")
@@ -88,8 +93,11 @@ class Claim:
             )
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Path]:
+    def writing(self, *, private: bool = False) -> Iterator[Path]:
         """Yields an empty folder, which replaces `path` when the block ends without an error; its bytes are then on the disk.
+
+        Args:
+            private: whether only the user may read the folder, whatever the umask; else the umask decides.
 
         Raises:
             InputError: the disk is full or broken; the previous folder is kept.
@@ -97,8 +105,13 @@ class Claim:
         target, part, old = self._names
         with _system_errors_told(self.path, "what was there before is kept"), unfinished(part):
             try:
-                part.mkdir()
+                part.mkdir(mode=0o700 if private else 0o777)
+                if private:
+                    _set_mode(part, 0o700)  # the umask may take the user's own rights away
+                    if part.stat().st_mode & 0o077:
+                        LOG.warning("%s: its disk keeps no permissions, others may read it: choose another place", self.path)
                 yield part
+                _spread_mode(part)
                 _sync(part)
                 if target.exists():
                     os.rename(target, old)
@@ -187,6 +200,23 @@ def _is_another_file(error: OSError, path: Path) -> bool:
 def _beside(target: Path, suffix: str) -> Path:
     """Returns the hidden name of `target` with a suffix: part, old or lock."""
     return target.parent / f".{target.name}.{suffix}"
+
+
+def _spread_mode(folder: Path) -> None:
+    """Gives all files and folders in `folder` its permissions, whichever library wrote them; files without execution."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    for parent, folders, names in os.walk(folder):
+        for name in folders:
+            _set_mode(os.path.join(parent, name), mode)
+        for name in names:
+            _set_mode(os.path.join(parent, name), mode & 0o666)
+
+
+def _set_mode(path: str | Path, mode: int) -> None:
+    """Gives a file or folder its permissions, where its disk keeps any."""
+    if stat.S_IMODE(os.stat(path).st_mode) != mode:
+        with contextlib.suppress(OSError):
+            os.chmod(path, mode)
 
 
 def _sync(folder: Path) -> None:

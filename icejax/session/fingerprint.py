@@ -20,10 +20,11 @@ from flax import nnx
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import name_of, policy_named
-from icejax.checks.errors import InputError, input_error_from, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.text.tokenizer_errors import tokenizer_error_from
 
 PIECE = 1024  # values of every weight that the checksum covers
 TOKENIZER, TEMPLATE = "tokenizer", "chat template"
@@ -59,7 +60,7 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
 
 def _tokenizer_sum(tokenizer: Any) -> int:
     """Returns a checksum of the token ids of `PROBES`; library versions may serialise the same tokenizer differently."""
-    with input_error_from("the tokenizer fails"):
+    with tokenizer_error_from("the tokenizer fails"):
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PROBES]
     return zlib.crc32(json.dumps(ids).encode())
 

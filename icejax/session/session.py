@@ -262,7 +262,7 @@ class Session:
         )
         identity = fingerprint(self._model, self._cache, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
-        with claimed as folder, folder.writing() as part:
+        with claimed as folder, folder.writing(private=True) as part:
             storage.write(part, identity, about, self.token_ids, cache, self._run.pool)
 
     @classmethod

@@ -10,8 +10,9 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from icejax.checks.errors import InputError, input_error_from, quoted
+from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import is_unicode
+from icejax.text.tokenizer_errors import tokenizer_error_from
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer writes it for an incomplete UTF-8 character
 OF_ONE = 3  # most tokens that an incomplete character can have: a character has at most four bytes
@@ -43,7 +44,7 @@ def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
     Raises:
         InputError: the tokenizer fails.
     """
-    with input_error_from("the tokenizer fails"):
+    with tokenizer_error_from("the tokenizer fails"):
         return tokenizer.decode(tokens, **options).encode(errors="replace").decode()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from icejax.checkpoint.folder import companions
 from icejax.checkpoint.readers.huggingface import read_json
-from icejax.checks.errors import InputError, input_error_from
+from icejax.checks.errors import InputError
+from icejax.text.tokenizer_errors import tokenizer_error_from
 
 MOST_GROWTH = 100  # times a tokenizer may lengthen a text; published models' tokenizers stay at some tens
 
@@ -38,7 +39,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: the tokenizer needs the folder's own code (auto_map in {file.name}), which is never run: "
             "expected a tokenizer_class that transformers has"
         )
-    with input_error_from(f"{folder} has no tokenizer that loads"):
+    with tokenizer_error_from(f"{folder} has no tokenizer that loads"):
         # The config is made here, because parsing the folder's could fail over the model's fields, or look for its code.
         config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else PreTrainedConfig
         made_config = config_class(tokenizer_class=config.get("tokenizer_class"))

@@ -15,7 +15,7 @@ import pytest
 import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
-from icejax.commands import chat, lines
+from icejax.commands import chat, lines, process
 from icejax.files.atomic_folder import claim
 from icejax.session import storage
 from icejax.session.session import Session
@@ -77,6 +77,21 @@ def test_reset_begins_anew_and_files_can_be_left_out(talk, chatting):
     expected = answers(chatting, "a", system="s") + answers(chatting, "b", system="s")
     assert (status, "\n".join(out)) == (0, "\n".join(expected))
     assert [line.split() for line in err[1:]] == [["messages", "1"], ["tokens", "0", "of", "600"]]
+
+
+def test_a_warning_comes_behind_the_answer_it_falls_into(talk, monkeypatch):
+    events, stream_chat = [], Session.stream_chat
+
+    def warning_stream(self, *arguments, **options):
+        for piece in stream_chat(self, *arguments, **options):
+            yield piece
+            process.LOG.warning("the disk is full")
+
+    monkeypatch.setattr(Session, "stream_chat", warning_stream)
+    monkeypatch.setattr(chat, "write", lambda text, write=process.write: (events.append(text), write(text)))
+    monkeypatch.setattr(process, "_complain", events.append)
+    assert talk("a")[0] == 0
+    assert len(events) > 4 and events[-2:] == ["\n", "icejax chat: warning: the disk is full"]
 
 
 def test_a_conversation_is_kept_and_gone_on_with(talk, chatting, tmp_path):
@@ -162,7 +177,7 @@ def test_wrong_options_are_told_before_the_model_is_loaded(capsys, monkeypatch, 
 
 def test_without_a_template_nothing_is_asked(bundled, capsys, monkeypatch):
     monkeypatch.setattr(chat, "load", lambda *_: bundled)
-    monkeypatch.setattr(chat, "piped", lambda: pytest.fail("it asked"))
+    monkeypatch.setattr(chat, "piped", lambda _: pytest.fail("it asked"))
     assert chat.main([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("icejax chat: error: the tokenizer has no chat template: ") and err.count("\n") == 1
@@ -213,7 +228,7 @@ def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch)
     monkeypatch.setattr(Session, "stream_chat", stream_chat)
     monkeypatch.setattr(chat, "instead_of_ending", lambda action: _record_handler(handlers, action))
     monkeypatch.setattr(io, "StringIO", Typed)
-    monkeypatch.setattr(chat, "typed", lines.piped)
+    monkeypatch.setattr(chat, "typed", lambda: lines.piped(lambda: 600))
     status, out, err = talk("stop", "a", "stop", "b")
     assert (status, "\n".join(out)) == (0, "\n".join(expected))
     assert err == ["ended before there was an answer: the message is not part of the conversation"]

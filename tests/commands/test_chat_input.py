@@ -28,7 +28,16 @@ def test_keys(state):
     assert keyed(f"\x1b[200~e\r\nf\n\x1b[201~g{enter}{leave}") == ["e\nf\ng"]  # pasted
     assert keyed(f"{up}!{enter}{leave}") == ["e\nf\ng!"]  # from the history
     assert keyed(f"\x12c{enter}{enter}{leave}") == ["b\nc"]  # found by searching the history
-    assert (state / "icejax" / "chat").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_history_is_the_users_alone(state):
+    """Where an earlier version left it open, too."""
+    file = state / "icejax" / "chat"
+    for _ in range(2):
+        assert keyed("a\r\x04") == ["a"]
+        assert [path.stat().st_mode & 0o777 for path in (file.parent, file)] == [0o700, 0o600]
+        file.parent.chmod(0o755)
+        file.chmod(0o644)
 
 
 def test_a_history_that_cannot_be_kept_is_told(state, caplog):

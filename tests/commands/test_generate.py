@@ -12,12 +12,14 @@ import numpy as np
 import psutil
 import pytest
 
+import icejax
 from bench.needle import task
 from icejax.api.generate import ASSETS
 from icejax.cache.options import make_policy
 from icejax.cache.registry import Clustered, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
+from icejax.commands import process, show
 from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.engine.response import GenerationResponse, RunReport
 from icejax.session import session
@@ -263,6 +265,21 @@ def test_jsonl_may_hold_any_character_of_a_line(capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False))
     status, out, _ = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--json", *SHORT)
     assert status == 0 and json.loads(out)["prompt_tokens"] == len(text.encode())
+
+
+def test_a_warning_comes_behind_the_answer_it_falls_into(capsys, monkeypatch, bundled):
+    def warning_stream(*arguments, **options):
+        for piece in icejax.stream_generate(*arguments, **options):
+            yield piece
+            process.LOG.warning("the disk is full")
+
+    events = []
+    monkeypatch.setattr(command, "load", lambda *_: bundled)
+    monkeypatch.setattr(command, "stream_generate", warning_stream)
+    monkeypatch.setattr(show, "write", lambda text, write=process.write: (events.append(text), write(text)))
+    monkeypatch.setattr(process, "_complain", events.append)
+    assert run(capsys, "--prompt", "import", "--cache", "full", *SHORT)[0] == 0
+    assert len(events) > 4 and events[-2:] == ["\n", "icejax.generate: warning: the disk is full"]
 
 
 def test_stdin_of_another_encoding_is_refused(capsys, monkeypatch):

@@ -2,13 +2,17 @@
 
 import concurrent.futures
 import io
+import json
 import os
+import pty
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
+import unicodedata
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +58,69 @@ def interrupted(line: list[str], after_s: float) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err.decode().strip()) == (130, "interrupted"), f"after {after_s:.2f} s: {err.decode()}"
+
+
+TURNING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # bidirectional classes of control characters
+MARKS = "\u061c\u200e\u200f"
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(tmp_path):
+    """A progress bar has hidden the cursor, and a prompt has turned off the echo of keys."""
+    code = """
+import pathlib, sys, termios, threading
+from icejax.commands import process as launch
+from icejax.files.unfinished import unfinished
+def main(argv, name):
+    part = pathlib.Path(sys.argv[1])
+    part.touch()
+    settings = termios.tcgetattr(0)
+    settings[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(0, termios.TCSANOW, settings)
+    with unfinished(part), launch.instead_of_ending(lambda: None):
+        print("\\x1b[?25lready", file=sys.stderr, flush=True)
+        threading.Event().wait()
+sys.modules["work"] = sys.modules["__main__"]
+launch.launch("work", name="work")
+"""
+    terminal, child_end = pty.openpty()
+    before = termios.tcgetattr(child_end)
+    take = "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    line = [sys.executable, "-c", take + code, str(tmp_path / "part")]
+    process = subprocess.Popen(line, stdin=child_end, stdout=child_end, stderr=child_end)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(terminal, 1000)
+    assert termios.tcgetattr(child_end) != before
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    shown = os.read(terminal, 1000)
+    assert b"\x1b[?25h" in shown and b"terminated" in shown
+    assert termios.tcgetattr(child_end) == before and list(tmp_path.iterdir()) == []
+    os.close(terminal)
+    os.close(child_end)
+
+
+def test_lines_of_the_log_do_not_cut_an_answer():
+    """What comes before the first piece is told before it, all else after the last; libraries' warnings alike."""
+    code = """
+import sys, warnings
+from icejax.commands import process as launch
+def work():
+    sys.stderr = sys.stdout  # one stream, for the order
+    with launch.uncut():
+        launch.LOG.warning("before")
+        for piece in ("one ", "two ", "\\n"):
+            launch.write(piece)
+            launch.LOG.warning("within")
+            warnings.warn("of a library")
+def main(argv, name):
+    return launch.ending(name, work)
+sys.modules["work"] = sys.modules["__main__"]
+launch.launch("work", name="work")
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = ["before", "one two ", "within", "UserWarning: of a library"]
+    assert process.stdout.splitlines() == [line if line == "one two " else f"work: warning: {line}" for line in lines]
 
 
 @LINUX
@@ -194,8 +261,11 @@ def test_errors_become_statuses(capsys, monkeypatch):
 
 
 def test_a_terminal_is_given_no_control_characters(monkeypatch):
-    text = "a\tb\n\x1b[2J\r\x9b7m\x7f é\u00a0\u3000\u200d"
+    text = "a\tb\n\x1b[2J\r\x9b7m\x7f é\u00a0\u3000\u200d\u0627"
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert launch.escaped(text) == "a\tb\n\\x1b[2J\\r\\x9b7m\\x7f é\u00a0\u3000\u200d"
+    assert launch.escaped(text) == "a\tb\n\\x1b[2J\\r\\x9b7m\\x7f é\u00a0\u3000\u200d\u0627"
+    turning = [chr(code) for code in range(0x110000) if unicodedata.bidirectional(chr(code)) in TURNING] + list(MARKS)
+    assert len(turning) == 12 and all(launch.escaped(x) == f"\\u{ord(x):04x}" for x in turning)
+    assert json.loads(launch.escaped(json.dumps({"text": "".join(turning)}, ensure_ascii=False)))["text"] == "".join(turning)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
     assert launch.escaped(text) == text

@@ -57,7 +57,9 @@ def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
     heaviest = {layer: int(np.argmax(weights[: len(text) - 40])) for layer, weights in explanation.weights.items()}
     assert any(position in digits for position in heaviest.values())
     assert all(0 <= weights.sum() <= 5 * 4 + 1e-3 for weights in explanation.weights.values())  # four query heads, five steps
+    (tmp_path / ".seen.json.part").symlink_to(tmp_path / "theirs")  # planted, and not followed
     explanation.save(tmp_path / "seen.png")
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("seen.png", "seen.json")] == [0o600, 0o600]
     image = matplotlib.image.imread(tmp_path / "seen.png")
     assert image.shape[0] > 200 and image.std() > 0.1
     table = json.loads((tmp_path / "seen.json").read_text())

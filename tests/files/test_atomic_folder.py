@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -258,6 +259,53 @@ def test_all_of_it_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatc
     monkeypatch.setattr(os, "rename", checked_rename)
     save(tmp_path / "kept", "new")
     assert len(synced) == 6  # three files, two folders, and last their parent folder
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o277])
+def test_a_private_folder_is_the_users_alone(tmp_path, monkeypatch, mask):
+    """While it is written too, and where a library or an earlier version left the folder open."""
+    save(tmp_path / "kept", "old")
+    old_mask = os.umask(mask)
+    try:
+        with claim(tmp_path / "kept", mark=MARK) as held:
+            for _ in range(2):
+                with held.writing(private=True) as part:
+                    assert stat.S_IMODE(part.stat().st_mode) == 0o700
+                    (part / "more").mkdir(mode=0o777)
+                    for name in (MARK, "arrays"):
+                        (part / name).touch(mode=0o666)
+    finally:
+        os.umask(old_mask)
+    assert modes(tmp_path / "kept") == {"kept": 0o700, "more": 0o700, MARK: 0o600, "arrays": 0o600}
+
+
+@pytest.mark.parametrize("mask, folder_mode, file_mode", [(0o002, 0o775, 0o664), (0o077, 0o700, 0o600)])
+def test_the_umask_decides_for_other_folders(tmp_path, mask, folder_mode, file_mode):
+    old_mask = os.umask(mask)
+    try:
+        with claim(tmp_path / "kept", mark=MARK) as held, held.writing() as part:
+            (part / "more").mkdir(mode=0o700)  # as a library may that makes temporary files
+            os.close(os.open(part / MARK, os.O_CREAT | os.O_WRONLY, 0o600))
+    finally:
+        os.umask(old_mask)
+    assert modes(tmp_path / "kept") == {"kept": folder_mode, "more": folder_mode, MARK: file_mode}
+
+
+def test_a_disk_without_permissions_is_told(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "mkdir", lambda path, mode=0o777, real=os.mkdir: real(path, 0o777))
+    with claim(tmp_path / "kept", mark=MARK) as held, held.writing(private=True) as part:
+        (part / MARK).touch()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/kept: its disk keeps no permissions, others may read it: choose another place"
+    ]
 
 
 def assert_fails_late(target: Path, reason: str, size: int = 2**21) -> None:

@@ -97,6 +97,15 @@ def test_all_of_it_comes_back(session, saved_folder, bundled):
     assert_same(Session.load(saved_folder, *bundled), session)
 
 
+def test_a_session_is_the_users_alone(session, tmp_path):
+    folder = tmp_path / "kept"
+    for _ in range(2):
+        session.save(folder)
+        assert [path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())] == [0o700, 0o600, 0o600]
+        for path in (*folder.iterdir(), folder):  # as an earlier version left them
+            path.chmod(0o755)
+
+
 def test_what_is_in_the_file_is_checked_by_what_wrote_none_of_it(session, saved_folder):
     """The file begins with the token ids and ends with the pool's bytes."""
     pool = b"".join(x.tobytes() for x in pages_of(session))

@@ -13,6 +13,7 @@ import pytest
 import icejax
 from icejax.api.generate import ASSETS
 from icejax.models.registry import FAMILIES
+from icejax.text import tokenizer_errors
 from icejax.text.tokenizer import load_tokenizer
 
 CODE = """
@@ -189,6 +190,40 @@ def test_a_panic_of_the_library_is_told_in_one_line(tmp_path, change):
     with pytest.raises(icejax.InputError, match=r"^\S+ has no tokenizer that loads: \S[^\n]*$|^the tokenizer fails: [^\n]*$"):
         model, tokenizer = icejax.load(tmp_path / "model")
         icejax.generate(model, tokenizer, "a" * 40 + "b", max_new_tokens=1)
+
+
+def test_a_command_prints_no_line_of_a_panic(tmp_path):
+    """The pattern tries all ways to cut a row of a's, of which there are too many."""
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    split = dict(type="Split", pattern=dict(Regex="(a+)+$b"), behavior="Isolated", invert=False)
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(pre_tokenizer=split)))
+    command = [sys.executable, "-m", "icejax.generate", "--model", tmp_path / "model", "--compile-cache", "none", "--prompt"]
+    result = subprocess.run([*command, "a" * 40 + "c"], capture_output=True, text=True, timeout=100)
+    message = "icejax.generate: error: the tokenizer fails: Onig: Regex search error: retry-limit-in-match over\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
+
+
+def test_what_else_comes_to_stderr_is_shown(capfd, monkeypatch):
+    monkeypatch.setattr(tokenizer_errors, "_files", [])
+    tokenizer_errors.own_stderr()
+    panic = type("PanicException", (BaseException,), {})
+    for round_ in range(2):
+        with tokenizer_errors.tokenizer_error_from("it fails"):
+            os.write(2, b"a warning\n")
+        with pytest.raises(icejax.InputError, match="^it fails: no$"), tokenizer_errors.tokenizer_error_from("it fails"):
+            os.write(2, b"an error\n")
+            raise ValueError("no")
+        with pytest.raises(icejax.InputError, match="^it fails: in Rust$"), tokenizer_errors.tokenizer_error_from("it fails"):
+            os.write(2, b"thread panicked\n")
+            raise panic("in Rust")
+        assert capfd.readouterr().err == "a warning\nan error\n", round_
+    with tokenizer_errors.tokenizer_error_from("it fails"):
+        tokenizer_errors.show_stderr()  # as Ctrl-C does
+        os.write(2, b"interrupted\n")
+        assert capfd.readouterr().err == "interrupted\n"
+    for file in tokenizer_errors._files:
+        os.close(file)
 
 
 def test_a_tokenizer_that_fails_is_one_line(tmp_path):

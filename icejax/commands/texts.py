@@ -1,0 +1,88 @@
+"""Texts from files and stdin, read up to the bytes that a context can take: what is longer is refused, and never in memory.
+
+`icejax.commands.requests`, `chat` and `lines` call it. Example: a context of 8,192 tokens takes 1,179,648 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from icejax.checks.errors import InputError
+
+PER_TOKEN = 16  # bytes; the tokens of a text in any language have fewer on average
+BESIDE = 2**20  # bytes of the names and escapes of a JSON line, and of a text for a short context
+
+
+def most_bytes(context_length: int) -> int:
+    """Returns the size in bytes of the longest text that is read for a context of so many tokens."""
+    return PER_TOKEN * context_length + BESIDE
+
+
+def read_text(path: Path, *, context_length: int) -> str:
+    """Returns the text of a file or pipe; InputError if it cannot be read, is too long or is not UTF-8."""
+    try:
+        with open(path, "rb") as file:
+            status, most = os.fstat(file.fileno()), most_bytes(context_length)
+            if stat.S_ISREG(status.st_mode) and status.st_size > most:
+                raise InputError(f"{path} has {status.st_size} bytes{_too_long(context_length)}")
+            return _text(str(path), _bounded(str(path), file.read(most + 1), context_length))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_stdin(*, context_length: int) -> str:
+    """Returns the text of stdin; InputError if it is too long or not UTF-8."""
+    content = sys.stdin.buffer.read(most_bytes(context_length) + 1)
+    return _text("stdin", _bounded("stdin", content, context_length))
+
+
+def read_lines(path: Path, *, context_length: int) -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each line of a file or pipe that is not blank; the errors are those of `read_text`."""
+    try:
+        with open(path, "rb") as file:
+            yield from _lines(path, file, context_length)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _lines(path: Path, file: BinaryIO, context_length: int) -> Iterator[tuple[str, str]]:
+    number = start = 0
+    while line := file.readline(most_bytes(context_length) + 1):
+        number += 1
+        _bounded(f"{path}, line {number}", line.removesuffix(b"\n"), context_length)
+        text = _text(str(path), line, start=start)
+        if text.strip():
+            yield f"{path}, line {number}", text.removesuffix("\n")
+        start += len(line)
+
+
+def too_long(source: str, unit: str, context_length: int) -> InputError:
+    """Returns the error of a text that goes on beyond what its context can take, in bytes or characters."""
+    return InputError(f"{source} has more than {most_bytes(context_length)} {unit}{_too_long(context_length)}")
+
+
+def _too_long(context_length: int) -> str:
+    return (
+        f", and a context of {context_length} tokens takes at most {most_bytes(context_length)}: "
+        "shorten it, or raise --context-length if the model can take it"
+    )
+
+
+def _bounded(source: str, content: bytes, context_length: int) -> bytes:
+    if len(content) > most_bytes(context_length):
+        raise too_long(source, "bytes", context_length)
+    return content
+
+
+def _text(source: str, content: bytes, *, start: int = 0) -> str:
+    """Returns UTF-8 bytes as text, without a byte-order mark; `start` is their place in the file, for messages."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 text (byte {start + error.start}): convert it first") from None
+    return text if start else text.removeprefix("\ufeff")
