@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
 from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.extend import extend
-from icejax.engine.plan import Plan, make_plan
+from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
@@ -28,6 +28,7 @@ from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.session import storage
 from icejax.session.fingerprint import fingerprint
+from icejax.session.room import room_behind, saved_size, session_plan
 from icejax.text.chat_turns import next_turn, with_one_end
 
 LOG = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class Session:
         if not tokens:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
         if held:
-            limit = min(limit, self._room_behind(tokens))
+            limit = min(limit, room_behind(self._plan, self._run, tokens))
         if save_to is not None:
             save_to.check_room(self._size_with(held, new, limit))
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
@@ -214,25 +215,14 @@ class Session:
         self._run.check(len(self.token_ids))
         return self._run.seen
 
-    def _plan_for(self, tokens: int) -> Plan:
-        """Returns the plan of a session whose first text has `tokens` tokens."""
-        sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=max(0, self.context_length - tokens))
-        return make_plan(self._model, self._cache, **sizes, extends=True)
-
-    def _room_behind(self, tokens: Sequence[int]) -> int:
-        """Returns how many answer tokens have room behind the new `tokens`; InputError if none has."""
-        room = self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.next_page))
-        if room < 1:
-            raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-        return room
+    def _plan_for(self, first: int) -> Plan:
+        return session_plan(self._model, self._cache, context_length=self.context_length, first=first)
 
     def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
         """Returns the most bytes that `save` can write after `new` was appended to `held` and answered with `limit` tokens."""
-        num_tokens = len(held) - (self._seen if held else 0) + len(new)
         plan, pages = (self._plan, int(self._run.state.cache.lengths.next_page)) if held else (self._plan_for(len(new)), 0)
-        if plan.pooled:
-            pages = min(plan.pool.pages, pages + (plan.padded(num_tokens) + limit) // plan.page_size)
-        return storage.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
+        seen = self._seen if held else 0
+        return saved_size(plan, pages=pages, seen=seen, tokens=len(held) + len(new), limit=limit)
 
     def save(self, path: str | Path | Claim) -> None:
         """Writes the session to the folder `path`, whole or not at all; it replaces a session that is there.

@@ -75,10 +75,10 @@ class Scripted:
         monkeypatch.setattr(module, "prefill", self.prefill)
         monkeypatch.setattr(module, "extend", self.extend)
         monkeypatch.setattr(module, "decode_rows", self.stream)
-        for name in ("make_plan", "DecodePrograms", "run_constants"):
+        for name in ("session_plan", "DecodePrograms", "run_constants"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
-        monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)
+        monkeypatch.setattr(module, "room_behind", lambda *_: 2000)
 
     def prefill(self, model, prompts, *_, **__):
         self.cache = list(prompts[0])
