@@ -29,13 +29,14 @@ def room_behind(plan: Plan, run: Run, tokens: Sequence[int]) -> int:
     return room
 
 
-def saved_size(plan: Plan, *, pages: int, seen: int, tokens: int, limit: int) -> int:
-    """Returns the most bytes that saving can write after the session grew to `tokens` tokens and `limit` answer tokens.
+def saved_size(plan: Plan, run: Run | None, *, held: int, new: int, limit: int) -> int:
+    """Returns the most bytes that saving can write after `new` tokens were appended and answered with `limit` tokens.
 
     Args:
-        pages: number of pool pages in use before.
-        seen: number of tokens in the cache before.
+        run: the run so far; None: the new text is the first.
+        held: number of tokens before the new text.
     """
+    pages, seen = (0, 0) if run is None else (int(run.state.cache.lengths.next_page), run.seen)
     if plan.pooled:
-        pages = min(plan.pool.pages, pages + (plan.padded(tokens - seen) + limit) // plan.page_size)
-    return storage.size(plan, tokens=tokens + limit, pages=pages)
+        pages = min(plan.pool.pages, pages + (plan.padded(held - seen + new) + limit) // plan.page_size)
+    return storage.size(plan, tokens=held + new + limit, pages=pages)
