@@ -21,6 +21,7 @@ from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.host_reads.choose import try_ahead
 from icejax.text.tokenizer import load_tokenizer
+from icejax.text.turn_end import end_ids
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -47,6 +48,7 @@ def load(
     devices.check_device()
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.folder)
+    checkpoint = checkpoint.with_ends(end_ids(tokenizer))
     options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=progress)
     return load_model(checkpoint, **options), tokenizer
 

@@ -53,6 +53,11 @@ class Checkpoint:
     folder: Path
     config: ModelConfig
 
+    def with_ends(self, token_ids: tuple[int, ...]) -> Checkpoint:
+        """Returns the checkpoint with further tokens that end a text."""
+        eos_ids = tuple(dict.fromkeys(self.config.eos_token_ids + token_ids))
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, eos_token_ids=eos_ids))
+
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
     """Returns the checkpoint of a Hugging Face folder, an icejax folder or a hub id, which is downloaded where it is missing.

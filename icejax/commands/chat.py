@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,8 @@ from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start
 from icejax.commands.memory import report_out_of_memory
-from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, uncut, write
+from icejax.commands.printer import Printer
+from icejax.commands.process import OutputError, ending, instead_of_ending, uncut
 from icejax.commands.show import progress
 from icejax.commands.texts import read_text
 from icejax.engine.request import AnswerOptions
@@ -33,6 +35,8 @@ HELP = """\
 /file PATH   put a text file in front of the next message; without PATH none
 /save DIR    keep the conversation in a folder
 /load DIR    go on with a conversation that was kept
+/undo        take the last message and its answer back
+/regen       answer the last message again, with other draws
 /reset       begin anew
 /stats       what the conversation holds, and what the last answer cost
 /help        this
@@ -84,10 +88,13 @@ class Chat:
         self._keeping = held is not None  # False once the conversation is not the one in the folder
         self._files: list[str] = []
         self._last: GenerationResponse | None = None
+        self._retries = 0  # how often the last message was answered again
         self._commands: dict[str, Callable[[str], None]] = {
             "/file": self._file,
             "/save": self._save,
             "/load": self._load,
+            "/undo": self._undo,
+            "/regen": self._regen,
             "/reset": self._reset,
             "/stats": self._stats,
             "/help": lambda _: self._tell(HELP),
@@ -108,7 +115,8 @@ class Chat:
             if command:
                 self._do(word, *rest)
             elif word:
-                self._reply(text)
+                if self._reply("\n\n".join([*self._files, text]), self._answer):
+                    self._files, self._retries = [], 0
         except OutputError:
             raise
         except InputError as error:
@@ -123,12 +131,12 @@ class Chat:
             raise InputError(f"{word} takes the name of a file, which has no zero byte")
         self._commands[word](rest.rstrip())
 
-    def _reply(self, text: str) -> None:
-        """Streams the answer and saves it.
+    def _reply(self, text: str, answer: AnswerOptions) -> bool:
+        """Streams the answer to a message and saves it; says whether there was one. `answer`: its options.
 
         Where somebody types, Ctrl-C ends the answer: its text so far is then the answer.
         """
-        text, session, pressed = "\n\n".join([*self._files, text]), self._session, threading.Event()
+        session, pressed, printer = self._session, threading.Event(), Printer(self._console)
         pieces, save_to = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(uncut())
@@ -143,20 +151,21 @@ class Chat:
                 bars.update(layers, completed=count)
 
             try:
-                for piece in session.stream_chat(text, progress=show_layers, save_to=save_to, **vars(self._answer)):
+                for piece in session.stream_chat(text, progress=show_layers, save_to=save_to, **vars(answer)):
                     bars.stop()  # streamed text replaces the bar in the terminal
-                    write(escaped(piece.text))
+                    printer.piece(piece)
                     pieces.append(piece)
                     if pressed.is_set():
                         break
             except Ended:
                 bars.stop()
                 self._tell("ended before there was an answer: the message is not part of the conversation")
-                return
-            write("\n")
-            self._files, self._last = [], join(pieces)
+                return False
+            self._last = join(pieces)
+            printer.end(self._last)
             if save_to is not None:
                 session.save(save_to)
+        return True
 
     def _file(self, path: str) -> None:
         if not path:
@@ -179,6 +188,25 @@ class Chat:
         self._session = self._checked_chat(resume(self._arguments, place, self._model, self._tokenizer))
         self._last = None
         self._keep(self._is_held(place))
+
+    def _undo(self, _: str) -> None:
+        self._session.undo()
+        self._last = None
+        self._tell("the last message and its answer are taken back")
+        if not self._keeping:
+            return
+        if self._session.token_ids:
+            self._session.save(self._held)
+        else:
+            self._tell(f"{self._held.path} keeps them until the next answer")
+
+    def _regen(self, _: str) -> None:
+        complete = self._last is not None and self._last.finish_reason is not None
+        if complete and not self._answer.sampling.temperature:
+            raise InputError("a greedy answer is the same again: start with --temperature 0.8, or /undo and ask otherwise")
+        message = self._session.undo()
+        self._retries += 1
+        self._reply(message, replace(self._answer, seed=(self._answer.seed + self._retries) % 2**32))
 
     def _reset(self, _: str) -> None:
         self._session, self._last, self._files = self._session.fresh_copy(), None, []

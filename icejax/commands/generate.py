@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             batch_responses = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
         responses |= zip(rows, batch_responses, strict=True)
         while printed in responses and not streaming:  # in the order of the prompts
-            answer(responses[printed], arguments, prompts[printed].id)
+            answer(responses[printed], arguments, console, prompts[printed].id)
             printed += 1
     if explanation is not None:
         explanation.save(arguments.explain)
@@ -128,7 +128,7 @@ def _run_session(
             stream = respond(line.prompt, save_to=session_claim, **vars(line_options))
             turn_responses = answers(stream, bars, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
         if not streaming:
-            answer(turn_responses[0], arguments, line.id)
+            answer(turn_responses[0], arguments, console, line.id)
         responses += turn_responses
         session.save(session_claim)
     if console.is_terminal:

@@ -73,13 +73,18 @@ class PromptLine:
 
 
 def _messages(name: str, value: Any) -> list[dict[str, str]]:
-    valid = isinstance(value, list) and value and all(
-        isinstance(item, dict) and set(item) == {"role", "content"} and all(isinstance(text, str) for text in item.values())
-        for item in value
-    )  # fmt: skip
-    if not valid:
-        raise InputError(f"{name} must be a list of objects with a text role and a text content, got {quoted(value)}")
-    return value
+    if not (isinstance(value, list) and value and all(map(_is_message, value))):
+        expected = "a list of objects with a text role, a text content and perhaps a text reasoning"
+        raise InputError(f"{name} must be {expected}, got {quoted(value)}")
+    return [{"reasoning" if key == "reasoning_content" else key: text for key, text in item.items()} for item in value]
+
+
+def _is_message(value: Any) -> bool:
+    """Says whether a value is a message; its thoughts have one of two names."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        return False
+    thoughts = value.keys() - {"role", "content"}
+    return len(value) == 2 + len(thoughts) and thoughts in (set(), {"reasoning"}, {"reasoning_content"})
 
 
 def _text(name: str, value: Any) -> str:

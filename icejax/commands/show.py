@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from icejax.commands.printer import Printer, tell_only_thoughts
 from icejax.commands.process import escaped, is_unicode, uncut, write
 from icejax.engine.response import GenerationResponse, join
 from icejax.runtime.compile_clock import clock
@@ -45,29 +46,31 @@ def answers(
 ) -> list[GenerationResponse]:
     """Returns the whole answers of one batch; with `streaming`, prints the only answer as its pieces come."""
     pieces: dict[int, list[GenerationResponse]] = {}
-    tokens, count = None, 0
+    tokens, count, printer = None, 0, Printer(bars.console)
     with uncut() if streaming else contextlib.nullcontext():
         for piece in stream:
             count += 1
             if streaming:
                 bars.stop()  # streamed text replaces the bar in the terminal
-                write(escaped(piece.text))
+                printer.piece(piece)
             elif tokens is None:
                 tokens = bars.add_task("tokens", total=limit * rows, completed=count)
             else:
                 bars.update(tokens, completed=count)
             pieces.setdefault(piece.row, []).append(piece)
         bars.stop()
+        whole = [join(pieces[row]) for row in sorted(pieces)]
         if streaming:
-            write("\n")
-    return [join(pieces[row]) for row in sorted(pieces)]
+            printer.end(whole[0])
+    return whole
 
 
-def answer(response: GenerationResponse, arguments: argparse.Namespace, name: Any = None) -> None:
+def answer(response: GenerationResponse, arguments: argparse.Namespace, console: Console, name: Any = None) -> None:
     """Prints a whole answer, as text or as JSON with the id `name` of its prompt."""
     if not arguments.json:
-        return write(escaped(response.text) + "\n")
-    fields = dataclasses.asdict(response)
+        write(escaped(response.text) + "\n")
+        return tell_only_thoughts(response, console)
+    fields = dataclasses.asdict(response) | {"reasoning_content": response.reasoning_content}
     fields |= fields.pop("run")
     del fields["row"]  # the order of the lines says it
     fields = fields if name is None else {"id": name} | fields

@@ -30,6 +30,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.text.detokenize import Detokenizer
+from icejax.text.reasoning import Parts, splitter
 
 LOG = logging.getLogger(__name__)
 
@@ -133,10 +134,10 @@ def decode_rows(
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in ((i, rows[i]) for i in live):
-            text = row.take(counters.row(i))
+            parts = row.take(counters.row(i))
             tpot = float(np.median(np.diff(read_at))) if row.finish_reason is not None and len(row.tokens) > 1 else None
             timing = dict(ttft_s=ttft, compile_s=compile_s, tpot_s=tpot)
-            yield _piece(i, row, text, row_logprobs[i] if logprobs is not None else None, timing, constants)
+            yield _piece(i, row, parts, row_logprobs[i] if logprobs is not None else None, timing, constants)
         ended = [row.finish_reason is not None for row in rows]
         if any(ended[i] for i in live) and not all(ended):
             run.end(ended)
@@ -145,14 +146,15 @@ def decode_rows(
 
 
 def _piece(
-    index: int, row: Row, text: str, logprobs: TokenLogprobs | None, timing: dict[str, Any], constants: RunConstants
+    index: int, row: Row, parts: Parts, logprobs: TokenLogprobs | None, timing: dict[str, Any], constants: RunConstants
 ) -> GenerationResponse:
     """Returns the response for a row's newest token."""
     totals, count, tpot = row.totals, len(row.tokens), timing["tpot_s"]
     steps = count - 1  # the first token came with the prompt
     return GenerationResponse(
         row=index,
-        text=text,
+        text=parts.text,
+        reasoning=parts.reasoning,
         token_ids=(row.tokens[-1],),
         logprobs=None if logprobs is None else (logprobs,),
         prompt_tokens=len(row.prompt),
@@ -200,24 +202,34 @@ class Row:
         self.tokens: list[int] = []
         self.totals = NOTHING
         self.finish_reason: str | None = None
-        self._text = Detokenizer(tokenizer, stop)
+        self._text, self._splitter = Detokenizer(tokenizer, stop), splitter(tokenizer, self.prompt)
         self._eos, self._limit = eos, limit
 
     def ends_with_next(self) -> bool:
         """Whether the row has ended, or reaches its token limit with the next token."""
         return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
 
-    def take(self, counters: StepCounters) -> str:
-        """Adds a step's token and counters to the row; returns the text that the token completes."""
+    @property
+    def holds_more(self) -> bool:
+        """Whether the answer's tokens are more than its text and an end: thoughts, channels or a stop string."""
+        return self._splitter.apart or self._text.stopped
+
+    def take(self, counters: StepCounters) -> Parts:
+        """Adds a step's token and counters to the row; returns the text and the thoughts that the token completes."""
         token = counters.token
         self.tokens.append(token)
         self.totals = self.totals.plus(counters)
-        text = "" if token in self._eos else self._text.add(token)
-        if token in self._eos or self._text.stopped:
+        ends = token in self._eos
+        text = "" if ends else self._text.add(token)
+        special = None if ends or self._text.stopped else self._text.special(token)
+        if ends or self._text.stopped:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._limit:
             self.finish_reason = "length"
-        return text + self._text.rest() if self.finish_reason is not None else text
+        parts = self._splitter.take(text, special)
+        if self.finish_reason is None:
+            return parts
+        return parts.plus(self._splitter.take(self._text.rest())).plus(self._splitter.rest())
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class GenerationResponse:
     Attributes:
         row: index of the prompt, from 0.
         text, token_ids: the new text and its tokens. A final eos token is among the tokens but not in the text.
+        reasoning: the new text of the model's thoughts (`<think>`, harmony's analysis), which `text` leaves out; None if there
+            are none. It can be read as `reasoning_content` too.
         logprobs: one entry per token in `token_ids`; None unless requested.
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
         finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
@@ -79,6 +81,7 @@ class GenerationResponse:
 
     row: int
     text: str
+    reasoning: str | None
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_tokens: int
@@ -99,12 +102,19 @@ class GenerationResponse:
     expert_bytes_per_token: float | None
     run: RunReport
 
+    @property
+    def reasoning_content(self) -> str | None:
+        """`reasoning`, by the name that some programs know it by."""
+        return self.reasoning
+
 
 def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
     """Returns the pieces of one row as one response."""
+    thoughts = [p.reasoning for p in pieces if p.reasoning is not None]
     return replace(
         pieces[-1],
         text="".join(p.text for p in pieces),
+        reasoning="".join(thoughts) if thoughts else None,
         token_ids=tuple(token for p in pieces for token in p.token_ids),
         logprobs=None if pieces[-1].logprobs is None else tuple(token for p in pieces for token in p.logprobs),
     )

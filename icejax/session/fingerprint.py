@@ -34,6 +34,7 @@ PROBES = (  # texts on which tokenizers differ: spaces, digits, code and other s
     "def f(x_1: int) -> float:\n    return x_1 ** 2.50  # 1234567",
     "Größe, naïve café, 你好, мир, \N{WAVING HAND SIGN}",
 )
+INERT = {"config.eos_token_ids"}  # it ends answers and changes no number in a cache
 SCALARS = {int, float, str, bool, type(None)}
 
 
@@ -95,7 +96,7 @@ def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any], policy: 
     defaults = _defaults("config.", ModelConfig) | _defaults("cache.", type(policy))
     for key in here | saved:
         value = saved.get(key, defaults.get(key))
-        if value == here.get(key) or (key == TEMPLATE and not chat):
+        if key in INERT or value == here.get(key) or (key == TEMPLATE and not chat):
             continue
         if key in (TOKENIZER, TEMPLATE):
             raise InputError(f"{path} was saved with another {key}: use the same, or another folder")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
 from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.extend import extend
-from icejax.engine.plan import Plan, make_plan
+from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
@@ -28,9 +27,9 @@ from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.session import storage
 from icejax.session.fingerprint import fingerprint
+from icejax.session.messages import grow, has_answer, take_back, warn_anew
+from icejax.session.room import room_behind, saved_size, session_plan
 from icejax.text.chat_turns import next_turn, with_one_end
-
-LOG = logging.getLogger(__name__)
 
 
 class Session:
@@ -42,7 +41,7 @@ class Session:
 
     Attributes:
         token_ids: all tokens so far, of texts and answers.
-        messages: the chat's messages, each with a role and a content.
+        messages: the chat's messages, each with a role and a content, and `reasoning` where the model wrote thoughts.
         context_length: maximum number of tokens of all texts and answers together.
         started: unix time when the session began; chat templates take it as the current time.
     """
@@ -72,7 +71,8 @@ class Session:
         self.token_ids: list[int] = []
         self.messages = first_messages(system)
         self.started = time.time()
-        self._rewritten = False  # whether the log has the warning that the template rewrites earlier turns
+        self._outdated = False  # whether the cache holds what the chat leaves out: thoughts, a stop string, a turn taken back
+        self._warned = False  # whether the log has a warning that the chat is prefilled anew
         self._first = 0  # number of tokens of the first text
         self._plan: Plan | None = None
         self._newest: Row | None = None
@@ -131,7 +131,8 @@ class Session:
         Options are those of `stream`; the template writes its own special tokens.
 
         The session's tokens stay, and the text that the template writes after the last answer is appended, even if that answer
-        was cut off. If the template rewrites earlier turns, the whole chat is prefilled anew; the log warns the first time.
+        was cut off. If the template rewrites earlier turns, or the last answer had thoughts or ended at a stop string, the
+        whole chat is prefilled anew; the log warns the first time.
 
         Raises:
             InputError: the message is empty, there is no room for it, the template fails, or the session holds plain text.
@@ -146,13 +147,27 @@ class Session:
         """Returns the messages of a turn, the tokens that stay, and the tokens to append."""
         turn = [message("user", text), {"role": "assistant", "content": ""}]
         whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
-        if self._run is not None and added is not None:
+        if self._run is not None and added is not None and not self._outdated:
             ends = self._model.config.eos_token_ids
             return turn, *with_one_end(self.token_ids, self._encode(added), seen=self._seen, ends=ends)
-        if self._run is not None and not self._rewritten:
-            LOG.warning("the chat template rewrites earlier turns: the conversation is prefilled anew")
-            self._rewritten = True
+        if self._run is not None and not self._warned:
+            warn_anew(self._outdated)
+            self._warned = True
         return turn, [], self._encode(whole)
+
+    def undo(self) -> str:
+        """Takes the last question and its answer out of the chat and returns the question.
+
+        The cache keeps their tokens until the next message, with which the whole chat is prefilled anew.
+
+        Raises:
+            InputError: the session has no answer, or holds plain text.
+        """
+        question = take_back(self.messages)
+        self._newest, self._outdated = None, True
+        if not has_answer(self.messages):
+            self._run, self.token_ids, self._outdated = None, [], False
+        return question
 
     def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         request = Request(prompt=text, special_tokens=special_tokens and self._run is None, index=0)  # before the first text
@@ -173,13 +188,15 @@ class Session:
         if not tokens:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
         if held:
-            limit = min(limit, self._room_behind(tokens))
+            limit = min(limit, room_behind(self._plan, self._run, tokens))
         if save_to is not None:
-            save_to.check_room(self._size_with(held, new, limit))
+            plan, run = (self._plan, self._run) if held else (self._plan_for(len(new)), None)
+            save_to.check_room(saved_size(plan, run, held=len(held), new=len(new), limit=limit))
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
         self._newest = None
         if not held:
             self._run, self.token_ids, self._first = None, [], len(new)  # frees the old cache before the new one is made
+            self._outdated = False
             self._plan = self._plan_for(len(new))
             options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
             options |= dict(progress=progress, host_memory_limit=self._limit)
@@ -196,8 +213,9 @@ class Session:
             constants = run_constants(self._model, self._cache, self._plan, run)
             for piece in decode_rows([row], constants, run, started, logprobs=answer.logprobs):
                 self.token_ids += piece.token_ids
-                for reply in turn[1:]:
-                    reply["content"] += piece.text
+                if turn:
+                    grow(turn[-1], piece)
+                    self._outdated = self._outdated or row.holds_more
                 yield piece
                 if self._newest is not row and row.finish_reason is None:
                     raise InputError("the session has been asked something else since: this answer cannot go on")
@@ -214,25 +232,8 @@ class Session:
         self._run.check(len(self.token_ids))
         return self._run.seen
 
-    def _plan_for(self, tokens: int) -> Plan:
-        """Returns the plan of a session whose first text has `tokens` tokens."""
-        sizes = dict(batch_size=1, prompt_tokens=tokens, new_tokens=max(0, self.context_length - tokens))
-        return make_plan(self._model, self._cache, **sizes, extends=True)
-
-    def _room_behind(self, tokens: Sequence[int]) -> int:
-        """Returns how many answer tokens have room behind the new `tokens`; InputError if none has."""
-        room = self._plan.room_for_answer(len(tokens), pages=int(self._run.state.cache.lengths.next_page))
-        if room < 1:
-            raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-        return room
-
-    def _size_with(self, held: list[int], new: list[int], limit: int) -> int:
-        """Returns the most bytes that `save` can write after `new` was appended to `held` and answered with `limit` tokens."""
-        num_tokens = len(held) - (self._seen if held else 0) + len(new)
-        plan, pages = (self._plan, int(self._run.state.cache.lengths.next_page)) if held else (self._plan_for(len(new)), 0)
-        if plan.pooled:
-            pages = min(plan.pool.pages, pages + (plan.padded(num_tokens) + limit) // plan.page_size)
-        return storage.size(plan, tokens=len(held) + len(new) + limit, pages=pages)
+    def _plan_for(self, first: int) -> Plan:
+        return session_plan(self._model, self._cache, context_length=self.context_length, first=first)
 
     def save(self, path: str | Path | Claim) -> None:
         """Writes the session to the folder `path`, whole or not at all; it replaces a session that is there.
@@ -259,6 +260,7 @@ class Session:
             pages=int(cache.lengths.next_page),
             started=self.started,
             messages=self.messages,
+            outdated=self._outdated,
         )
         identity = fingerprint(self._model, self._cache, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
@@ -289,6 +291,7 @@ class Session:
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
+        session._outdated = stored.about.outdated
         session._plan = plan = session._plan_for(session._first)
         session.token_ids, kv_cache, pool = stored.read(
             plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit

@@ -38,6 +38,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.session.array_names import named_arrays
 from icejax.session.fingerprint import check_same, damaged, fingerprint, policy_of
+from icejax.session.messages import is_message
 from icejax.session.stored_arrays import ArrayFile, StoredArray, described_arrays, write_arrays
 
 VERSION = 16
@@ -55,7 +56,8 @@ class SessionInfo:
         tokens: number of tokens so far.
         pages: number of pool pages that are saved: all pages before the next page to fill.
         started: unix time when the session began, in seconds.
-        messages: the chat so far, each message with a role and a content.
+        messages: the chat so far, each message with a role and a content, and perhaps reasoning.
+        outdated: whether the cache holds what the messages leave out, so that it cannot be continued.
     """
 
     context_length: int
@@ -64,6 +66,7 @@ class SessionInfo:
     pages: int
     started: float
     messages: list[dict[str, str]]
+    outdated: bool = False
 
 
 def write(
@@ -223,18 +226,17 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
         value = fields.get(name)
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
             damaged(path, f"{name} is {value!r:.40}")
-    about = SessionInfo(**{field.name: fields.get(field.name) for field in dataclasses.fields(SessionInfo)})
+    names = (field.name for field in dataclasses.fields(SessionInfo))
+    about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name != "outdated"})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
-    if not isinstance(about.messages, list) or not all(map(_is_message, about.messages)):
+    if not isinstance(about.messages, list) or not all(map(is_message, about.messages)):
         damaged(path, "messages are no list of roles and contents")
+    if not isinstance(about.outdated, bool):
+        damaged(path, f"outdated is {about.outdated!r:.40}")
     if not isinstance(fields.get("identity"), dict):
         damaged(path, "it does not say what it was saved with")
     return about
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(isinstance(x, str) for x in value.values())
 
 
 @contextlib.contextmanager

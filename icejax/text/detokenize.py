@@ -96,6 +96,10 @@ class Detokenizer:
         self._start, self._read = self._read, end
         return self._release(text[len(before) :])
 
+    def special(self, token: int) -> str | None:
+        """Returns the text of a special token, which `add` leaves out; None if `token` is none."""
+        return self._special.get(token)
+
     def rest(self) -> str:
         """Returns the text that is still held back, when no more tokens come."""
         if self.stopped:

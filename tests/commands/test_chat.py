@@ -132,7 +132,7 @@ def test_a_folder_holds_the_conversation_after_every_answer(talk, chatting, tmp_
 
 
 WRONG = {
-    "unknown": ("/rest", "there is no /rest: expected a message or one of /file, /save, /load, /reset, /stats, /help, /quit (did you mean /reset?)"),
+    "unknown": ("/rest", "there is no /rest: expected a message or one of /file, /save, /load, /undo, /regen, /reset, /stats, /help, /quit (did you mean /reset?)"),
     "no folder": ("/save", "/save needs a folder: /save DIR"),
     "nothing to load": ("/load", "/load needs a folder: /load DIR"),
     "nothing to keep": ("/save {tmp}/x", "the session is empty: ask something before saving it"),
@@ -243,8 +243,7 @@ def _record_handler(handlers, action):
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, tmp_path):
     endless = tmp_path / "endless"
     shutil.copytree(folder, endless)
-    (endless / "generation_config.json").unlink()
-    families.edit_config(endless, eos_token_id=None)
+    families.remove_eos(endless)
     arguments = ["--model", str(endless), "--cache", "full", "--max-new-tokens", "20000", "--session", str(tmp_path / "kept")]
     code = f"from icejax.commands.process import launch; launch('icejax.commands.chat', {arguments}, name='icejax chat')"
     terminal, child_end = pty.openpty()
@@ -291,3 +290,53 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, tmp_path):
     messages = Session.load(tmp_path / "kept", *icejax.load(endless)).messages
     assert [message["role"] for message in messages] == ["user", "assistant"] and messages[0]["content"] == "import"
     assert 50 < len(messages[1]["content"]) < 15000
+
+
+def test_undo_takes_the_last_turn_back(talk, chatting, tmp_path):
+    saved = tmp_path / "kept"
+    status, out, err = talk("a", "b", "/undo", "c", "/undo", "/undo", "/undo", "d", options=[*OPTIONS, "--session", str(saved)])
+    expected = answers(chatting, "a", "b") + [answers(chatting, "a", "c")[1], *answers(chatting, "d")]
+    assert (status, "\n".join(out)) == (0, "\n".join(expected))
+    back = "the last message and its answer are taken back"
+    anew = "the cache holds thoughts, a stop string or a turn that the chat leaves out: the conversation is prefilled anew"
+    assert [line for line in err if anew not in line] == [
+        back,
+        back,
+        back,
+        f"{saved} keeps them until the next answer",
+        "icejax chat: error: there is no answer to take back: ask something first",
+    ]
+    assert [message["content"] for message in Session.load(saved, *chatting).messages[::2]] == ["d"]
+
+
+def test_a_folder_is_without_a_turn_that_is_taken_back(talk, chatting, tmp_path):
+    saved = tmp_path / "kept"
+    assert talk("a", "b", "/undo", options=[*OPTIONS, "--session", str(saved)])[0] == 0
+    session = Session.load(saved, *chatting)
+    assert [message["content"] for message in session.messages[::2]] == ["a"]
+    first, second = answers(chatting, "a", "c")
+    assert session.chat("c", max_new_tokens=4).text == second
+    text = f"[user] a<eos>\n[assistant] {first}<eos>\n[user] c<eos>\n[assistant] "
+    assert session.token_ids[:-4] == chatting[1](text).input_ids
+
+
+def test_regen_draws_another_answer_to_the_last_message(talk, chatting, tmp_path):
+    (tmp_path / "file").write_text("unread")
+    drawn = [*OPTIONS, "--temperature", "1.5", "--seed", "3"]
+    status, out, err = talk("a", f"/file {tmp_path / 'file'}", "/regen", "/regen", "/stats", options=drawn)
+    sampling = icejax.Sampling(temperature=1.5)
+    expected = [
+        Session(*chatting, cache=Full(), context_length=600).chat("a", max_new_tokens=4, sampling=sampling, seed=seed).text
+        for seed in (3, 4, 5)
+    ]
+    assert (status, "\n".join(out)) == (0, "\n".join(expected)) and len(set(expected)) == 3
+    assert err[0] == "6 characters go in front of the next message" and err[1].split() == ["messages", "2"]
+
+
+def test_regen_of_a_greedy_answer_is_refused(talk, chatting):
+    status, out, err = talk("/regen", "a", "/regen", "b")
+    assert (status, "\n".join(out)) == (0, "\n".join(answers(chatting, "a", "b")))
+    assert err == [
+        "icejax chat: error: there is no answer to take back: ask something first",
+        "icejax chat: error: a greedy answer is the same again: start with --temperature 0.8, or /undo and ask otherwise",
+    ]

@@ -26,7 +26,7 @@ from icejax.session import session
 from tests.helpers.commands import SHORT, run
 
 FIELDS = set(
-    """text token_ids logprobs prompt_tokens new_tokens finish_reason ttft_s compile_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
+    """text reasoning reasoning_content token_ids logprobs prompt_tokens new_tokens finish_reason ttft_s compile_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
     digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched hit_rate estimated_error budget_used expert_hit_rate expert_bytes_per_token fetch_backend device dtype""".split()
 )
 

@@ -31,8 +31,7 @@ def endless(tmp_path_factory) -> list[str]:
     """A command line that generates for minutes: the model has no end token."""
     folder = tmp_path_factory.mktemp("model") / "endless"
     shutil.copytree(ASSETS, folder)
-    (folder / "generation_config.json").unlink()
-    families.edit_config(folder, eos_token_id=None)
+    families.remove_eos(folder)
     return [*GENERATE, "--model", str(folder), "--prompt", "import", "--max-new-tokens", "20000"]
 
 

@@ -1,6 +1,7 @@
 """Prompt files with options per line, token ids as prompts, log-probabilities, and how prompts are batched."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import icejax
 from icejax.cache.registry import Full
 from icejax.commands.generate import batches
+from icejax.commands.requests import read_prompts
 from tests.helpers import families
 from tests.helpers.commands import run
 from tests.helpers.run import all_logits
@@ -46,7 +48,8 @@ WRONG = {
     "nothing": ({"id": 3}, "expected a text 'prompt' or a list of 'messages' in the JSON object, got neither"),
     "null": ({"prompt": None}, "got neither"),
     "both": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "got both"),
-    "messages": ({"messages": [{"role": "user"}]}, "'messages' must be a list of objects with a text role and a text content, got [{'role': 'user'}]"),
+    "messages": ({"messages": [{"role": "user"}]}, "'messages' must be a list of objects with a text role, a text content and perhaps a text reasoning, got [{'role': 'user'}]"),
+    "thoughts twice": ({"messages": [{"role": "user", "content": "x", "reasoning": "a", "reasoning_content": "b"}]}, "'messages' must be a list of objects"),
     "no messages": ({"messages": []}, "'messages' must be a list of objects"),
     "id": ({"prompt": "x", "id": [1]}, "'id' must be text or a number, got [1]"),
     "endless id": ({"prompt": "x", "id": float("nan")}, "'id' must be text or a number, got nan"),
@@ -73,6 +76,14 @@ def test_messages_are_no_turn_of_a_session(capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}')
     status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--session", str(tmp_path / "kept"))
     assert (status, out) == (2, "") and "'messages' are a whole chat: leave --session out" in err
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_the_thoughts_of_a_message_have_two_names(tmp_path, name):
+    message = {"role": "assistant", "content": "4", name: "A sum."}
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}, message]}))
+    (line,) = read_prompts(SimpleNamespace(prompt=[], prompt_file=tmp_path / "p.jsonl", model=None))
+    assert line.messages[1] == {"role": "assistant", "content": "4", "reasoning": "A sum."}
 
 
 def test_token_ids_are_prompts(bundled):

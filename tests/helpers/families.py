@@ -73,6 +73,14 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
 
 
+def remove_eos(folder: Path) -> None:
+    """Leaves a copy of the bundled model without an eos: answers end at the token limit alone."""
+    (folder / "generation_config.json").unlink()
+    edit_config(folder, eos_token_id=None)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": None}))
+
+
 def tokens(count: int, *, seed: int = 0) -> list[int]:
     """Returns `count` random token ids."""
     return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], count).tolist()

@@ -170,6 +170,11 @@ LIES = {
     "a message of text": (lambda f: f.update(messages=["hello"]), "messages are no list"),
     "a message without content": (lambda f: f.update(messages=[{"role": "user"}]), "messages are no list"),
     "a message of numbers": (lambda f: f.update(messages=[{"role": "user", "content": 1}]), "messages are no list"),
+    "a message of other fields": (
+        lambda f: f.update(messages=[{"role": "user", "content": "x", "tools": "y"}]),
+        "messages are no list",
+    ),
+    "outdated as a number": (lambda f: f.update(outdated=1), "outdated is 1"),
     "no identity": (lambda f: f.update(identity=[]), "does not say what it was saved with"),
     "no arrays": (lambda f: f.update(arrays=None), "does not say which arrays it has"),
     "an array without a checksum": (lambda f: f["arrays"]["token_ids"].pop("crc32"), "does not say what token_ids is"),

@@ -52,6 +52,9 @@ def test_an_end_mark_is_there_once():
     assert join([1, 2], [2, 9], 1) == ([1, 2], [2, 9])  # a letter is no end mark
 
 
+LEFT_OUT = "the cache holds thoughts, a stop string or a turn that the chat leaves out: the conversation is prefilled anew"
+
+
 @dataclasses.dataclass
 class State:
     """A stand-in for a run's state."""
@@ -75,10 +78,10 @@ class Scripted:
         monkeypatch.setattr(module, "prefill", self.prefill)
         monkeypatch.setattr(module, "extend", self.extend)
         monkeypatch.setattr(module, "decode_rows", self.stream)
-        for name in ("make_plan", "DecodePrograms", "run_constants"):
+        for name in ("session_plan", "DecodePrograms", "run_constants"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
-        monkeypatch.setattr(Session, "_room_behind", lambda *_: 2000)
+        monkeypatch.setattr(module, "room_behind", lambda *_: 2000)
 
     def prefill(self, model, prompts, *_, **__):
         self.cache = list(prompts[0])
@@ -95,8 +98,8 @@ class Scripted:
         for i, token in enumerate(ids):
             if i < len(ids) - self.leaves:
                 self.cache.append(token)
-            text = rows[0].take(NOTHING._replace(token=token))
-            yield SimpleNamespace(token_ids=(token,), text=text)
+            parts = rows[0].take(NOTHING._replace(token=token))
+            yield SimpleNamespace(token_ids=(token,), **parts._asdict())
             if rows[0].finish_reason is not None:
                 return
 
@@ -159,7 +162,7 @@ def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
 def test_the_end_of_an_answer_is_no_text():
     """Even if the tokenizer does not call it special."""
     row = Row(SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens))), (), (100,), [1], 10)
-    assert [row.take(NOTHING._replace(token=token)) for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
+    assert [row.take(NOTHING._replace(token=token)).text for token in b"end"] == ["e", "n", ""] and row.finish_reason == "stop"
 
 
 def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):
@@ -177,22 +180,23 @@ def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):
     assert len(scripted.prefilled) == 1
 
 
-def test_an_answer_that_a_stop_string_ends_keeps_its_tokens(monkeypatch):
+def test_a_stop_string_does_not_stay_in_a_chat(monkeypatch, caplog):
     tokenizer = chat_templates.tokenizer("qwen2.5")
     scripted = Scripted(monkeypatch, tokenizer)
     session = Session(scripted.model, tokenizer)
-    scripted.answers = [tokenizer("One. STOP and more").input_ids, [65]]
+    scripted.answers = [tokenizer("One. STOP and more").input_ids, [65], [66]]
     assert "".join(piece.text for piece in session.stream_chat("a", stop=[" STOP"])) == "One."
-    held = list(session.token_ids)
-    assert tokenizer.decode(held).endswith("One. STOP") and session.messages[-1]["content"] == "One."
     list(session.stream_chat("b"))
-    assert session.token_ids[: len(held)] == held and len(scripted.prefilled) == 1
-    added = tokenizer.decode(session.token_ids[len(held) : -1])
-    assert added == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    messages = [dict(role="user", content="a"), dict(role="assistant", content="One."), dict(role="user", content="b")]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert session.token_ids == [*expected, 65] and len(scripted.prefilled) == 2
+    assert [record.getMessage() for record in caplog.records] == [LEFT_OUT]
+    list(session.stream_chat("c"))
+    assert len(scripted.prefilled) == 2  # an answer without a stop string stays in the cache
 
 
 def test_rewriting_template_is_told_once_and_prefilled_anew(monkeypatch, caplog):
-    """Qwen3's template leaves out the thinking of earlier answers."""
+    """Qwen3's template leaves out the thoughts of earlier answers; the session keeps them apart."""
     tokenizer = chat_templates.tokenizer("qwen3")
     scripted = Scripted(monkeypatch, tokenizer)
     session = Session(scripted.model, tokenizer)
@@ -208,9 +212,8 @@ def test_rewriting_template_is_told_once_and_prefilled_anew(monkeypatch, caplog)
         assert session.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) + ids
         messages.append({"role": "assistant", "content": answer})
         assert len(scripted.prefilled) == (1, 2, 3, 3)[turn]
-    assert [record.getMessage() for record in caplog.records] == [
-        "the chat template rewrites earlier turns: the conversation is prefilled anew"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [LEFT_OUT]
+    assert session.messages[1] == {"role": "assistant", "content": "One", "reasoning": "hm"}
 
 
 DATED = chat_templates.LLAMA.replace("{% set loop", "{{ strftime_now('%d %b %Y %H:%M:%S') }}{% set loop")

@@ -1,0 +1,53 @@
+"""The messages of a chat session: an answer grows piece by piece, and the last turn can be taken back. `Session` calls it.
+
+A message has a role and a content; an answer with thoughts also has `reasoning`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from icejax.checks.errors import InputError
+from icejax.engine.response import GenerationResponse
+
+LOG = logging.getLogger(__name__)
+
+
+def grow(answer: dict[str, str], piece: GenerationResponse) -> None:
+    """Adds the newest piece of an answer to its message."""
+    answer["content"] += piece.text
+    if piece.reasoning is not None:
+        answer["reasoning"] = answer.get("reasoning", "") + piece.reasoning
+
+
+def take_back(messages: list[dict[str, str]]) -> str:
+    """Removes the last question and its answer; returns the question.
+
+    Raises:
+        InputError: there is no answer yet.
+    """
+    if not has_answer(messages):
+        raise InputError("there is no answer to take back: ask something first")
+    question = messages[-2]["content"]
+    del messages[-2:]
+    return question
+
+
+def has_answer(messages: list[dict[str, str]]) -> bool:
+    """Says whether a chat has an answer."""
+    return any(message["role"] == "assistant" for message in messages)
+
+
+def warn_anew(outdated: bool) -> None:
+    """Logs why a chat is prefilled anew; `outdated`: the cache holds what the chat leaves out."""
+    left_out = "the cache holds thoughts, a stop string or a turn that the chat leaves out"
+    reason = left_out if outdated else "the chat template rewrites earlier turns"
+    LOG.warning("%s: the conversation is prefilled anew", reason)
+
+
+def is_message(value: Any) -> bool:
+    """Says whether a value from a file is a message."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        return False
+    return {"role", "content"} <= value.keys() <= {"role", "content", "reasoning"}
