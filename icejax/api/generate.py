@@ -9,6 +9,7 @@ from typing import Any
 from icejax.api.prompts import check_context, encode_prompts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
+from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import Progress, load_model, open_checkpoint
 from icejax.engine.decode_loop import Row, Run, decode_rows, run_constants
 from icejax.engine.decode_step import DecodePrograms, DecodeState
@@ -28,6 +29,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 def load(
     path: str | Path = ASSETS,
     *,
+    revision: str | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
     experts_on_host: int | bool | None = None,
@@ -37,6 +39,7 @@ def load(
 
     Args:
         path: a Hugging Face folder, an icejax folder or a hub id; by default the bundled model.
+        revision: branch, tag or commit of a hub id; None: its main branch.
         dtype, quantize, experts_on_host, progress: as in `checkpoint.load.load_model`.
 
     Raises:
@@ -45,7 +48,7 @@ def load(
     devices.raise_pinned_limit()
     try_ahead()
     devices.check_device()
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(resolve(path, revision=revision))
     tokenizer = load_tokenizer(checkpoint.folder)
     options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=progress)
     return load_model(checkpoint, **options), tokenizer

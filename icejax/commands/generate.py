@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
     prompts = read_prompts(arguments)
+    if arguments.chat_template is not None and not arguments.chat and all(line.messages is None for line in prompts):
+        raise InputError("--chat-template needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
     options.tell_greedy(arguments, [line.options(answer_options).sampling for line in prompts])
     if arguments.session is not None:
         if any(line.messages is not None for line in prompts):
@@ -136,4 +138,5 @@ def _run_session(
 
 
 def _is_example(arguments: argparse.Namespace) -> bool:
-    return arguments.model is None and not arguments.prompt and arguments.prompt_file is None and not arguments.json
+    has_prompt = arguments.text or arguments.prompt or arguments.prompt_file is not None
+    return arguments.model is None and not has_prompt and not arguments.json

@@ -25,6 +25,7 @@ from icejax.text.chat_template import render
 from icejax.text.detokenize import stop_strings
 
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
+MOST_TEMPLATE = 2**20  # bytes of a chat template; published ones have some thousands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +122,15 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 
 def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
     """Returns the prompts of the command line; InputError if there is none, or one cannot be read."""
-    if arguments.prompt.count("-") > 1:
+    texts = [*arguments.text, *arguments.prompt]
+    if arguments.text and len(texts) > 1:
+        raise InputError(
+            f"expected one prompt where a plain argument is given, got {quoted(texts[0])} and {quoted(texts[1])}: "
+            "put a prompt of several words in quotes, or give each prompt as --prompt TEXT"
+        )
+    if texts.count("-") > 1:
         raise InputError("--prompt - is given more than once: standard input can be read only once")
-    prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in arguments.prompt]
+    prompts = [_decode("stdin", sys.stdin.buffer.read()) if prompt == "-" else prompt for prompt in texts]
     prompt_lines, path = [PromptLine(prompt=prompt) for prompt in prompts], arguments.prompt_file
     if path is None and not prompt_lines:
         if arguments.model is not None:
@@ -148,6 +155,18 @@ def read_text(path: Path) -> str:
         return _decode(str(path), path.read_bytes())
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_template(path: Path) -> str:
+    """Returns the chat template in a file; InputError if it cannot be read, is not UTF-8, or is too long for one."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_TEMPLATE + 1)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > MOST_TEMPLATE:
+        raise InputError(f"{path} is no chat template: expected at most {MOST_TEMPLATE} bytes of Jinja, found more")
+    return _decode(str(path), content)
 
 
 def _decode(source: str, content: bytes) -> str:

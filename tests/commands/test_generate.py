@@ -220,7 +220,7 @@ BAD_ARGUMENTS = {
     "very long prompt": (["--prompt", "x" * 30_000_000], "prompt 1 has at least 131072 tokens and the context holds 32768, the answer included"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
-    "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
+    "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt (did you mean --prompt?)"),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tests.helpers.commands import run
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--promt", "x"], "unrecognized arguments: --promt x (did you mean --prompt?)"),
+        (["--promt", "x"], "unrecognized arguments: --promt (did you mean --prompt?)"),
         (["--cache", "clusterd"], "(did you mean clustered?)"),
         (["--cache-option", "bugdet=3"], "reuse (did you mean budget?)"),
     ],
