@@ -19,12 +19,14 @@ from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start
 from icejax.commands.memory import report_out_of_memory
-from icejax.commands.process import OutputError, ending, escaped, instead_of_ending, write
+from icejax.commands.phases import Phases
+from icejax.commands.process import OutputError, ending, instead_of_ending, write
 from icejax.commands.requests import read_text
-from icejax.commands.show import progress
+from icejax.commands.show import show_piece
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.files.atomic_folder import Claim, claim
+from icejax.runtime.progress import PREFILL
 from icejax.session.session import Session
 from icejax.session.storage import ABOUT
 from icejax.text.chat_template import render
@@ -128,25 +130,25 @@ class Chat:
         with contextlib.ExitStack() as stack:
             if sys.stdin.isatty():
                 stack.enter_context(instead_of_ending(pressed.set))
-            bars = stack.enter_context(progress(self._console))
-            layers = bars.add_task("prefill layers", total=self._model.config.num_hidden_layers)
+            phases = stack.enter_context(Phases(self._console, quiet=self._arguments.quiet))
 
-            def show_layers(count: int) -> None:
-                if pressed.is_set() and not session.token_ids:  # a later turn changes a cache, which must not stop half-way
+            def show_phase(phase: str, done: int, total: int) -> None:
+                # A later turn changes a cache, which must not stop half-way.
+                if pressed.is_set() and phase == PREFILL and not session.token_ids:
                     raise Ended
-                bars.update(layers, completed=count)
+                phases(phase, done, total)
 
             try:
-                for piece in session.stream_chat(text, progress=show_layers, save_to=save_to, **vars(self._answer)):
-                    bars.stop()  # streamed text replaces the bar in the terminal
-                    write(escaped(piece.text))
+                for piece in session.stream_chat(text, progress=show_phase, save_to=save_to, **vars(self._answer)):
+                    show_piece(piece.text, phases)
                     pieces.append(piece)
                     if pressed.is_set():
                         break
             except Ended:
-                bars.stop()
+                phases.stop()
                 self._tell("ended before there was an answer: the message is not part of the conversation")
                 return
+            phases.stop()
             write("\n")
             self._files, self._last = [], join(pieces)
             if save_to is not None:

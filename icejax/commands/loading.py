@@ -16,8 +16,8 @@ from icejax.api import generate
 from icejax.api.prompts import first_messages
 from icejax.checks.errors import InputError
 from icejax.commands import options
+from icejax.commands.phases import Phases
 from icejax.commands.requests import read_template
-from icejax.commands.show import progress
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_cache import keep_programs
 from icejax.session.session import Session
@@ -28,15 +28,14 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers warns if PyTorch is missing
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     keep_programs(arguments.compile_cache)
-    with progress(console) as bars:
-        bar = bars.add_task("load", total=None)
+    with Phases(console, quiet=arguments.quiet) as phases:
         model, tokenizer = generate.load(
             generate.ASSETS if arguments.model is None else arguments.model,
             revision=arguments.revision,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             experts_on_host=arguments.experts_on_host,
-            progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
+            progress=phases,
         )
     if template is not None:
         tokenizer.chat_template = template

@@ -71,6 +71,7 @@ def parser(name: str) -> Parser:
     shown.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     shown.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
     shown.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and of the N most likely ones")
+    _add_quiet(shown)
     shown.add_argument("--verbose", action="store_true", help="how each layer caches, padding, backends, time of compiling")
     shown.add_argument("--explain", type=Path, metavar="FILE.png", help="draw what each layer looked at; also as JSON")
     return parser
@@ -81,10 +82,15 @@ def chat_parser(name: str) -> Parser:
     parser = Parser(prog=name, description="Talk with a model whose tokenizer has a chat template.")
     parser.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")
     parser.add_argument("--session", type=Path, metavar="DIR", help="go on with the conversation kept there, or begin it")
+    _add_quiet(parser)
     _add_model(parser)
     _add_answer(parser)
     _add_cache(parser)
     return parser
+
+
+def _add_quiet(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
 
 
 def _add_model(parser: Parser) -> None:

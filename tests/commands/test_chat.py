@@ -199,10 +199,10 @@ def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch)
     handlers, original_stream_chat = [], Session.stream_chat
 
     def stream_chat(self, text, *, progress, **options):
-        def interrupting_progress(layers):
-            if layers == 1 and "stop" in text:
+        def interrupting_progress(phase, done, total):
+            if (phase, done) == ("prefill", 1) and "stop" in text:
                 handlers[-1]()
-            progress(layers)
+            progress(phase, done, total)
 
         return original_stream_chat(self, text, progress=interrupting_progress, **options)
 

@@ -29,7 +29,7 @@ def endless(tmp_path_factory) -> list[str]:
     shutil.copytree(ASSETS, folder)
     (folder / "generation_config.json").unlink()
     families.edit_config(folder, eos_token_id=None)
-    return [*GENERATE, "--model", str(folder), "--prompt", "import", "--max-new-tokens", "20000"]
+    return [*GENERATE, "--model", str(folder), "--prompt", "import", "--max-new-tokens", "20000", "--quiet"]
 
 
 @pytest.fixture(scope="module", autouse=True)
