@@ -189,6 +189,8 @@ FAULTS = (
     ("engine/logprobs.py", "jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)", "logits", "commands/test_prompt_lines.py::test_log_probabilities_are_those_of_the_logits"),
     ("commands/generate.py", "while printed in responses and", "while printed not in responses and", "commands/test_prompt_lines.py::test_lines_have_what_they_ask_for_in_the_order_asked"),
     ("commands/requests.py", "if name not in FIELDS:", "if False:", "commands/test_prompt_lines.py::test_a_line_that_asks_for_what_cannot_be_is_refused"),
+    ("engine/usage.py", "slots + int(counts.sum())", "slots + counts.size", "session/test_usage.py::test_a_pool_uses_what_its_tokens_take"),
+    ("engine/usage.py", "used += share * (size - report.digest_bytes)", "used += size - report.digest_bytes", "session/test_usage.py::test_a_full_cache_uses_what_its_tokens_take"),
     ("commands/phases.py", "if phase != self._phase:\n                self._end()", "if phase != self._phase:\n                pass", "commands/test_phases.py::test_a_phase_that_lasts_is_told_and_its_end"),
     ("commands/phases.py", "first, self._writing = not self._writing, True", "first = not self._writing", "commands/test_phases.py::test_no_line_cuts_an_answer_in_two"),
     ("runtime/compile_clock.py", "if threading.get_ident() == thread:", "if True:", "runtime/test_compile_clock.py::test_a_thread_is_told_of_the_programs_that_it_compiles"),

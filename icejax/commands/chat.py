@@ -29,6 +29,7 @@ from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime.progress import PREFILL
 from icejax.session.session import Session
 from icejax.session.storage import ABOUT
+from icejax.session.usage import session_usage
 from icejax.text.chat_template import render
 
 HELP = """\
@@ -201,10 +202,11 @@ class Chat:
         table, session, last = Table.grid(padding=(0, 2)), self._session, self._last
         table.add_row("messages", f"{len(session.messages)}")
         table.add_row("tokens", f"{len(session.token_ids):,} of {session.context_length:,}")
+        if (held := session_usage(session)) is not None:
+            table.add_row("on the device", _of_reserved(held.device_used, held.device))
+            table.add_row("in host memory", _of_reserved(held.host_used, held.host))
         if last is not None:
             table.add_row("cache", last.run.cache + (f", budget {last.run.budget}" if last.run.budget is not None else ""))
-            table.add_row("on the device", f"{(last.run.device_kv_bytes + last.run.digest_bytes) / 2**20:.1f} MiB")
-            table.add_row("in host memory", f"{last.run.host_kv_bytes / 2**20:.1f} MiB")
             table.add_row("first token", f"{last.ttft_s:.2f} s, {last.compile_s:.2f} s of them compiling")
             if last.decode_tps is not None:
                 table.add_row("tokens per second", f"{last.decode_tps:.1f}")
@@ -215,6 +217,10 @@ class Chat:
 
     def _tell(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _of_reserved(used: int, reserved: int) -> str:
+    return f"{used / 2**20:.1f} MiB used of {reserved / 2**20:.1f} MiB reserved"
 
 
 def _folder(word: str, name: str) -> Path:

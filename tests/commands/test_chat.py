@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -68,6 +69,8 @@ def test_lines_are_answered_one_behind_the_other(talk, chatting, tmp_path):
     assert err[0] == "17 characters go in front of the next message"
     stats = dict(line.strip().split("  ", 1) for line in err[1:])
     assert stats["messages"].strip() == "4" and stats["tokens"].strip().endswith(" of 600")
+    assert re.fullmatch(r"\d\.\d MiB used of \d\.\d MiB reserved", stats["on the device"].strip())
+    assert stats["in host memory"].strip() == "0.0 MiB used of 0.0 MiB reserved"
     assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s of them compiling")
 
 
