@@ -42,10 +42,12 @@ from tests.helpers import shapes
 shapes.install()  # before icejax is imported
 
 import icejax
+from icejax.commands import phases
 from icejax.engine import decode_step
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+phases.PATIENCE_S = 1e6  # on a busy machine a phase may last, and its line would stand between those that tests compare
 MAX_BYTES = 1_200_000_000  # per test process; two of them run, beside the commands that they start
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, so collections are slow and free little
 

@@ -9,7 +9,8 @@ from typing import Any
 from icejax.api.prompts import check_context, encode_prompts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
-from icejax.checkpoint.load import Progress, load_model, open_checkpoint
+from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.load import load_model, open_checkpoint
 from icejax.engine.decode_loop import Row, Run, decode_rows, run_constants
 from icejax.engine.decode_step import DecodePrograms, DecodeState
 from icejax.engine.plan import make_plan
@@ -20,6 +21,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.host_reads.choose import try_ahead
+from icejax.runtime.progress import LOADING, Progress, prefilling
 from icejax.text.tokenizer import load_tokenizer
 from icejax.text.turn_end import end_ids
 
@@ -29,6 +31,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 def load(
     path: str | Path = ASSETS,
     *,
+    revision: str | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
     experts_on_host: int | bool | None = None,
@@ -38,18 +41,23 @@ def load(
 
     Args:
         path: a Hugging Face folder, an icejax folder or a hub id; by default the bundled model.
-        dtype, quantize, experts_on_host, progress: as in `checkpoint.load.load_model`.
+        revision: branch, tag or commit of a hub id; None: its main branch.
+        dtype, quantize, experts_on_host: as in `checkpoint.load.load_model`.
+        progress: called with "loading", the number of parameters loaded, and the number in all: first with 0 and 0.
 
     Raises:
         InputError: the checkpoint cannot be loaded; the message says why.
     """
+    if progress is not None:
+        progress(LOADING, 0, 0)
     devices.raise_pinned_limit()
     try_ahead()
     devices.check_device()
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(resolve(path, revision=revision))
     tokenizer = load_tokenizer(checkpoint.folder)
     checkpoint = checkpoint.with_ends(end_ids(tokenizer))
-    options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=progress)
+    tell = None if progress is None else lambda _, done, total: progress(LOADING, done, total)
+    options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=tell)
     return load_model(checkpoint, **options), tokenizer
 
 
@@ -61,7 +69,7 @@ def stream_generate(
     cache: CachePolicy | None = None,
     context_length: int | None = None,
     host_memory_limit: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     watch: Callable[[DecodeState], None] | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
@@ -73,7 +81,8 @@ def stream_generate(
         cache: the cache policy; None: `Clustered()`.
         context_length: maximum number of tokens of a prompt and its answer together; None: the model's own.
         host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
-        progress: called with the number of layers done while the prompts run.
+        progress: called with "prefill", the number of layers done, and the number in all; and with "compiling", the number of
+            programs that this call has compiled or begins to compile, and 0, before each of them.
         watch: called with the state after every step; it must not keep the arrays, because the next step donates them.
         options: options of `AnswerOptions`: sampling, max_new_tokens, stop, seed, special_tokens, logprobs.
 
@@ -98,9 +107,10 @@ def stream_generate(
         Row(tokenizer, row_answer.stop, model.config.eos_token_ids, row, limit, number=request.index + 1)
         for request, row_answer, row, limit in zip(prompt_requests, answers, ids, limits, strict=True)
     ]
-    results = prefill(model, ids, plan, sampling=sampling, draws=draws, progress=progress, host_memory_limit=host_memory_limit)
-    run = Run(DecodePrograms(model, plan), *results, watch)
-    yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started, logprobs=answer.logprobs)
+    with prefilling(progress, model.config.num_hidden_layers) as layer_done:
+        options = dict(sampling=sampling, draws=draws, progress=layer_done, host_memory_limit=host_memory_limit)
+        run = Run(DecodePrograms(model, plan), *prefill(model, ids, plan, **options), watch)
+        yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started, logprobs=answer.logprobs)
 
 
 def generate(

@@ -18,6 +18,7 @@ ADAPTER = "adapter_config.json"  # of a LoRA, as peft saves it
 ORBAX = "orbax"  # the subfolder with the parameters of an icejax folder
 LOG = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 # Config and tokenizer files, which a conversion copies.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -25,29 +26,31 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-def resolve(model: str | Path) -> Path:
+def resolve(model: str | Path, *, revision: str | None = None) -> Path:
     """Returns the folder of `model`: a local folder, or the snapshot of a hub id, downloaded where it is missing.
+
+    Args:
+        revision: branch, tag or commit of a hub id; None: its main branch.
 
     Raises:
         InputError: the folder does not exist, is empty or cannot be read, or holds GGUF instead of safetensors; or the hub id
-            cannot be downloaded.
+            cannot be downloaded; or a folder is given with a revision.
     """
+    if revision is not None and not (isinstance(revision, str) and REVISION.fullmatch(revision)):
+        raise InputError(f"revision must be a branch, a tag or a commit, got {quoted(revision)}")
     with input_error_from(f"{model} cannot be read"):
         folder = current_folder(Path(model).expanduser())
         if _is_gguf(folder):
             raise InputError(f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize")
         if folder.is_dir():
+            if revision is not None:
+                raise InputError(f"{model} is a folder, and only a hub id has revisions: leave revision {revision} out")
             if not any(folder.iterdir()):
                 raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
             return _whole(folder)
         if folder.exists() or not HUB_ID.fullmatch(str(model)):
             raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
-    from huggingface_hub import snapshot_download
-
-    with input_error_from(f"{model}: no such folder, and the hub does not bring it"):
-        return _whole(
-            Path(snapshot_download(str(model), allow_patterns=[*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]))
-        )
+    return _whole(_snapshot(str(model), revision))
 
 
 def _whole(folder: Path) -> Path:
@@ -61,6 +64,29 @@ def _whole(folder: Path) -> Path:
             )
         LOG.warning("%s: the LoRA adapter (%s) is not used", folder, ADAPTER)
     return folder
+
+
+def _snapshot(hub_id: str, revision: str | None) -> Path:
+    """Returns the folder of a hub id in the hub's cache, after downloading what is missing."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
+
+    with input_error_from(f"{hub_id}: no such folder, and the hub does not bring it"):
+        try:
+            patterns = [*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        except RevisionNotFoundError:
+            raise InputError(f"{hub_id} has no revision {revision} on the hub: expected a branch, a tag or a commit") from None
+        except LocalEntryNotFoundError as error:
+            cause = error.__cause__
+            if isinstance(cause, HfHubHTTPError):  # the hub was reached, and refused
+                raise cause from None
+            offline = isinstance(cause, OfflineModeIsEnabled)
+            why = "HF_HUB_OFFLINE forbids the network" if offline else f"no network reaches the hub ({cause})"
+            raise InputError(
+                f"{hub_id}: no such folder, its files are not all in the hub's cache, and {why}: "
+                "connect, or give the folder of a model that is on this machine"
+            ) from None
 
 
 def _is_gguf(folder: Path) -> bool:

@@ -20,15 +20,17 @@ from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start
 from icejax.commands.memory import report_out_of_memory
+from icejax.commands.phases import Phases
 from icejax.commands.printer import Printer
 from icejax.commands.process import OutputError, ending, instead_of_ending, uncut
-from icejax.commands.show import progress
 from icejax.commands.texts import read_text
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.files.atomic_folder import Claim, claim
+from icejax.runtime.progress import PREFILL
 from icejax.session.session import Session
 from icejax.session.storage import ABOUT
+from icejax.session.usage import session_usage
 from icejax.text.chat_template import render
 
 HELP = """\
@@ -136,29 +138,29 @@ class Chat:
 
         Where somebody types, Ctrl-C ends the answer: its text so far is then the answer.
         """
-        session, pressed, printer = self._session, threading.Event(), Printer(self._console)
+        session, pressed = self._session, threading.Event()
         pieces, save_to = [], self._held if self._keeping else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(uncut())
             if sys.stdin.isatty():
                 stack.enter_context(instead_of_ending(pressed.set))
-            bars = stack.enter_context(progress(self._console))
-            layers = bars.add_task("prefill layers", total=self._model.config.num_hidden_layers)
+            phases = stack.enter_context(Phases(self._console, quiet=self._arguments.quiet))
+            printer = Printer(phases)
 
-            def show_layers(count: int) -> None:
-                if pressed.is_set() and not session.token_ids:  # a later turn changes a cache, which must not stop half-way
+            def show_phase(phase: str, done: int, total: int) -> None:
+                # A later turn changes a cache, which must not stop half-way.
+                if pressed.is_set() and phase == PREFILL and not session.token_ids:
                     raise Ended
-                bars.update(layers, completed=count)
+                phases(phase, done, total)
 
             try:
-                for piece in session.stream_chat(text, progress=show_layers, save_to=save_to, **vars(answer)):
-                    bars.stop()  # streamed text replaces the bar in the terminal
+                for piece in session.stream_chat(text, progress=show_phase, save_to=save_to, **vars(answer)):
                     printer.piece(piece)
                     pieces.append(piece)
                     if pressed.is_set():
                         break
             except Ended:
-                bars.stop()
+                phases.stop()
                 self._tell("ended before there was an answer: the message is not part of the conversation")
                 return False
             self._last = join(pieces)
@@ -233,10 +235,11 @@ class Chat:
         table, session, last = Table.grid(padding=(0, 2)), self._session, self._last
         table.add_row("messages", f"{len(session.messages)}")
         table.add_row("tokens", f"{len(session.token_ids):,} of {session.context_length:,}")
+        if (held := session_usage(session)) is not None:
+            table.add_row("on the device", _of_reserved(held.device_used, held.device))
+            table.add_row("in host memory", _of_reserved(held.host_used, held.host))
         if last is not None:
             table.add_row("cache", last.run.cache + (f", budget {last.run.budget}" if last.run.budget is not None else ""))
-            table.add_row("on the device", f"{(last.run.device_kv_bytes + last.run.digest_bytes) / 2**20:.1f} MiB")
-            table.add_row("in host memory", f"{last.run.host_kv_bytes / 2**20:.1f} MiB")
             table.add_row("first token", f"{last.ttft_s:.2f} s, {last.compile_s:.2f} s of them compiling")
             if last.decode_tps is not None:
                 table.add_row("tokens per second", f"{last.decode_tps:.1f}")
@@ -247,6 +250,10 @@ class Chat:
 
     def _tell(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _of_reserved(used: int, reserved: int) -> str:
+    return f"{used / 2**20:.1f} MiB used of {reserved / 2**20:.1f} MiB reserved"
 
 
 def _folder(word: str, name: str) -> Path:

@@ -13,8 +13,8 @@ from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.commands.memory import report_out_of_memory
 from icejax.commands.options import Parser
+from icejax.commands.phases import progress
 from icejax.commands.process import ending
-from icejax.commands.show import progress
 
 HF = "Hugging Face folder or hub id SRC -> icejax (Orbax) folder DST"
 BACK = "icejax (Orbax) folder SRC -> Hugging Face folder DST"
@@ -29,10 +29,11 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     parser = Parser(prog=name, description={"orbax": f"{HF}.", "hf": f"{BACK}.", None: f"{HF}, or {BACK}."}[to])
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("target", metavar="DST", type=Path)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
     parser.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4, as compressed-tensors")
     parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
     arguments = parser.parse_args(argv)
-    source = resolve(arguments.source)
+    source = resolve(arguments.source, revision=arguments.revision)
     to_hf = to == "hf" or (to is None and (source / ORBAX).is_dir())
     advice = "convert on a machine with more memory: two of the largest tensors are in memory at once"
     with report_out_of_memory(advice, None), progress(Console(stderr=True)) as bars:

@@ -16,9 +16,10 @@ from icejax.checks.numbers import integer
 from icejax.commands import options
 from icejax.commands.loading import load, resume_or_start
 from icejax.commands.memory import report_out_of_memory
+from icejax.commands.phases import Phases
 from icejax.commands.process import ending
 from icejax.commands.requests import PromptLine, read_prompts
-from icejax.commands.show import answer, answers, progress, table
+from icejax.commands.show import answer, answers, table
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse
 from icejax.evaluation.attention_map import Explanation, check_picture
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
     prompts = read_prompts(arguments)
+    if arguments.chat_template is not None and not arguments.chat and all(line.messages is None for line in prompts):
+        raise InputError("--chat-template needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
     options.tell_greedy(arguments, [line.options(answer_options).sampling for line in prompts])
     if arguments.session is not None:
         if any(line.messages is not None for line in prompts):
@@ -70,8 +73,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     responses: dict[int, GenerationResponse] = {}
     printed, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for rows in batches(ids, arguments.batch_size):
-        with progress(console) as bars:
-            layers = bars.add_task("prefill layers", total=model.config.num_hidden_layers)
+        with Phases(console, quiet=arguments.quiet) as phases:
             stream = stream_generate(
                 model,
                 tokenizer,
@@ -79,18 +81,18 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 cache=policy,
                 context_length=arguments.context_length,
                 host_memory_limit=options.memory_limit(arguments),
-                progress=lambda done, layers=layers, bars=bars: bars.update(layers, completed=done),
+                progress=phases,
                 watch=explanation.watch if explanation is not None else None,
                 **vars(answer_options),
             )
-            batch_responses = answers(stream, bars, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
+            batch_responses = answers(stream, phases, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
         responses |= zip(rows, batch_responses, strict=True)
         while printed in responses and not streaming:  # in the order of the prompts
             answer(responses[printed], arguments, console, prompts[printed].id)
             printed += 1
     if explanation is not None:
         explanation.save(arguments.explain)
-    if console.is_terminal or _is_example(arguments):
+    if (console.is_terminal or _is_example(arguments)) and not arguments.quiet:
         console.print(table([responses[row] for row in sorted(responses)], console))
 
 
@@ -124,16 +126,17 @@ def _run_session(
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for line in prompts:
         line_options = line.options(answer_options)
-        with progress(console) as bars:
-            stream = respond(line.prompt, save_to=session_claim, **vars(line_options))
-            turn_responses = answers(stream, bars, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
+        with Phases(console, quiet=arguments.quiet) as phases:
+            stream = respond(line.prompt, progress=phases, save_to=session_claim, **vars(line_options))
+            turn_responses = answers(stream, phases, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
         if not streaming:
             answer(turn_responses[0], arguments, console, line.id)
         responses += turn_responses
         session.save(session_claim)
-    if console.is_terminal:
+    if console.is_terminal and not arguments.quiet:
         console.print(table(responses, console))
 
 
 def _is_example(arguments: argparse.Namespace) -> bool:
-    return arguments.model is None and not arguments.prompt and arguments.prompt_file is None and not arguments.json
+    has_prompt = arguments.text or arguments.prompt or arguments.prompt_file is not None
+    return arguments.model is None and not has_prompt and not arguments.json

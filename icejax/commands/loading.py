@@ -18,7 +18,8 @@ from icejax.checkpoint.load import open_checkpoint
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer
 from icejax.commands import options
-from icejax.commands.show import progress
+from icejax.commands.phases import Phases
+from icejax.commands.texts import read_template
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_cache import keep_programs
@@ -43,16 +44,20 @@ def context_length(arguments: argparse.Namespace) -> int:
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
     """Returns the model of the command line and its tokenizer; keeps the programs that are compiled from now on."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers warns if PyTorch is missing
+    template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     keep_programs(arguments.compile_cache)
-    with progress(console) as bars:
-        bar = bars.add_task("load", total=None)
-        return generate.load(
+    with Phases(console, quiet=arguments.quiet) as phases:
+        model, tokenizer = generate.load(
             generate.ASSETS if arguments.model is None else arguments.model,
+            revision=arguments.revision,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             experts_on_host=arguments.experts_on_host,
-            progress=lambda _, done, total: bars.update(bar, completed=done, total=total),
+            progress=phases,
         )
+    if template is not None:
+        tokenizer.chat_template = template
+    return model, tokenizer
 
 
 def resume(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:

@@ -31,7 +31,8 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(flag, self._option_string_actions)}")
+            hint = suggestion(flag, self._option_string_actions) if flag.startswith("-") else " (are quotes missing?)"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -56,7 +57,8 @@ def parser(name: str) -> Parser:
     """Returns the parser of `generate`; its defaults are those of the dataclasses."""
     parser = Parser(prog=name, description="Generate text from a long prompt. Without arguments: the bundled example.")
     prompts = parser.add_argument_group("prompts")
-    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable; - reads stdin")
+    prompts.add_argument("text", nargs="*", metavar="PROMPT", help="the prompt, as --prompt takes it")
+    prompts.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="repeatable; - reads stdin")
     prompts.add_argument("--prompt-file", type=Path, metavar="FILE", help="text, or .jsonl with an object per line")
     prompts.add_argument("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     prompts.add_argument("--system", metavar="TEXT", help="system message, with --chat")
@@ -69,6 +71,7 @@ def parser(name: str) -> Parser:
     shown.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     shown.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
     shown.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and of the N most likely ones")
+    _add_quiet(shown)
     shown.add_argument("--verbose", action="store_true", help="how each layer caches, padding, backends, time of compiling")
     shown.add_argument("--explain", type=Path, metavar="FILE.png", help="draw what each layer looked at; also as JSON")
     return parser
@@ -79,15 +82,22 @@ def chat_parser(name: str) -> Parser:
     parser = Parser(prog=name, description="Talk with a model whose tokenizer has a chat template.")
     parser.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")
     parser.add_argument("--session", type=Path, metavar="DIR", help="go on with the conversation kept there, or begin it")
+    _add_quiet(parser)
     _add_model(parser)
     _add_answer(parser)
     _add_cache(parser)
     return parser
 
 
+def _add_quiet(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
+
+
 def _add_model(parser: Parser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
+    group.add_argument("-m", "--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
     group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
     hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
@@ -99,7 +109,7 @@ def _add_model(parser: Parser) -> None:
 def _add_answer(parser: Parser) -> None:
     group = parser.add_argument_group("answer")
     group.add_argument(
-        "--max-new-tokens", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
+        "-n", "--max-new-tokens", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     for field in dataclasses.fields(Sampling):

@@ -8,28 +8,33 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from icejax.commands.phases import Phases
 from icejax.commands.process import CONTROL, escaped, write
 from icejax.engine.response import GenerationResponse
 
 
 class Printer:
-    """The printing of one answer. Where stderr is no terminal, thoughts are not printed."""
+    """The printing of one answer, which replaces bars and lines of waiting. Only a terminal's stderr gets thoughts."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._in_thoughts = console, False
+    def __init__(self, phases: Phases) -> None:
+        self._console, self._phases, self._in_thoughts = phases.console, phases, False
 
     def piece(self, piece: GenerationResponse) -> None:
         """Prints the newest piece of the answer."""
         if piece.reasoning and self._console.is_terminal:
             self._in_thoughts = True
             thoughts = CONTROL.sub(lambda match: ascii(match[0])[1:-1], piece.reasoning)
+            self._phases.before_text(thoughts)
             self._console.print(Text(thoughts, style="dim"), end="", soft_wrap=True)
         if piece.text:
             self._end_thoughts()
-            write(escaped(piece.text))
+            text = escaped(piece.text)
+            self._phases.before_text(text)
+            write(text)
 
     def end(self, answer: GenerationResponse) -> None:
         """Ends the line of the whole answer."""
+        self._phases.stop()
         self._end_thoughts()
         write("\n")
         tell_only_thoughts(answer, self._console)

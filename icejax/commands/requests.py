@@ -126,10 +126,16 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 
 def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
     """Returns the prompts of the command line; InputError if there is none, or one cannot be read."""
-    if arguments.prompt.count("-") > 1:
+    texts = [*arguments.text, *arguments.prompt]
+    if arguments.text and len(texts) > 1:
+        raise InputError(
+            f"expected one prompt where a plain argument is given, got {quoted(texts[0])} and {quoted(texts[1])}: "
+            "put a prompt of several words in quotes, or give each prompt as --prompt TEXT"
+        )
+    if texts.count("-") > 1:
         raise InputError("--prompt - is given more than once: standard input can be read only once")
     prompt_lines, path = [], arguments.prompt_file
-    for prompt in arguments.prompt:
+    for prompt in texts:
         text = read_stdin(context_length=context_length(arguments)) if prompt == "-" else prompt
         prompt_lines.append(PromptLine(prompt=text))
     if path is None and not prompt_lines:

@@ -1,7 +1,4 @@
-"""What a command line shows: progress on stderr, answers on stdout, and a table of their cost.
-
-`icejax.commands.generate` calls it, the other commands only for progress bars.
-"""
+"""What a command line shows: answers on stdout, and a table of their cost. `icejax.commands.generate` calls it."""
 
 from __future__ import annotations
 
@@ -14,51 +11,30 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
+from icejax.commands.phases import Phases
 from icejax.commands.printer import Printer, tell_only_thoughts
 from icejax.commands.process import escaped, is_unicode, uncut, write
 from icejax.engine.response import GenerationResponse, join
-from icejax.runtime.compile_clock import clock
 
 WIDE = 11  # terminal columns per table column: in a narrower terminal an answer is a column, not a row
 
 
-class Speed(ProgressColumn):
-    """A column of the progress bar: steps per second, or "compiling" while JAX compiles."""
-
-    def render(self, task: Task) -> Text:
-        if clock().busy:
-            return Text("compiling")
-        return Text(f"{task.speed:.1f}/s" if task.speed else "")
-
-
-def progress(console: Console) -> Progress:
-    """Returns progress bars with speed and time left; they are shown on a terminal only."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Speed(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
 def answers(
-    stream: Iterator[GenerationResponse], bars: Progress, *, rows: int, limit: int, streaming: bool
+    stream: Iterator[GenerationResponse], phases: Phases, *, rows: int, limit: int, streaming: bool
 ) -> list[GenerationResponse]:
     """Returns the whole answers of one batch; with `streaming`, prints the only answer as its pieces come."""
     pieces: dict[int, list[GenerationResponse]] = {}
-    tokens, count, printer = None, 0, Printer(bars.console)
+    printer = Printer(phases)
     with uncut() if streaming else contextlib.nullcontext():
-        for piece in stream:
-            count += 1
+        for count, piece in enumerate(stream, start=1):
             if streaming:
-                bars.stop()  # streamed text replaces the bar in the terminal
                 printer.piece(piece)
-            elif tokens is None:
-                tokens = bars.add_task("tokens", total=limit * rows, completed=count)
             else:
-                bars.update(tokens, completed=count)
+                phases("tokens", count, limit * rows)
             pieces.setdefault(piece.row, []).append(piece)
-        bars.stop()
+        phases.stop()
         whole = [join(pieces[row]) for row in sorted(pieces)]
         if streaming:
             printer.end(whole[0])

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from icejax.checks.errors import InputError
 
 PER_TOKEN = 16  # bytes; the tokens of a text in any language have fewer on average
+TEMPLATE_BYTES = 2**20  # the most bytes of a chat template; published ones have some thousands
 BESIDE = 2**20  # bytes of the names and escapes of a JSON line, and of a text for a short context
 
 
@@ -33,6 +34,18 @@ def read_text(path: Path, *, context_length: int) -> str:
             return _text(str(path), _bounded(str(path), file.read(most + 1), context_length))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_template(path: Path) -> str:
+    """Returns the chat template in a file; InputError if it cannot be read, is too long for one, or is not UTF-8."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(TEMPLATE_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > TEMPLATE_BYTES:
+        raise InputError(f"{path} is no chat template: expected at most {TEMPLATE_BYTES} bytes of Jinja, found more")
+    return _text(str(path), content)
 
 
 def read_stdin(*, context_length: int) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax.monitoring
 
 # Tracing, lowering, compiling, and loading a program from the compile cache.
 EVENTS = ("/jax/core/compile/", "/jax/compilation_cache/cache_retrieval_time_sec")
-BEGUN = "/jax/compilation_cache/compile_requests_use_cache"
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # JAX reports it right before it compiles
 ENDED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -19,22 +22,35 @@ class Clock:
 
     Attributes:
         seconds: total so far, of all threads.
-        busy: whether a program is being compiled now; known only with a compile cache.
+        busy: whether a program is being compiled now.
     """
 
     def __init__(self) -> None:
         self.seconds, self.busy = 0.0, False
         self._spans: list[tuple[float, float]] = []  # the last spans (start, end), disjoint
+        self._listeners: list[Callable[[], None]] = []
         jax.monitoring.register_event_duration_secs_listener(self._add)
-        jax.monitoring.register_event_listener(self._begin)
 
-    def _begin(self, event: str, **_: str | int) -> None:
-        self.busy = self.busy or event == BEGUN
+    @contextlib.contextmanager
+    def telling(self, tell: Callable[[int], None]) -> Iterator[None]:
+        """While the block runs, calls `tell` before each program that this thread compiles, with its number from 1."""
+        thread, programs = threading.get_ident(), 0
+
+        def begin() -> None:
+            nonlocal programs
+            if threading.get_ident() == thread:
+                programs += 1
+                tell(programs)
+
+        self._listeners.append(begin)
+        try:
+            yield
+        finally:
+            self._listeners.remove(begin)
 
     def _add(self, event: str, duration: float, **_: str | int) -> None:
         if not event.startswith(EVENTS):
             return
-        self.busy = self.busy and event != ENDED
         end = time.perf_counter()
         start = end - duration
         # JAX reports the parts of a program before the whole, so spans inside this one are replaced by it.
@@ -46,6 +62,10 @@ class Clock:
         self._spans.append((start, end))
         self.seconds += end - start
         del self._spans[:-1000]
+        self.busy = event == LOWERED or (self.busy and event != ENDED)
+        if event == LOWERED:
+            for begin in tuple(self._listeners):
+                begin()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from icejax.files.atomic_folder import Claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
+from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
 from icejax.session.fingerprint import fingerprint
 from icejax.session.messages import grow, has_answer, take_back, warn_anew
@@ -89,18 +90,13 @@ class Session:
         return join(list(self.stream(text, **options)))
 
     def stream(
-        self,
-        text: str,
-        *,
-        progress: Callable[[int], None] | None = None,
-        save_to: Claim | None = None,
-        **options: Any,
+        self, text: str, *, progress: Progress | None = None, save_to: Claim | None = None, **options: Any
     ) -> Iterator[GenerationResponse]:
         """Appends `text` to the session and yields the answer piece by piece.
 
         Args:
-            progress: called with the number of layers done while the text runs. If it raises while `token_ids` is empty, the
-                session stays without the text; later, the session is broken and only a saved copy can be continued.
+            progress: as in `stream_generate`. If it raises while `token_ids` is empty, the session stays without the text;
+                later, the session is broken and only a saved copy can be continued.
             save_to: the folder that the session will be saved to; its disk is checked for room before anything runs.
             options: options of `AnswerOptions`; the tokenizer adds special tokens to the first text only.
 
@@ -112,19 +108,15 @@ class Session:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         started, answer = Mark.now(), AnswerOptions(**options)
         new = self._encode(text, special_tokens=answer.special_tokens)
-        yield from self._answer(self.token_ids, new, [], answer, started=started, progress=progress, save_to=save_to)
+        with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
+            yield from self._answer(self.token_ids, new, [], answer, started=started, progress=layer_done, save_to=save_to)
 
     def chat(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to the message `text`; the options are those of `stream_chat`."""
         return join(list(self.stream_chat(text, **options)))
 
     def stream_chat(
-        self,
-        text: str,
-        *,
-        progress: Callable[[int], None] | None = None,
-        save_to: Claim | None = None,
-        **options: Any,
+        self, text: str, *, progress: Progress | None = None, save_to: Claim | None = None, **options: Any
     ) -> Iterator[GenerationResponse]:
         """Appends `text` to the chat as the user's next message and yields the answer.
 
@@ -141,7 +133,8 @@ class Session:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
         started, answer = Mark.now(), AnswerOptions(**options)
         turn, held, new = self._chat_turn(text)
-        yield from self._answer(held, new, turn, answer, started=started, progress=progress, save_to=save_to)
+        with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
+            yield from self._answer(held, new, turn, answer, started=started, progress=layer_done, save_to=save_to)
 
     def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
         """Returns the messages of a turn, the tokens that stay, and the tokens to append."""

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
-from icejax.commands import chat, lines, process
+from icejax.commands import chat, lines, printer, process
 from icejax.files.atomic_folder import claim
 from icejax.session import storage
 from icejax.session.session import Session
@@ -68,6 +69,8 @@ def test_lines_are_answered_one_behind_the_other(talk, chatting, tmp_path):
     assert err[0] == "17 characters go in front of the next message"
     stats = dict(line.strip().split("  ", 1) for line in err[1:])
     assert stats["messages"].strip() == "4" and stats["tokens"].strip().endswith(" of 600")
+    assert re.fullmatch(r"\d\.\d MiB used of \d\.\d MiB reserved", stats["on the device"].strip())
+    assert stats["in host memory"].strip() == "0.0 MiB used of 0.0 MiB reserved"
     assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s of them compiling")
 
 
@@ -88,7 +91,7 @@ def test_a_warning_comes_behind_the_answer_it_falls_into(talk, monkeypatch):
             process.LOG.warning("the disk is full")
 
     monkeypatch.setattr(Session, "stream_chat", warning_stream)
-    monkeypatch.setattr(chat, "write", lambda text, write=process.write: (events.append(text), write(text)))
+    monkeypatch.setattr(printer, "write", lambda text, write=process.write: (events.append(text), write(text)))
     monkeypatch.setattr(process, "_complain", events.append)
     assert talk("a")[0] == 0
     assert len(events) > 4 and events[-2:] == ["\n", "icejax chat: warning: the disk is full"]
@@ -214,10 +217,10 @@ def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch)
     handlers, original_stream_chat = [], Session.stream_chat
 
     def stream_chat(self, text, *, progress, **options):
-        def interrupting_progress(layers):
-            if layers == 1 and "stop" in text:
+        def interrupting_progress(phase, done, total):
+            if (phase, done) == ("prefill", 1) and "stop" in text:
                 handlers[-1]()
-            progress(layers)
+            progress(phase, done, total)
 
         return original_stream_chat(self, text, progress=interrupting_progress, **options)
 

@@ -19,7 +19,7 @@ from icejax.cache.options import make_policy
 from icejax.cache.registry import Clustered, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
-from icejax.commands import process, show
+from icejax.commands import printer, process
 from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.engine.response import GenerationResponse, RunReport
 from icejax.session import session
@@ -222,7 +222,7 @@ BAD_ARGUMENTS = {
     "very long prompt": (["--prompt", "x" * 30_000_000], "prompt 1 has at least 131072 tokens and the context holds 32768, the answer included"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "dtype": (["--prompt", "x", "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16, got 'int4'"),
-    "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
+    "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt (did you mean --prompt?)"),
 }  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_a_warning_comes_behind_the_answer_it_falls_into(capsys, monkeypatch, bu
     events = []
     monkeypatch.setattr(command, "load", lambda *_: bundled)
     monkeypatch.setattr(command, "stream_generate", warning_stream)
-    monkeypatch.setattr(show, "write", lambda text, write=process.write: (events.append(text), write(text)))
+    monkeypatch.setattr(printer, "write", lambda text, write=process.write: (events.append(text), write(text)))
     monkeypatch.setattr(process, "_complain", events.append)
     assert run(capsys, "--prompt", "import", "--cache", "full", *SHORT)[0] == 0
     assert len(events) > 4 and events[-2:] == ["\n", "icejax.generate: warning: the disk is full"]

@@ -14,16 +14,17 @@ from rich.console import Console
 import icejax
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, Full
-from icejax.commands.show import Speed, table
+from icejax.commands.phases import Speed
+from icejax.commands.show import table
 from icejax.engine import plan
-from icejax.runtime.compile_clock import BEGUN, ENDED, clock
+from icejax.runtime.compile_clock import ENDED, LOWERED, clock
 from tests.helpers.commands import run
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--promt", "x"], "unrecognized arguments: --promt x (did you mean --prompt?)"),
+        (["--promt", "x"], "unrecognized arguments: --promt (did you mean --prompt?)"),
         (["--cache", "clusterd"], "(did you mean clustered?)"),
         (["--cache-option", "bugdet=3"], "reuse (did you mean budget?)"),
     ],
@@ -91,7 +92,7 @@ def test_bars_name_the_wait_for_a_program():
     column = Speed()
     task = SimpleNamespace(speed=12.34)
     assert str(column.render(task)) == "12.3/s"
-    clock()._begin(BEGUN)
+    clock()._add(LOWERED, 0.0)
     assert str(column.render(task)) == "compiling"
     clock()._add(ENDED, 0.0)
     assert str(column.render(SimpleNamespace(speed=None))) == ""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from icejax.commands.phases import Phases
 from icejax.commands.printer import Printer
 
 
@@ -18,7 +19,7 @@ PIECES = [answer("", ""), answer("", "Hm \x1b[2J,"), answer("", " so."), answer(
 
 def printed(capsys, pieces, whole, *, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=40)
-    printer = Printer(console)
+    printer = Printer(Phases(console))
     for piece in pieces:
         printer.piece(piece)
     printer.end(whole)

@@ -32,7 +32,7 @@ def endless(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("model") / "endless"
     shutil.copytree(ASSETS, folder)
     families.remove_eos(folder)
-    return [*GENERATE, "--model", str(folder), "--prompt", "import", "--max-new-tokens", "20000"]
+    return [*GENERATE, "--model", str(folder), "--prompt", "import", "--max-new-tokens", "20000", "--quiet"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,7 @@
 """Prompt files with options per line, token ids as prompts, log-probabilities, and how prompts are batched."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_messages_are_no_turn_of_a_session(capsys, tmp_path):
 def test_the_thoughts_of_a_message_have_two_names(tmp_path, name):
     message = {"role": "assistant", "content": "4", name: "A sum."}
     (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}, message]}))
-    (line,) = read_prompts(SimpleNamespace(prompt=[], prompt_file=tmp_path / "p.jsonl", model=None))
+    (line,) = read_prompts(SimpleNamespace(text=[], prompt=[], prompt_file=tmp_path / "p.jsonl", model=None, context_length=1000))
     assert line.messages[1] == {"role": "assistant", "content": "4", "reasoning": "A sum."}
 
 
@@ -179,3 +180,18 @@ def test_options_of_other_types_are_refused(bundled):
 def test_log_probabilities_need_a_place(capsys):
     status, out, err = run(capsys, "--prompt", "x", "--logprobs", "5")
     assert (status, out) == (2, "") and "--logprobs needs --json: a text has no place for them" in err
+
+
+def test_times_of_a_line_are_those_of_its_row(capsys, tmp_path, bundled, monkeypatch):
+    """Of rows that run one after the other, and of rows that run together."""
+    monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
+    counts = [12, 3]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": "a" * count, "max_new_tokens": 1}) for count in counts))
+    for batch_size in (1, 2):
+        started = time.perf_counter()
+        line = ("--prompt-file", str(tmp_path / "p.jsonl"), "--batch-size", str(batch_size), *COMMON)
+        rows = [json.loads(row) for row in run(capsys, *line)[1].splitlines()]
+        took = time.perf_counter() - started
+        assert [round(row["prefill_tps"] * row["ttft_s"]) for row in rows] == [row["prompt_tokens"] for row in rows] == counts
+        waits = [row["ttft_s"] for row in rows]
+        assert (sum(waits) if batch_size == 1 else max(waits)) < took and (waits[0] == waits[1]) == (batch_size == 2)

@@ -1,5 +1,6 @@
 """The clock of seconds spent on compiling: nested events count once, and a run of a compiled program adds nothing."""
 
+import threading
 import time
 
 import jax
@@ -12,8 +13,7 @@ from icejax.runtime import compile_clock
 def test_what_lies_inside_counts_once(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(compile_clock.time, "perf_counter", lambda: now[0])
-    for kind in ("event", "event_duration_secs"):
-        monkeypatch.setattr(jax.monitoring, f"register_{kind}_listener", lambda _: None)
+    monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", lambda _: None)
     clock, part = compile_clock.Clock(), "/jax/core/compile/part"
     for now[0], event, duration, total in (
         (10.0, part, 1.0, 1.0),
@@ -25,9 +25,8 @@ def test_what_lies_inside_counts_once(monkeypatch):
     ):
         clock._add(event, duration)
         assert clock.seconds == pytest.approx(total)
-    clock._begin("/jax/other")
     assert not clock.busy
-    clock._begin(compile_clock.BEGUN)
+    clock._add(compile_clock.LOWERED, 0.1)
     clock._add(part, 0.1)
     assert clock.busy
     clock._add(compile_clock.ENDED, 0.2)
@@ -42,3 +41,15 @@ def test_a_program_is_compiled_once():
     assert 0 < first - before <= took
     program(x).block_until_ready()
     assert compile_clock.clock().seconds == first
+
+
+def test_a_thread_is_told_of_the_programs_that_it_compiles():
+    clock, told = compile_clock.clock(), []
+    with clock.telling(lambda number: told.append((number, clock.busy))):
+        jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x) + 3)(jnp.ones((18, 18)))
+        here = len(told)
+        other = threading.Thread(target=lambda: jax.jit(lambda x: jnp.sin(x) + 4)(jnp.ones((19, 19))))
+        other.start()
+        other.join()
+    jax.jit(lambda x: jnp.sin(x) + 5)(jnp.ones((18, 18)))
+    assert told == [(number, True) for number in range(1, here + 1)] and here >= 1 and not clock.busy

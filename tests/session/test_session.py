@@ -211,19 +211,24 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
     class Enough(Exception):
         pass
 
-    def enough(layers):
+    def enough(*_):
         raise Enough
 
     session, layers_done = Session(*bundled, cache=Full(), context_length=300), []
+
+    def tell(phase, done, total):
+        if phase == "prefill":
+            layers_done.append((done, total))
+
     with pytest.raises(Enough):
         list(session.stream("another text", max_new_tokens=3, progress=enough))
     assert session.token_ids == []
-    pieces = [*session.stream("import ", max_new_tokens=3, progress=layers_done.append)]
-    pieces += session.stream(" x", max_new_tokens=3, progress=layers_done.append)
+    pieces = [*session.stream("import ", max_new_tokens=3, progress=tell)]
+    pieces += session.stream(" x", max_new_tokens=3, progress=tell)
     plain = Session(*bundled, cache=Full(), context_length=300)
     for text in ("import ", " x"):
         plain.ask(text, max_new_tokens=3)
-    assert layers_done == [1, 2, 3, 4] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
+    assert layers_done == [(done, 4) for done in range(5)] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
 
 
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "behind"])
@@ -258,9 +263,10 @@ def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monke
 def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkeypatch):
     session, layers = Session(*bundled, cache=Clustered(budget=64), context_length=600), []
 
-    def cut(num_done):
-        layers.append(num_done)
-        if num_done == 2:
+    def cut(phase, num_done, _):
+        if phase == "prefill":
+            layers.append(num_done)
+        if layers[-1] == 2:
             raise KeyboardInterrupt
 
     session.ask("import os", max_new_tokens=3)
@@ -270,7 +276,7 @@ def test_a_text_that_ctrl_c_cuts_off_leaves_no_session(bundled, tmp_path, monkey
     for act in (lambda: session.ask("more"), lambda: session.save(tmp_path / "kept")):
         with pytest.raises(icejax.InputError, match=message):
             act()
-    assert not (tmp_path / "kept").exists() and layers == [1, 2]
+    assert not (tmp_path / "kept").exists() and layers == [0, 1, 2]
 
 
 def test_refused_stop_string_leaves_the_session_unchanged(bundled):

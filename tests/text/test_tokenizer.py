@@ -112,7 +112,7 @@ def test_the_command_line_runs_none_of_it_whatever_stdin_says(tmp_path):
     marker = tmp_path / "it ran"
     folder = planted(tmp_path / "model", marker, all_changes)
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    command = [sys.executable, "-m", "icejax.generate", "--model", folder, "--chat", "--prompt", "x", "--compile-cache", "none"]
+    command = [sys.executable, "-m", "icejax.generate", "--model", folder, "--chat", "--prompt", "x", "--quiet"]
     result = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "chat template fails: access to attribute '__class__' of 'str' object is unsafe" in result.stderr
@@ -198,7 +198,7 @@ def test_a_command_prints_no_line_of_a_panic(tmp_path):
     file = tmp_path / "model" / "tokenizer.json"
     split = dict(type="Split", pattern=dict(Regex="(a+)+$b"), behavior="Isolated", invert=False)
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(pre_tokenizer=split)))
-    command = [sys.executable, "-m", "icejax.generate", "--model", tmp_path / "model", "--compile-cache", "none", "--prompt"]
+    command = [sys.executable, "-m", "icejax.generate", "--model", tmp_path / "model", "--quiet", "--prompt"]
     result = subprocess.run([*command, "a" * 40 + "c"], capture_output=True, text=True, timeout=100)
     message = "icejax.generate: error: the tokenizer fails: Onig: Regex search error: retry-limit-in-match over\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
