@@ -200,7 +200,7 @@ class Row:
         self.tokens: list[int] = []
         self.totals = NOTHING
         self.finish_reason: str | None = None
-        self._text = Detokenizer(tokenizer, stop)
+        self._text = Detokenizer(tokenizer, stop, before=self.prompt)
         self._eos, self._limit = eos, limit
 
     def ends_with_next(self) -> bool:
