@@ -35,8 +35,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
     settings = read_json(file) if file in companions(folder) else {}
-    if others := [path for path in folder.glob("additional_chat_templates/*") if not path.is_file()]:
-        raise InputError(f"{others[0]} is no file: expected a chat template")
+    if no_files := [path for path in folder.glob("additional_chat_templates/*") if not path.is_file()]:
+        raise InputError(f"{no_files[0]} is no file: expected a chat template")
     known = [_is_known(folder, fields.get("tokenizer_class")) for fields in (settings, config)]
     mapped = settings.get("auto_map")
     if (mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped) and not any(known):
@@ -54,7 +54,8 @@ def load_tokenizer(folder: Path) -> Any:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         growth = _growth(getattr(tokenizer, "backend_tokenizer", None))
     names = tokenizer.vocab_files_names.values()
-    if names and not any((folder / name).exists() for name in names) and not [*folder.glob("tokenizer.*")]:
+    others = [*folder.glob("tokenizer.*"), *folder.glob("tekken.json")]
+    if names and not others and not any((folder / name).exists() for name in names):
         raise InputError(f"{folder} has no vocabulary file: expected {' or '.join(names)}")
     if growth > MOST_GROWTH:
         raise InputError(
