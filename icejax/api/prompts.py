@@ -10,7 +10,7 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from icejax.checks.errors import InputError, input_error_from, quoted
@@ -91,12 +91,7 @@ def _encoded(
         if not is_unicode(prompt):
             raise InputError(f"{name} is not UTF-8 text: convert it first")
         special_tokens = special_tokens if request.special_tokens is None else request.special_tokens
-
-        def encode(text: str) -> list[int]:
-            return tokenizer(text, add_special_tokens=special_tokens and not continues, verbose=False)["input_ids"]
-
-        encode_text = functools.partial(encode_behind, encode) if continues else encode
-        ids, is_cut = _tokens(encode_text, prompt, enough=2 * context_length)
+        ids, is_cut = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length, continues=continues)
     else:
         ids = _checked_ids(name, prompt)
     if not ids:
@@ -141,7 +136,9 @@ def _context(model: CausalLM, context_length: int | None) -> int:
     return integer("context_length", context_length, most=POSITIONS)
 
 
-def _tokens(encode: Callable[[str], list[int]], prompt: str, *, enough: int) -> tuple[list[int], bool]:
+def _tokens(
+    tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int, continues: bool = False
+) -> tuple[list[int], bool]:
     """Returns a prompt's tokens, and whether they are only those of its first characters.
 
     Growing numbers of first characters are tokenized, until `enough` tokens or the whole prompt are reached: a tokenizer's
@@ -149,11 +146,16 @@ def _tokens(encode: Callable[[str], list[int]], prompt: str, *, enough: int) -> 
     """
     if not prompt:
         return [], False
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=special_tokens and not continues, verbose=False)["input_ids"]
+
+    encode_text = functools.partial(encode_behind, encode) if continues else encode
     short_lengths = (n for n in PROBED if n < 2 * enough)
     for characters in itertools.chain(short_lengths, (2 * enough * 4**i for i in itertools.count())):
         started = time.perf_counter()
         with input_error_from("the tokenizer fails"):
-            ids = encode(prompt[:characters])
+            ids = encode_text(prompt[:characters])
         seconds, count = time.perf_counter() - started, min(characters, len(prompt))
         if seconds > 2 + count * SLOWEST:
             raise InputError(
