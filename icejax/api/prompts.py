@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import operator
@@ -17,6 +18,7 @@ from icejax.checks.numbers import POSITIONS, integer, is_unicode
 from icejax.engine.request import Request
 from icejax.models.decoder import CausalLM
 from icejax.text.chat_template import render
+from icejax.text.continuation import encode_behind
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
 LOG = logging.getLogger(__name__)
@@ -61,12 +63,14 @@ def encode_prompts(
     *,
     special_tokens: bool = True,
     context_length: int | None = None,
+    continues: bool = False,
 ) -> list[list[int]]:
     """Returns the token ids of each request's prompt.
 
     Args:
         special_tokens: whether the tokenizer adds special tokens to the text of requests that leave it open.
         context_length: maximum number of tokens of a prompt and its answer; None: the model's own.
+        continues: whether texts follow other text: then the tokenizer puts neither special tokens nor a space in front.
 
     Raises:
         InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for an answer token in
@@ -75,17 +79,20 @@ def encode_prompts(
     context_length = _context(model, context_length)
     if not requests:
         raise InputError("no prompt: expected at least one")
-    return [_encoded(model, tokenizer, request, special_tokens, context_length) for request in requests]
+    options = dict(special_tokens=special_tokens, context_length=context_length, continues=continues)
+    return [_encoded(model, tokenizer, request, **options) for request in requests]
 
 
-def _encoded(model: CausalLM, tokenizer: Any, request: Request, special_tokens: bool, context_length: int) -> list[int]:
+def _encoded(
+    model: CausalLM, tokenizer: Any, request: Request, *, special_tokens: bool, context_length: int, continues: bool
+) -> list[int]:
     """Returns the token ids of a request's prompt; the errors are those of `encode_prompts`."""
     name, prompt, is_cut = f"prompt {request.index + 1}", request.prompt, False
     if isinstance(prompt, str):
         if not is_unicode(prompt):
             raise InputError(f"{name} is not UTF-8 text: convert it first")
         special_tokens = special_tokens if request.special_tokens is None else request.special_tokens
-        ids, is_cut = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length)
+        ids, is_cut = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length, continues=continues)
     else:
         ids = _checked_ids(name, prompt)
     if not ids:
@@ -130,7 +137,9 @@ def _context(model: CausalLM, context_length: int | None) -> int:
     return integer("context_length", context_length, most=POSITIONS)
 
 
-def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -> tuple[list[int], bool]:
+def _tokens(
+    tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int, continues: bool = False
+) -> tuple[list[int], bool]:
     """Returns a prompt's tokens, and whether they cover only its first characters.
 
     Growing numbers of first characters are tokenized, until `enough` tokens or the whole prompt are reached: a tokenizer's
@@ -138,11 +147,16 @@ def _tokens(tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int) -
     """
     if not prompt:
         return [], False
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=special_tokens and not continues, verbose=False)["input_ids"]
+
+    encode_text = functools.partial(encode_behind, encode) if continues else encode
     short_lengths = (n for n in PROBED if n < 2 * enough)
     for characters in itertools.chain(short_lengths, (2 * enough * 4**i for i in itertools.count())):
         started = time.perf_counter()
         with tokenizer_error_from("the tokenizer fails"):
-            ids = tokenizer(prompt[:characters], add_special_tokens=special_tokens, verbose=False)["input_ids"]
+            ids = encode_text(prompt[:characters])
         seconds, count = time.perf_counter() - started, min(characters, len(prompt))
         if seconds > 2 + count * SLOWEST:
             raise InputError(

@@ -202,7 +202,7 @@ class Row:
         self.tokens: list[int] = []
         self.totals = NOTHING
         self.finish_reason: str | None = None
-        self._text, self._splitter = Detokenizer(tokenizer, stop), splitter(tokenizer, self.prompt)
+        self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
         self._eos, self._limit = eos, limit
 
     def ends_with_next(self) -> bool:

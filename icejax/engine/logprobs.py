@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from icejax.engine.response import Logprob, TokenLogprobs
-from icejax.text.detokenize import decoded
+from icejax.text.token_text import token_text
 
 
 def token_logprobs(
@@ -26,7 +26,8 @@ def token_logprobs(
     tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *top_logprobs))
 
     def named(token: int, logprob: float) -> Logprob:
-        return Logprob(int(token), decoded(tokenizer, [int(token)]), float(logprob))
+        text, text_bytes = token_text(tokenizer, int(token))
+        return Logprob(int(token), text, float(logprob), tuple(text_bytes))
 
     return {
         i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*pair) for pair in zip(ids[i], best[i], strict=True)))

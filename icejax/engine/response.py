@@ -8,11 +8,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's natural log-probability under the model's own logits, before temperature, penalty and filters."""
+    """A token's natural log-probability under the model's own logits, before temperature, penalty and filters.
+
+    Attributes:
+        text: the text that the token adds, a leading space included; U+FFFD for a part of a character.
+        bytes: the UTF-8 bytes of the text, or those of the part of a character.
+    """
 
     token_id: int
     text: str
     logprob: float
+    bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

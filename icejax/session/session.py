@@ -107,7 +107,7 @@ class Session:
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         started, answer = Mark.now(), AnswerOptions(**options)
-        new = self._encode(text, special_tokens=answer.special_tokens)
+        new = self._encode(text, special_tokens=answer.special_tokens, continues=self._run is not None)
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
             yield from self._answer(self.token_ids, new, [], answer, started=started, progress=layer_done, save_to=save_to)
 
@@ -142,7 +142,7 @@ class Session:
         whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
         if self._run is not None and added is not None and not self._outdated:
             ends = self._model.config.eos_token_ids
-            return turn, *with_one_end(self.token_ids, self._encode(added), seen=self._seen, ends=ends)
+            return turn, *with_one_end(self.token_ids, self._encode(added, continues=True), seen=self._seen, ends=ends)
         if self._run is not None and not self._warned:
             warn_anew(self._outdated)
             self._warned = True
@@ -162,9 +162,10 @@ class Session:
             self._run, self.token_ids, self._outdated = None, [], False
         return question
 
-    def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        request = Request(prompt=text, special_tokens=special_tokens and self._run is None, index=0)  # before the first text
-        return encode_prompts(self._model, self._tokenizer, [request], context_length=self.context_length)[0]
+    def _encode(self, text: str, *, special_tokens: bool = False, continues: bool = False) -> list[int]:
+        request = Request(prompt=text, special_tokens=special_tokens, index=0)
+        options = dict(context_length=self.context_length, continues=continues)
+        return encode_prompts(self._model, self._tokenizer, [request], **options)[0]
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,

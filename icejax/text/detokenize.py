@@ -7,6 +7,7 @@ token "O" gives "ENO"; a next token "D" gives "" and stops the text.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,8 @@ def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
 class Detokenizer:
     """The text of a growing list of tokens. An incomplete character, or the beginning of a stop string, is held back.
 
-    Special tokens are left out of the text; a special token that is a stop string ends the text.
+    Special tokens are left out of the text; a special token that is a stop string ends the text. The text is what the tokens
+    add to the text of the tokens `before`: SentencePiece's "▁he" gives " he" behind other text, and "he" as the first token.
 
     Attributes:
         stopped: whether a stop string has come; the text ends before it.
@@ -60,7 +62,7 @@ class Detokenizer:
         InputError: a stop string combines a special token with other text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, before: Sequence[int] = ()) -> None:
         self.stopped = False
         added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
         added = added if isinstance(added, Mapping) else {}
@@ -73,8 +75,8 @@ class Detokenizer:
                     )
         self._tokenizer, self._stop = tokenizer, sorted(stop)
         self._longest = max(map(len, stop), default=0)
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # first token that is decoded as context; first with unreturned text
+        self._tokens = self._context(before)
+        self._start, self._read = 0, len(self._tokens)  # first token that is decoded as context; first with unreturned text
         self._held = ""
 
     def add(self, token: int) -> str:
@@ -110,9 +112,18 @@ class Detokenizer:
         held, self._held = self._held, ""
         return text if self.stopped else text + held
 
+    def _context(self, before: Sequence[int]) -> list[int]:
+        """Returns the fewest last tokens of `before` that end with a complete character; none if the text ends within one."""
+        newest = itertools.islice((token for token in reversed(before) if token not in self._special), OF_ONE + 1)
+        tokens = [*newest][::-1]
+        contexts = (tokens[start:] for start in reversed(range(len(tokens))))
+        return next((context for context in contexts if not self._text_of(context).endswith(UNFINISHED)), [])
+
     def _decode(self, end: int | None) -> str:
         # A few earlier tokens are decoded too: some tokenizers drop the space of a text's first token.
-        tokens = self._tokens[self._start : end]
+        return self._text_of(self._tokens[self._start : end])
+
+    def _text_of(self, tokens: list[int]) -> str:
         return decoded(self._tokenizer, tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _release(self, text: str) -> str:

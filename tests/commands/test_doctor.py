@@ -17,7 +17,9 @@ def test_every_backend_is_tested_and_timed(capsys):
     report = json.loads(capsys.readouterr().out)
     assert [row["backend"] for row in report["fetch"]] == list(choose.ORDER["cpu"])
     for row in report["fetch"]:
-        assert row["exact"] and abs(row["gb_per_s"] * row["microseconds"] / 1e6 * 1e9 / (512 * 8192) - 1) < 0.05
+        assert (
+            row["exact"] and abs(row["gb_per_s"] * row["microseconds"] / 1e6 * 1e9 / (512 * 8192) - 1) < 0.1
+        )  # two digits are printed
     assert report["fetch_backend"] == "gather_flat" and "pinned_host" in report["devices"][0]["memory_kinds"]
 
 

@@ -83,7 +83,9 @@ def test_messages_are_no_turn_of_a_session(capsys, tmp_path):
 def test_the_thoughts_of_a_message_have_two_names(tmp_path, name):
     message = {"role": "assistant", "content": "4", name: "A sum."}
     (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}, message]}))
-    (line,) = read_prompts(SimpleNamespace(text=[], prompt=[], prompt_file=tmp_path / "p.jsonl", model=None, context_length=1000))
+    (line,) = read_prompts(
+        SimpleNamespace(text=[], prompt=[], prompt_file=tmp_path / "p.jsonl", model=None, context_length=1000)
+    )
     assert line.messages[1] == {"role": "assistant", "content": "4", "reasoning": "A sum."}
 
 

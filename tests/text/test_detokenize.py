@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.text.detokenize import Detokenizer, decoded
+from icejax.text.detokenize import UNFINISHED, Detokenizer, decoded
+from icejax.text.token_text import token_text
+from icejax.text.tokenizer import load_tokenizer
+from tests.helpers import small_tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +115,46 @@ def test_a_stop_string_may_be_a_special_token(tokenizer):
         InputError, match=f"^stop string '{name}.n' holds the special token '{name}', which is no text: give it"
     ):
         Detokenizer(tokenizer, [f"{name}\n"])
+
+
+@pytest.fixture(scope="module", params=["llama-2", "mistral-0.3"])
+def sentencepiece(request, tmp_path_factory):
+    file = small_tokenizers.sentencepiece(legacy=request.param == "llama-2")
+    return load_tokenizer(small_tokenizers.write(tmp_path_factory.mktemp("model"), file))
+
+
+@given(text=st.text(alphabet="the ca\n日🦜", min_size=1, max_size=20), place=st.integers(1, 60))
+def test_text_is_what_the_tokens_add_to_the_prompts(sentencepiece, text, place):
+    """The reference decodes prompt and answer together; a prompt ends with a complete character."""
+    ids = sentencepiece(text)["input_ids"]
+    before, after = sentencepiece.decode(ids[:place]), sentencepiece.decode(ids)
+    if UNFINISHED not in before:
+        stream = Detokenizer(sentencepiece, before=ids[:place])
+        assert "".join(map(stream.add, ids[place:])) + stream.rest() == after[len(before) :]
+
+
+def test_an_answer_keeps_its_leading_space(sentencepiece):
+    ids = sentencepiece.convert_tokens_to_ids(["<s>", "\u2581the", "\u2581cat", "<|user|>", "\u2581he"])
+    for prompt, expected in ((ids[:1], "he"), (ids[:2], " he"), (ids[:4], " he"), ([*ids[:2], 200], "he")):
+        stream = Detokenizer(sentencepiece, before=prompt)
+        assert stream.add(ids[4]) == expected, prompt
+
+
+def test_a_token_is_told_with_its_space_and_its_bytes(sentencepiece, tokenizer):
+    def told(tokenizer, name):
+        return token_text(tokenizer, tokenizer.convert_tokens_to_ids(name))
+
+    assert [told(sentencepiece, name) for name in ("\u2581he", "he", "\u2581\u2581")] == [
+        (" he", b" he"),
+        ("he", b"he"),
+        ("  ", b"  "),
+    ]
+    assert [told(sentencepiece, name) for name in ("<0x0A>", "</s>")] == [("\n", b"\n"), ("</s>", b"</s>")]
+    assert told(sentencepiece, "<0xE6>") == (UNFINISHED, b"\xe6")
+    assert [token_text(tokenizer, byte) for byte in "é".encode()] == [(UNFINISHED, b"\xc3"), (UNFINISHED, b"\xa9")]
+
+
+def test_bytes_of_every_byte_level_token(tmp_path):
+    tokenizer = load_tokenizer(small_tokenizers.write(tmp_path / "model", small_tokenizers.byte_level()))
+    ids = tokenizer("naïve 日🦜\x00\xad\N{REPLACEMENT CHARACTER}" + "".join(map(chr, range(256))))["input_ids"]
+    assert b"".join(token_text(tokenizer, token)[1] for token in ids).decode() == tokenizer.decode(ids)
