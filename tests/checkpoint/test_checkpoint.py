@@ -196,7 +196,7 @@ def test_broken_folders_are_refused(folder, case):
     "path, message",
     [
         ("nowhere/at/all", "found no such folder"),
-        ("org/name", "the hub does not bring it"),
+        ("org/name", "HF_HUB_OFFLINE forbids the network"),
         ("empty", "is empty"),
         ("~nobody-here/x", "^~nobody-here/x cannot be read: Could not determine home directory"),
         ("x" * 300, "cannot be read: .*File name too long"),

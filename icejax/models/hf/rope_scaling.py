@@ -64,6 +64,27 @@ def rope(
     Raises:
         InputError: the rope type or one of its fields is not supported or out of range.
     """
+    form, theta = _form_and_theta(fields)
+    kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
+    part = _rotated_part(fields, form, kind, part)
+    _check_fields(form, kind, yarn_fields)
+    # As in transformers, the outer field takes precedence.
+    original = form.whole("original_max_position_embeddings", default=max_position_embeddings)
+    original = fields.whole("original_max_position_embeddings", default=original)
+    if kind == "default":
+        return part, theta, None
+    if kind in ("linear", "dynamic"):
+        original = max_position_embeddings  # transformers scales from here and ignores other fields
+    factor = _factor(form, kind, max_position_embeddings / original)
+    if kind in ("linear", "dynamic", "yarn") and original * factor > numbers.LARGEST:
+        raise InputError(f"{form.source}: a context of {original} x {factor:g} tokens is too long to count")
+    options = OPTIONS[kind](form, factor, original) if kind in OPTIONS else {}
+    return part, theta, RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **options)
+
+
+def _form_and_theta(fields: Fields) -> tuple[Fields, float]:
+    """Returns the fields that describe the rope, and theta."""
     forms = {name: fields.take(name, dict, default={}) for name in ("rope_scaling", "rope_parameters")}
     # With both, transformers reads rope_scaling, which users add to a published config to extend its context.
     name = "rope_scaling" if forms["rope_scaling"] else "rope_parameters"
@@ -74,15 +95,21 @@ def rope(
         LOG.warning(
             "config.json: rope_theta comes from rope_parameters; with rope_scaling, transformers would use its default theta"
         )
-    theta = next((value for value in thetas if value is not None), 1e4)
-    kinds = [form.take(key, str, default=None) for key in ("rope_type", "type")]
-    kind = kinds[0] or kinds[1] or "default"
-    if part is None and kind != "proportional":
-        if form.take("partial_rotary_factor", object, default=1.0) != 1.0:
-            raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
-    elif part is not None:
+    return form, next((value for value in thetas if value is not None), 1e4)
+
+
+def _rotated_part(fields: Fields, form: Fields, kind: str, part: float | None) -> float:
+    """Returns the rotated part of a head; `part` is that of the family, None: the family rotates whole heads."""
+    if part is not None:
         part = fields.number("partial_rotary_factor", **PART, default=part)
-        part = form.number("partial_rotary_factor", **PART, default=part)
+        return form.number("partial_rotary_factor", **PART, default=part)
+    if kind != "proportional" and form.take("partial_rotary_factor", object, default=1.0) != 1.0:
+        raise InputError(f"{form.source}: partial_rotary_factor other than 1.0 is not supported")
+    return 1.0
+
+
+def _check_fields(form: Fields, kind: str, yarn_fields: frozenset[str]) -> None:
+    """Logs the fields that the rope type does not use; InputError for an unknown type, or ropes within the rope."""
     if kind not in ROPE_FIELDS:
         raise InputError(f"{form.source}: rope type {quoted(kind)} is not supported ({', '.join(ROPE_FIELDS)} are)")
     known = form.taken | ROPE_FIELDS[kind] | (yarn_fields if kind == "yarn" else set())
@@ -91,49 +118,55 @@ def rope(
         raise InputError(f"{form.source}: {quoted(nested)} is not supported: this family has one rope for all layers")
     if ignored:
         LOG.warning("%s: rope type %r does not use %s, as in transformers", form.source, kind, ", ".join(map(quoted, ignored)))
-    # As in transformers, the outer field takes precedence.
-    original = form.whole("original_max_position_embeddings", default=max_position_embeddings)
-    original = fields.whole("original_max_position_embeddings", default=original)
-    if kind == "default":
-        return part or 1.0, theta, None
-    if kind in ("linear", "dynamic"):
-        original = max_position_embeddings  # transformers scales from here and ignores other fields
+
+
+def _factor(form: Fields, kind: str, context_ratio: float) -> float:
+    """Returns the factor of the context; `context_ratio` is the context over the original one."""
     factor = form.number("factor", least=1, most=1e6, default=None)
-    if factor is None and kind == "proportional":
-        factor = 1.0
-    if factor is None and kind not in ("yarn", "longrope"):
-        raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
-    if factor is None:
-        factor = numbers.number(f"{form.source}: the factor", max_position_embeddings / original, least=1, most=1e6)
-    if kind in ("linear", "dynamic", "yarn") and original * factor > numbers.LARGEST:
-        raise InputError(f"{form.source}: a context of {original} x {factor:g} tokens is too long to count")
-    options: dict[str, Any] = {}
-    if kind == "llama3":
-        options = {key: form.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
-        if options["low_freq_factor"] >= options["high_freq_factor"]:
-            raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(options)}")
-    if kind == "yarn":
-        attention, scores = _yarn_factors(form, factor)
-        options = dict(
-            attention_factor=attention,
-            beta_fast=form.number("beta_fast", **SCALE, default=32.0),
-            beta_slow=form.number("beta_slow", **SCALE, default=1.0),
-            truncate=form.take("truncate", bool, default=True),
-            query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
-            score_factor=scores,
-        )
+    if factor is not None:
+        return factor
     if kind == "proportional":
-        options = dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
-    if kind == "longrope":
-        numbers.integer(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        options = dict(
-            attention_factor=form.number("attention_factor", **SCALE, default=attention),
-            factors=_factors(form, "long_factor"),
-            short_factors=_factors(form, "short_factor"),
-        )
-    scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **options)
-    return part or 1.0, theta, scaling
+        return 1.0
+    if kind not in ("yarn", "longrope"):
+        raise InputError(f"{form.source}: rope type {kind!r} needs 'factor'")
+    return numbers.number(f"{form.source}: the factor", context_ratio, least=1, most=1e6)
+
+
+def _llama3(form: Fields, factor: float, original: int) -> dict[str, Any]:
+    options = {key: form.number(key, **SCALE) for key in ("low_freq_factor", "high_freq_factor")}
+    if options["low_freq_factor"] >= options["high_freq_factor"]:
+        raise InputError(f"{form.source}: 'low_freq_factor' must be below 'high_freq_factor', got {quoted(options)}")
+    return options
+
+
+def _yarn(form: Fields, factor: float, original: int) -> dict[str, Any]:
+    attention_factor, score_factor = _yarn_factors(form, factor)
+    return dict(
+        attention_factor=attention_factor,
+        beta_fast=form.number("beta_fast", **SCALE, default=32.0),
+        beta_slow=form.number("beta_slow", **SCALE, default=1.0),
+        truncate=form.take("truncate", bool, default=True),
+        query_beta=form.number("llama_4_scaling_beta", least=0, most=1e6, default=0.0),
+        score_factor=score_factor,
+    )
+
+
+def _proportional(form: Fields, factor: float, original: int) -> dict[str, Any]:
+    return dict(part=form.number("partial_rotary_factor", **PART, default=1.0))
+
+
+def _longrope(form: Fields, factor: float, original: int) -> dict[str, Any]:
+    numbers.integer(f"{form.source}: 'original_max_position_embeddings' of longrope", original, least=2)
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return dict(
+        attention_factor=form.number("attention_factor", **SCALE, default=attention_factor),
+        factors=_factors(form, "long_factor"),
+        short_factors=_factors(form, "short_factor"),
+    )
+
+
+# Readers of the fields that only one rope type has; each takes the fields, the factor and the original context.
+OPTIONS = {"llama3": _llama3, "yarn": _yarn, "proportional": _proportional, "longrope": _longrope}
 
 
 def _factors(form: Fields, name: str) -> tuple[float, ...]:
