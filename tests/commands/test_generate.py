@@ -101,6 +101,7 @@ def test_streamed_whole_and_stdin_texts_are_the_same(capsys, monkeypatch):
     assert run(capsys, "--prompt", "-", *SHORT) == streamed
 
 
+@pytest.mark.slow
 def test_seeded_sampling_repeats_and_stop_strings_end_the_text(capsys):
     options = ["--prompt", "import ", "--temperature", "1.5", "--max-new-tokens", "30", "--compile-cache", "none"]
     first = run(capsys, *options, "--seed", "1")

@@ -68,6 +68,7 @@ def test_failed_save_is_told_after_the_answer_keeps_old_session(capsys, tmp_path
     assert os.listdir(tmp_path) == ["kept"]
 
 
+@pytest.mark.slow
 def test_unlimited_answer_needs_room_for_the_context_alone(capsys, tmp_path):
     status, out, err = run(capsys, *line(tmp_path / "kept"), "--max-new-tokens", str(10**12))
     assert (status, err) == (0, "") and out.startswith("12345.")

@@ -53,6 +53,7 @@ def test_equal_plans_share_their_programs(tmp_path):
     assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
 
 
+@pytest.mark.slow
 def test_growth_compiles_each_program_once(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)

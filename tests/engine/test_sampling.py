@@ -183,6 +183,7 @@ def test_the_vocabulary_is_not_sorted_and_nothing_loops():
     assert not re.search(r"sort|top_k|while|case", lowered.as_text())
 
 
+@pytest.mark.slow
 def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     """One program serves greedy batches, and one all batches in which a row samples, whatever its options."""
     decode_step._programs.cache_clear()

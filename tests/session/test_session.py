@@ -127,6 +127,7 @@ def test_an_end_mark_that_is_left_out_is_not_penalised(bundled, monkeypatch):
     assert texts == [held]
 
 
+@pytest.mark.slow
 def test_a_session_of_another_model_or_cache_is_refused(bundled, tmp_path):
     text, questions = document()
     session = Session(*bundled, cache=Clustered(budget=64), context_length=3000)
