@@ -38,9 +38,10 @@ import icejax
 from bench import panel
 from bench.capture import Captured, capture
 from bench.flags import listed, numbers
-from bench.methods import WHOLE, attention, error, exact, form, from_keys_of, index_of, residents, select
+from bench.methods import WHOLE, form, residents
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
+from bench.page_attention import attention, error, exact, from_keys_of, index_of, select
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer

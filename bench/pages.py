@@ -30,24 +30,20 @@ from rich.progress import track
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.flags import listed, numbers
-from bench.methods import (
-    FORMATIONS,
-    SETS,
-    Method,
+from bench.methods import FORMATIONS, SETS, Method, form, residents
+from bench.needle.evaluate import SHORTEST
+from bench.page_attention import (
     attention,
     attention_of_keys,
     attention_of_tokens,
     error,
     exact,
-    form,
     from_keys_of,
     index_of,
     look_again,
     of_pages,
-    residents,
     select,
 )
-from bench.needle.evaluate import SHORTEST
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.policies.coded import OVERSAMPLING

@@ -27,8 +27,9 @@ import icejax
 from bench import panel
 from bench.capture import Captured, capture, needle_prompt
 from bench.flags import numbers
-from bench.methods import RERANKED, attention, error, exact, form, from_keys_of, index_of, residents, select
+from bench.methods import RERANKED, form, residents
 from bench.needle.evaluate import SHORTEST
+from bench.page_attention import attention, error, exact, from_keys_of, index_of, select
 from icejax.api.generate import ASSETS
 from icejax.checks.numbers import integer
 from icejax.runtime import devices

@@ -52,7 +52,7 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, config=made_config, trust_remote_code=False, local_files_only=True)
         if not _reads_as_its_file(tokenizer, folder):
             LOG.info("%s reads text otherwise than the folder's tokenizer file, which is used", type(tokenizer).__name__)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         growth = _growth(getattr(tokenizer, "backend_tokenizer", None))
     names = tokenizer.vocab_files_names.values()
     others = [*folder.glob("tokenizer.*"), *folder.glob("tekken.json")]
