@@ -84,7 +84,7 @@ def stream_generate(
         progress: called with "prefill", the number of layers done, and the number in all; and with "compiling", the number of
             programs that this call has compiled or begins to compile, and 0, before each of them.
         watch: called with the state after every step; it must not keep the arrays, because the next step donates them.
-        options: options of `AnswerOptions`: sampling, max_new_tokens, stop, seed, special_tokens, logprobs.
+        options: options of `AnswerOptions`: sampling, max_new_tokens, stop, seed, special_tokens, parse_special, logprobs.
 
     Raises:
         InputError: before anything runs, if a prompt is empty or too long, an option is out of range, or the host has too
@@ -96,7 +96,8 @@ def stream_generate(
     answers = [request.options(answer) for request in prompt_requests]
     context_length = check_context(model, context_length)
     started = Mark.now()
-    ids = encode_prompts(model, tokenizer, prompt_requests, special_tokens=answer.special_tokens, context_length=context_length)
+    texts = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special)
+    ids = encode_prompts(model, tokenizer, prompt_requests, context_length=context_length, **texts)
     limits = [min(row_answer.max_new_tokens, context_length - len(row)) for row_answer, row in zip(answers, ids, strict=True)]
     sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
     model = model.for_capacity(sizes["prompt_tokens"] + sizes["new_tokens"])

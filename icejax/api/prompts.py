@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import operator
@@ -17,8 +16,11 @@ from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import POSITIONS, integer, is_unicode
 from icejax.engine.request import Request
 from icejax.models.decoder import CausalLM
+from icejax.text.chat_messages import Message, checked_messages, template_variables
 from icejax.text.chat_template import render
-from icejax.text.continuation import encode_behind
+from icejax.text.chat_text import ChatText
+from icejax.text.control_tokens import ControlTokens
+from icejax.text.encode import encode
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
 LOG = logging.getLogger(__name__)
@@ -26,16 +28,32 @@ PROBED = (16, 512, 16384)  # characters of the first, short tries of a tokenizer
 SLOWEST = 1e-3  # seconds per character that a tokenizer may take; published models' take some 1e-6
 
 
-def chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> str:
-    """Returns `prompt` as a user's turn in the tokenizer's chat template.
+def chat(
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    *,
+    system: str | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> ChatText:
+    """Returns a chat in the tokenizer's chat template, up to where the model's answer begins.
+
+    The text knows which names of control tokens, such as <|im_end|>, the template wrote: those in messages stay text. It has
+    the special tokens that the template wrote, and the tokenizer adds none.
 
     Args:
-        system: the system message before it; None: none.
+        prompt: a user's message, or all messages of a chat; the answer continues a last message of the assistant.
+        system: the system message before them; None: none. Messages with a system message of their own keep that.
+        tools: descriptions of functions that the model may call, as JSON objects; None: none.
+        chat_template_kwargs: values of the template's own variables, such as `enable_thinking`.
 
     Raises:
-        InputError: the tokenizer has no chat template, or the template refuses the messages or fails.
+        InputError: the tokenizer has no chat template, the template refuses the messages or fails, or a message, a tool or a
+            variable is none.
     """
-    return render(tokenizer, [*first_messages(system), message("user", prompt)])
+    messages = checked_messages("messages", prompt) if isinstance(prompt, (list, tuple)) else [message("user", prompt)]
+    before = [] if messages[0]["role"] == "system" else first_messages(system)
+    return render(tokenizer, [*before, *messages], template_variables(tools, chat_template_kwargs))
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:
@@ -62,13 +80,14 @@ def encode_prompts(
     requests: Sequence[Request],
     *,
     special_tokens: bool = True,
+    parse_special: bool = False,
     context_length: int | None = None,
     continues: bool = False,
 ) -> list[list[int]]:
     """Returns the token ids of each request's prompt.
 
     Args:
-        special_tokens: whether the tokenizer adds special tokens to the text of requests that leave it open.
+        special_tokens, parse_special: as in `AnswerOptions`, for requests that leave them open.
         context_length: maximum number of tokens of a prompt and its answer; None: the model's own.
         continues: whether texts follow other text: then the tokenizer puts neither special tokens nor a space in front.
 
@@ -79,20 +98,26 @@ def encode_prompts(
     context_length = _context(model, context_length)
     if not requests:
         raise InputError("no prompt: expected at least one")
-    options = dict(special_tokens=special_tokens, context_length=context_length, continues=continues)
+    options = dict(special_tokens=special_tokens, parse_special=parse_special)
+    options |= dict(context_length=context_length, continues=continues)
     return [_encoded(model, tokenizer, request, **options) for request in requests]
 
 
 def _encoded(
-    model: CausalLM, tokenizer: Any, request: Request, *, special_tokens: bool, context_length: int, continues: bool
-) -> list[int]:
+    model: CausalLM, tokenizer: Any, request: Request, *, special_tokens: bool, parse_special: bool, context_length: int,
+    continues: bool,
+) -> list[int]:  # fmt: skip
     """Returns the token ids of a request's prompt; the errors are those of `encode_prompts`."""
     name, prompt, is_cut = f"prompt {request.index + 1}", request.prompt, False
     if isinstance(prompt, str):
         if not is_unicode(prompt):
             raise InputError(f"{name} is not UTF-8 text: convert it first")
         special_tokens = special_tokens if request.special_tokens is None else request.special_tokens
-        ids, is_cut = _tokens(tokenizer, prompt, special_tokens=special_tokens, enough=2 * context_length, continues=continues)
+        parse_special = parse_special if request.parse_special is None else request.parse_special
+        options = dict(special_tokens=special_tokens, parse_special=parse_special, continues=continues)
+        ids, is_cut = _tokens(tokenizer, prompt, enough=2 * context_length, **options)
+        if not parse_special and not isinstance(prompt, ChatText):
+            _tell_names(name, tokenizer, prompt)
     else:
         ids = _checked_ids(name, prompt)
     if not ids:
@@ -106,6 +131,17 @@ def _encoded(
         reason = "the tokenizer is not the model's" if isinstance(prompt, str) else "they are of another model"
         raise InputError(f"{name} has token {max(ids)} and the model knows {model.config.vocab_size}: {reason}")
     return ids
+
+
+def _tell_names(name: str, tokenizer: Any, prompt: str) -> None:
+    """Logs a warning if a plain prompt has a control token's name, which is read as text."""
+    names = ControlTokens(tokenizer).find(prompt)
+    if names:
+        text = quoted(prompt[names[0].start : names[0].end])
+        LOG.warning(
+            "%s has the name of the control token %s, which is read as text: parse_special=True (--parse-special) makes it the "
+            "token", name, text,
+        )  # fmt: skip
 
 
 def _checked_ids(name: str, prompt: Any) -> list[int]:
@@ -138,7 +174,7 @@ def _context(model: CausalLM, context_length: int | None) -> int:
 
 
 def _tokens(
-    tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int, continues: bool = False
+    tokenizer: Any, prompt: str, *, special_tokens: bool, enough: int, parse_special: bool = False, continues: bool = False
 ) -> tuple[list[int], bool]:
     """Returns a prompt's tokens, and whether they cover only its first characters.
 
@@ -148,15 +184,12 @@ def _tokens(
     if not prompt:
         return [], False
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=special_tokens and not continues, verbose=False)["input_ids"]
-
-    encode_text = functools.partial(encode_behind, encode) if continues else encode
+    options = dict(special_tokens=special_tokens, parse_special=parse_special, continues=continues)
     short_lengths = (n for n in PROBED if n < 2 * enough)
     for characters in itertools.chain(short_lengths, (2 * enough * 4**i for i in itertools.count())):
         started = time.perf_counter()
         with tokenizer_error_from("the tokenizer fails"):
-            ids = encode_text(prompt[:characters])
+            ids = encode(tokenizer, prompt[:characters], **options)
         seconds, count = time.perf_counter() - started, min(characters, len(prompt))
         if seconds > 2 + count * SLOWEST:
             raise InputError(

@@ -56,6 +56,7 @@ def _run(argv: list[str] | None, name: str) -> None:
     answer = options.answer(arguments)
     options.tell_greedy(arguments, [answer.sampling])
     options.policy(arguments)
+    options.template_arguments(arguments)
     options.memory_limit(arguments)  # bad options are reported before the model is loaded
     manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
     with report_out_of_memory("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
@@ -85,7 +86,8 @@ class Chat:
         self._arguments, self._answer, self._held, self._name = arguments, answer, held, name
         self._model, self._tokenizer = load(arguments, self._console)
         # Reports a faulty chat template before the first message.
-        render(self._tokenizer, [*first_messages(arguments.system), {"role": "user", "content": "-"}])
+        messages = [*first_messages(arguments.system), {"role": "user", "content": "-"}]
+        render(self._tokenizer, messages, options.template_arguments(arguments))
         self._session = self._checked_chat(resume_or_start(arguments, self._model, self._tokenizer))
         self._keeping = held is not None  # False once the conversation is not the one in the folder
         self._files: list[str] = []

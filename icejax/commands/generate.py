@@ -18,7 +18,7 @@ from icejax.commands.loading import load, resume_or_start
 from icejax.commands.memory import report_out_of_memory
 from icejax.commands.phases import Phases
 from icejax.commands.process import ending
-from icejax.commands.requests import PromptLine, read_prompts
+from icejax.commands.requests import PromptLine, check_template_use, read_prompts
 from icejax.commands.show import answer, answers, table
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     prompts = read_prompts(arguments)
     if arguments.chat_template is not None and not arguments.chat and all(line.messages is None for line in prompts):
         raise InputError("--chat-template needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
+    template_arguments = options.template_arguments(arguments)
+    check_template_use(prompts, template_arguments, in_template=arguments.chat, in_session=arguments.session is not None)
     options.tell_greedy(arguments, [line.options(answer_options).sampling for line in prompts])
     if arguments.session is not None:
         if any(line.messages is not None for line in prompts):
@@ -65,9 +67,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             _run_session(arguments, console, session_claim, answer_options, prompts)
         return
     model, tokenizer = load(arguments, console)
-    template = dict(in_template=arguments.chat, system=arguments.system)
+    template = dict(in_template=arguments.chat, system=arguments.system, arguments=template_arguments)
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
-    ids = encode_prompts(model, tokenizer, requests, context_length=arguments.context_length)  # all prompts, before one runs
+    texts = dict(context_length=arguments.context_length, parse_special=answer_options.parse_special)
+    ids = encode_prompts(model, tokenizer, requests, **texts)  # all prompts, before one runs
     requests = [dataclasses.replace(request, prompt=tokens) for request, tokens in zip(requests, ids, strict=True)]
     explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}

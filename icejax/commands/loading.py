@@ -68,13 +68,16 @@ def resume(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokeniz
 
 def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
     """Returns the session saved in the folder of --session, or a new one."""
-    length, system = arguments.context_length, arguments.system
+    length, system, variables = arguments.context_length, arguments.system, options.template_arguments(arguments)
     if arguments.session is None or not arguments.session.exists():
         policy, limit = options.policy(arguments), options.memory_limit(arguments)
-        return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
+        chat = dict(system=system, chat_template_kwargs=variables)
+        return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, **chat)
     session = resume(arguments, arguments.session, model, tokenizer)
     if length not in (None, session.context_length):
         raise InputError("a session's context length is set when it begins: leave --context-length out")
     if system is not None and session.messages[:1] != first_messages(system):
         raise InputError("a session's system message is set when it begins: leave --system out")
+    if variables not in ({}, session.template_variables):
+        raise InputError("a session's template arguments are set when it begins: leave --template-arg out")
     return session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any, NoReturn
 from icejax.cache.options import cache_options, make_policy, option_texts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
-from icejax.checks.errors import InputError, printable, suggestion
+from icejax.checks.errors import InputError, printable, quoted, suggestion
 from icejax.checks.numbers import number
 from icejax.commands.process import write
 from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import Sampling
 from icejax.runtime import compile_cache
+from icejax.text.chat_messages import template_variables
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
 LOG = logging.getLogger(__name__)
@@ -98,6 +100,10 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("-m", "--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
+    template_arg_help = "variable of the chat template; repeatable, such as enable_thinking=false"
+    group.add_argument("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=template_arg_help)
+    parse_special_help = "names of control tokens in messages and prompts are these tokens, not text"
+    group.add_argument("--parse-special", action="store_true", help=parse_special_help)
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
     group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
     hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
@@ -141,8 +147,27 @@ def answer(arguments: argparse.Namespace) -> AnswerOptions:
         max_new_tokens=arguments.max_new_tokens,
         stop=tuple(arguments.stop),
         seed=arguments.seed,
+        parse_special=arguments.parse_special,
         logprobs=getattr(arguments, "logprobs", None),
     )
+
+
+def template_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of the chat template by name; a value is JSON, such as false or 3, or else text.
+
+    Raises:
+        InputError: an argument has no value, or its name is none of a template's own variables.
+    """
+    values = {}
+    for argument in arguments.template_arg:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise InputError(f"--template-arg takes KEY=VALUE, such as enable_thinking=false, got {quoted(argument)}")
+        try:
+            values[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            values[name] = text
+    return template_variables(arguments=values)
 
 
 def tell_greedy(arguments: argparse.Namespace, samplings: Iterable[Sampling]) -> None:

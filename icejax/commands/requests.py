@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from icejax.api.generate import ASSETS
-from icejax.api.prompts import chat, first_messages
+from icejax.api.prompts import chat
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.checks.numbers import integer, is_unicode
@@ -21,7 +21,7 @@ from icejax.commands.loading import context_length
 from icejax.commands.texts import read_lines, read_stdin, read_text
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import Sampling
-from icejax.text.chat_template import render
+from icejax.text.chat_messages import Message, checked_messages, template_variables
 from icejax.text.detokenize import stop_strings
 
 BUNDLED_PROMPT = ASSETS / "prompt.txt"
@@ -34,11 +34,14 @@ class PromptLine:
     Attributes:
         prompt: text; None if there are `messages`.
         messages: a chat, each message with a role and a content.
+        tools, chat_template_kwargs: of the chat template, as in `api.prompts.chat`.
         id: names the answer in the output.
     """
 
     prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     id: str | int | float | None = None
     max_new_tokens: int | None = None
     seed: int | None = None
@@ -52,7 +55,10 @@ class PromptLine:
             changes["sampling"] = dataclasses.replace(others.sampling, temperature=self.temperature)
         return dataclasses.replace(others, **{name: value for name, value in changes.items() if value is not None})
 
-    def request(self, tokenizer: Any, index: int, others: AnswerOptions, *, in_template: bool, system: str | None) -> Request:
+    def request(
+        self, tokenizer: Any, index: int, others: AnswerOptions, *, in_template: bool, system: str | None,
+        arguments: dict[str, Any],
+    ) -> Request:  # fmt: skip
         """Returns the request to answer, in the tokenizer's chat template if it has `messages` or `in_template` is set.
 
         Args:
@@ -60,31 +66,15 @@ class PromptLine:
             others: the options of the command line.
             in_template: whether a text becomes the user's message of a chat.
             system: system message of the chat; None: the template's own, if it has one.
+            arguments: variables of the template; those of the line count before them.
         """
-        text, special_tokens = self.prompt, not in_template
-        if self.messages is not None:
-            has_system = self.messages[0]["role"] == "system"
-            text, special_tokens = render(tokenizer, [*([] if has_system else first_messages(system)), *self.messages]), False
-        elif in_template:
-            text = chat(tokenizer, text, system=system)
+        text, is_chat = self.prompt, in_template or self.messages is not None
+        if is_chat:
+            variables = arguments | (self.chat_template_kwargs or {})
+            text = chat(tokenizer, self.messages or text, system=system, tools=self.tools, chat_template_kwargs=variables)
         options = self.options(others)
         fields = dict(sampling=options.sampling, max_new_tokens=options.max_new_tokens, stop=options.stop)
-        return Request(prompt=text, special_tokens=special_tokens, index=index, seed=self.seed, **fields)
-
-
-def _messages(name: str, value: Any) -> list[dict[str, str]]:
-    if not (isinstance(value, list) and value and all(map(_is_message, value))):
-        expected = "a list of objects with a text role, a text content and perhaps a text reasoning"
-        raise InputError(f"{name} must be {expected}, got {quoted(value)}")
-    return [{"reasoning" if key == "reasoning_content" else key: text for key, text in item.items()} for item in value]
-
-
-def _is_message(value: Any) -> bool:
-    """Says whether a value is a message; its thoughts have one of two names."""
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        return False
-    thoughts = value.keys() - {"role", "content"}
-    return len(value) == 2 + len(thoughts) and thoughts in (set(), {"reasoning"}, {"reasoning_content"})
+        return Request(prompt=text, special_tokens=not is_chat, index=index, seed=self.seed, **fields)
 
 
 def _text(name: str, value: Any) -> str:
@@ -115,7 +105,9 @@ def _with_place(check: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
 # Keys of a line, and the check of each value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "prompt": _text,
-    "messages": _messages,
+    "messages": checked_messages,
+    "tools": _with_place(lambda value: template_variables(value).get("tools")),
+    "chat_template_kwargs": _with_place(lambda value: template_variables(arguments=value)),
     "id": _id,
     "max_new_tokens": integer,
     "seed": lambda name, value: integer(name, value, least=0, most=2**32 - 1),
@@ -151,6 +143,18 @@ def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
     if not prompt_lines:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
     return prompt_lines
+
+
+def check_template_use(lines: list[PromptLine], arguments: dict[str, Any], *, in_template: bool, in_session: bool) -> None:
+    """Raises InputError if tools or template arguments are given for a prompt that no template renders, or within a session."""
+    if arguments and not in_template and all(line.messages is None for line in lines):
+        raise InputError("--template-arg needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
+    for line in lines:
+        name = "tools" if line.tools else "chat_template_kwargs"
+        if getattr(line, name) and not in_template and line.messages is None:
+            raise InputError(f"{name!r} of a line needs 'messages' or --chat: the prompt is not put into a template")
+        if getattr(line, name) and in_session:
+            raise InputError(f"{name!r} of a line cannot change a session: give --template-arg when the session begins")
 
 
 def _line(source: str, line: str) -> PromptLine:

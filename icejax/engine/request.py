@@ -24,7 +24,9 @@ class AnswerOptions:
         max_new_tokens: maximum number of answer tokens.
         stop: one or several strings that end an answer; the answer leaves them out.
         seed: seed of the draws, from 0 to 2^32 - 1. Each prompt's index is folded in, so equal prompts draw differently.
-        special_tokens: whether the tokenizer adds special tokens to a text; False for text that has them, as from `chat`.
+        special_tokens: whether the tokenizer adds special tokens to a text; one from `chat` has the template's and gets none.
+        parse_special: whether the name of a control token, such as <|im_end|>, is that token in messages and plain prompts too;
+            False: it is text there, and the token only where the chat template wrote it.
         logprobs: number of most likely tokens to report with each token's own log-probability, at most 1,000; None: no
             log-probabilities.
 
@@ -37,6 +39,7 @@ class AnswerOptions:
     stop: str | Sequence[str] = ()
     seed: int = 0
     special_tokens: bool = True
+    parse_special: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -44,7 +47,7 @@ class AnswerOptions:
         integer("max_new_tokens", self.max_new_tokens, most=2**63)
         integer("seed", self.seed, least=0, most=2**32 - 1)
         object.__setattr__(self, "stop", stop_strings(self.stop))
-        _check_special_tokens(self.special_tokens)
+        _check_flags(special_tokens=self.special_tokens, parse_special=self.parse_special)
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
 
@@ -55,12 +58,12 @@ class Request:
 
     Attributes:
         prompt: text, or token ids.
-        sampling, max_new_tokens, stop, special_tokens: as in `AnswerOptions`.
+        sampling, max_new_tokens, stop, special_tokens, parse_special: as in `AnswerOptions`.
         seed: seed of this prompt's draws, which then do not depend on its index.
         index: number of the prompt in its run, from 0, folded into the call's seed; None: its place in the call.
 
     Raises:
-        InputError: the index or `special_tokens` is out of range, or `sampling` is no `Sampling`.
+        InputError: the index or a flag is out of range, or `sampling` is no `Sampling`.
     """
 
     prompt: Prompt
@@ -69,14 +72,15 @@ class Request:
     stop: str | Sequence[str] | None = None
     seed: int | None = None
     special_tokens: bool | None = None
+    parse_special: bool | None = None
     index: int | None = None
 
     def __post_init__(self) -> None:
         checked_sampling(self.sampling)
         if self.index is not None:
             integer("index", self.index, least=0, most=2**32 - 1)
-        if self.special_tokens is not None:
-            _check_special_tokens(self.special_tokens)
+        flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special)
+        _check_flags(**{name: value for name, value in flags.items() if value is not None})
 
     def options(self, others: AnswerOptions) -> AnswerOptions:
         """Returns the answer options of this request, the call's options `others` where it has none.
@@ -88,9 +92,10 @@ class Request:
         return replace(others, **{name: value for name, value in values.items() if value is not None})
 
 
-def _check_special_tokens(value: object) -> None:
-    if not isinstance(value, bool):
-        raise InputError(f"special_tokens must be true or false, got {quoted(value)}")
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false, got {quoted(value)}")
 
 
 def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Request]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from icejax.checks.errors import InputError
 from icejax.engine.response import GenerationResponse
+from icejax.text.chat_messages import template_variables
 
 LOG = logging.getLogger(__name__)
 
@@ -51,3 +52,14 @@ def is_message(value: Any) -> bool:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         return False
     return {"role", "content"} <= value.keys() <= {"role", "content", "reasoning"}
+
+
+def is_template_variables(value: Any) -> bool:
+    """Says whether a value from a file holds variables of a chat template."""
+    if not isinstance(value, dict):
+        return False
+    arguments = {name: item for name, item in value.items() if name != "tools"}
+    try:
+        return template_variables(value.get("tools"), arguments) == value
+    except InputError:
+        return False

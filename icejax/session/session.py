@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from icejax.session import storage
 from icejax.session.fingerprint import fingerprint
 from icejax.session.messages import grow, has_answer, take_back, warn_anew
 from icejax.session.room import room_behind, saved_size, session_plan
+from icejax.text.chat_messages import template_variables
 from icejax.text.chat_turns import next_turn, with_one_end
 
 
@@ -44,6 +45,7 @@ class Session:
         token_ids: all tokens so far, of texts and answers.
         messages: the chat's messages, each with a role and a content, and `reasoning` where the model wrote thoughts.
         context_length: maximum number of tokens of all texts and answers together.
+        template_variables: tools and arguments of the chat template, fixed when the session begins.
         started: unix time when the session began; chat templates take it as the current time.
     """
 
@@ -56,6 +58,8 @@ class Session:
         context_length: int | None = None,
         host_memory_limit: int | None = None,
         system: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Begins an empty session.
 
@@ -64,13 +68,14 @@ class Session:
             context_length: maximum number of tokens, for which host memory is allocated; None: the model's own.
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
             system: the system message of a chat; None: the template's own, if it has one.
+            tools, chat_template_kwargs: of the chat template, as in `icejax.chat`.
         """
         self._tokenizer, self._cache = tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
         self._model = model.for_capacity(self.context_length)
         self._limit = devices.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
-        self.messages = first_messages(system)
+        self.messages, self.template_variables = first_messages(system), template_variables(tools, chat_template_kwargs)
         self.started = time.time()
         self._outdated = False  # whether the cache holds what the chat leaves out: thoughts, a stop string, a turn taken back
         self._warned = False  # whether the log has a warning that the chat is prefilled anew
@@ -80,10 +85,12 @@ class Session:
         self._run: Run | None = None
 
     def fresh_copy(self) -> Session:
-        """Returns an empty session with the same cache policy, context length and system message."""
-        system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+        """Returns an empty session with the same cache, context length, system message and template variables."""
         limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
-        return Session(self._model, self._tokenizer, cache=self._cache, system=system, **limits)
+        session = Session(self._model, self._tokenizer, cache=self._cache, **limits)
+        session.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        session.template_variables = self.template_variables
+        return session
 
     def ask(self, text: str, **options: Any) -> GenerationResponse:
         """Returns the whole answer to `text`; the options are those of `stream`."""
@@ -107,7 +114,7 @@ class Session:
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         started, answer = Mark.now(), AnswerOptions(**options)
-        new = self._encode(text, special_tokens=answer.special_tokens, continues=self._run is not None)
+        new = self._encode(text, answer, continues=self._run is not None)
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
             yield from self._answer(self.token_ids, new, [], answer, started=started, progress=layer_done, save_to=save_to)
 
@@ -132,21 +139,21 @@ class Session:
         if self._run is not None and not self.messages:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
         started, answer = Mark.now(), AnswerOptions(**options)
-        turn, held, new = self._chat_turn(text)
+        turn, held, new = self._chat_turn(text, answer)
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
             yield from self._answer(held, new, turn, answer, started=started, progress=layer_done, save_to=save_to)
 
-    def _chat_turn(self, text: str) -> tuple[list[dict[str, str]], list[int], list[int]]:
+    def _chat_turn(self, text: str, answer: AnswerOptions) -> tuple[list[dict[str, str]], list[int], list[int]]:
         """Returns the messages of a turn, the tokens that stay, and the tokens to append."""
         turn = [message("user", text), {"role": "assistant", "content": ""}]
-        whole, added = next_turn(self._tokenizer, self.messages, turn[0], now=self.started)
+        whole, added = next_turn(self._tokenizer, self.messages, turn[0], self.template_variables, now=self.started)
         if self._run is not None and added is not None and not self._outdated:
             ends = self._model.config.eos_token_ids
-            return turn, *with_one_end(self.token_ids, self._encode(added, continues=True), seen=self._seen, ends=ends)
+            return turn, *with_one_end(self.token_ids, self._encode(added, answer, continues=True), seen=self._seen, ends=ends)
         if self._run is not None and not self._warned:
             warn_anew(self._outdated)
             self._warned = True
-        return turn, [], self._encode(whole)
+        return turn, [], self._encode(whole, answer)
 
     def undo(self) -> str:
         """Takes the last question and its answer out of the chat and returns the question.
@@ -162,10 +169,10 @@ class Session:
             self._run, self.token_ids, self._outdated = None, [], False
         return question
 
-    def _encode(self, text: str, *, special_tokens: bool = False, continues: bool = False) -> list[int]:
-        request = Request(prompt=text, special_tokens=special_tokens, index=0)
-        options = dict(context_length=self.context_length, continues=continues)
-        return encode_prompts(self._model, self._tokenizer, [request], **options)[0]
+    def _encode(self, text: str, answer: AnswerOptions, *, continues: bool = False) -> list[int]:
+        flags = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special, continues=continues)
+        request = Request(prompt=text, index=0)
+        return encode_prompts(self._model, self._tokenizer, [request], context_length=self.context_length, **flags)[0]
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
@@ -243,9 +250,8 @@ class Session:
             raise InputError("the session is empty: ask something before saving it")
         self._run.check(len(self.token_ids))
         if name_of(self._cache) is None:
-            raise InputError(
-                f"a session with a {type(self._cache).__name__} cache cannot be saved: register it in icejax.POLICIES"
-            )
+            kind = type(self._cache).__name__
+            raise InputError(f"a session with a {kind} cache cannot be saved: register it in icejax.POLICIES")
         cache = self._run.state.cache
         about = storage.SessionInfo(
             context_length=self.context_length,
@@ -254,6 +260,7 @@ class Session:
             pages=int(cache.lengths.next_page),
             started=self.started,
             messages=self.messages,
+            template_variables=self.template_variables,
             outdated=self._outdated,
         )
         identity = fingerprint(self._model, self._cache, self._tokenizer)
@@ -285,10 +292,9 @@ class Session:
         limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
         session = cls(model, tokenizer, cache=stored.policy, **limits)
         session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
-        session._outdated = stored.about.outdated
+        session.template_variables, session._outdated = stored.about.template_variables, stored.about.outdated
         session._plan = plan = session._plan_for(session._first)
-        session.token_ids, kv_cache, pool = stored.read(
-            plan, vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit
-        )
+        sizes = dict(vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit)
+        session.token_ids, kv_cache, pool = stored.read(plan, **sizes)
         session._run = resumed_run(model, plan, kv_cache, pool)
         return session

@@ -38,7 +38,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.session.array_names import named_arrays
 from icejax.session.fingerprint import check_same, damaged, fingerprint, policy_of
-from icejax.session.messages import is_message
+from icejax.session.messages import is_message, is_template_variables
 from icejax.session.stored_arrays import ArrayFile, StoredArray, described_arrays, write_arrays
 
 VERSION = 16
@@ -58,6 +58,7 @@ class SessionInfo:
         started: unix time when the session began, in seconds.
         messages: the chat so far, each message with a role and a content, and perhaps reasoning.
         outdated: whether the cache holds what the messages leave out, so that it cannot be continued.
+        template_variables: tools and arguments of the chat template, from `chat_messages.template_variables`.
     """
 
     context_length: int
@@ -67,6 +68,7 @@ class SessionInfo:
     started: float
     messages: list[dict[str, str]]
     outdated: bool = False
+    template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def write(
@@ -227,13 +229,16 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
             damaged(path, f"{name} is {value!r:.40}")
     names = (field.name for field in dataclasses.fields(SessionInfo))
-    about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name != "outdated"})
+    later = {"outdated", "template_variables"}  # sessions may be older than these fields
+    about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name not in later})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
     if not isinstance(about.messages, list) or not all(map(is_message, about.messages)):
         damaged(path, "messages are no list of roles and contents")
     if not isinstance(about.outdated, bool):
         damaged(path, f"outdated is {about.outdated!r:.40}")
+    if not is_template_variables(about.template_variables):
+        damaged(path, "template_variables are no tools and arguments")
     if not isinstance(fields.get("identity"), dict):
         damaged(path, "it does not say what it was saved with")
     return about

@@ -6,26 +6,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from icejax.text.chat_messages import Message
 from icejax.text.chat_template import render
+from icejax.text.chat_text import ChatText
 
 
 def next_turn(
-    tokenizer: Any, messages: Sequence[dict[str, str]], question: dict[str, str], *, now: float
-) -> tuple[str, str | None]:
+    tokenizer: Any, messages: Sequence[Message], question: Message, variables: Mapping[str, Any], *, now: float
+) -> tuple[ChatText, str | None]:
     """Returns the whole chat with the question in the chat template, and the part of it behind the last answer.
 
-    The part is None if there is no last answer, or if the template rewrites earlier turns.
+    `variables` and `now` are as in `render`. The part is None without a last answer, or if the template rewrites earlier turns.
 
     Raises:
         InputError: the template refuses or fails.
     """
-    whole = render(tokenizer, [*messages, question], now=now)
+    whole = render(tokenizer, [*messages, question], variables, now=now)
     if not messages or messages[-1]["role"] != "assistant":
         return whole, None
-    return whole, addition(render(tokenizer, messages[:-1], now=now), messages[-1]["content"], whole)
+    return whole, addition(render(tokenizer, messages[:-1], variables, now=now), messages[-1]["content"], whole)
 
 
 def addition(before: str, answer: str, whole: str) -> str | None:
@@ -44,7 +46,7 @@ def addition(before: str, answer: str, whole: str) -> str | None:
     if behind.startswith(answer):
         return behind[len(answer) :]
     # Many templates strip spaces from an answer, some put a space before it.
-    behind, answer = behind.lstrip(), answer.strip()
+    behind, answer = behind[len(behind) - len(behind.lstrip()) :], answer.strip()
     return behind[len(answer) :] if behind.startswith(answer) else None
 
 

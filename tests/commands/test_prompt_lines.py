@@ -45,11 +45,11 @@ def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundl
 
 
 WRONG = {
-    "unknown": ({"prompt": "x", "temprature": 1}, "unknown key 'temprature': expected prompt, messages, id, max_new_tokens, seed, temperature, stop (did you mean temperature?)"),
+    "unknown": ({"prompt": "x", "temprature": 1}, "unknown key 'temprature': expected prompt, messages, tools, chat_template_kwargs, id, max_new_tokens, seed, temperature, stop (did you mean temperature?)"),
     "nothing": ({"id": 3}, "expected a text 'prompt' or a list of 'messages' in the JSON object, got neither"),
     "null": ({"prompt": None}, "got neither"),
     "both": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "got both"),
-    "messages": ({"messages": [{"role": "user"}]}, "'messages' must be a list of objects with a text role, a text content and perhaps a text reasoning, got [{'role': 'user'}]"),
+    "messages": ({"messages": [{"role": "user"}]}, "'messages' must be a list of objects with a text role, a content (text, or a list of text parts) and perhaps a text reasoning, got [{'role': 'user'}]"),
     "thoughts twice": ({"messages": [{"role": "user", "content": "x", "reasoning": "a", "reasoning_content": "b"}]}, "'messages' must be a list of objects"),
     "no messages": ({"messages": []}, "'messages' must be a list of objects"),
     "id": ({"prompt": "x", "id": [1]}, "'id' must be text or a number, got [1]"),
@@ -170,7 +170,9 @@ def test_options_of_other_types_are_refused(bundled):
             icejax.Request(prompt="x", **options)
     with pytest.raises(icejax.InputError, match=r"sampling must be an icejax.Sampling\(...\), got 0.5"):
         icejax.Session(*bundled).ask("x", sampling=0.5)
-    for content in (5, b"a", [1, 2]):
+    with pytest.raises(icejax.InputError, match="messages must be a list of objects with a text role"):
+        icejax.chat(bundled[1], [1, 2])
+    for content in (5, b"a", {1, 2}):
         with pytest.raises(icejax.InputError, match="the user's message must be text"):
             icejax.chat(bundled[1], content)
         with pytest.raises(icejax.InputError, match="the user's message must be text"):

@@ -174,6 +174,13 @@ LIES = {
         lambda f: f.update(messages=[{"role": "user", "content": "x", "tools": "y"}]),
         "messages are no list",
     ),
+    "template variables of text": (lambda f: f.update(template_variables="x"), "template_variables are no tools and arguments"),
+    "a template variable of messages": (
+        lambda f: f.update(template_variables={"messages": []}),
+        "template_variables are no tools and arguments",
+    ),
+    "a deep template variable": (
+        lambda f: f.update(template_variables={"a": json.loads("[" * 99 + "]" * 99)}), "template_variables are no tools"),
     "outdated as a number": (lambda f: f.update(outdated=1), "outdated is 1"),
     "no identity": (lambda f: f.update(identity=[]), "does not say what it was saved with"),
     "no arrays": (lambda f: f.update(arrays=None), "does not say which arrays it has"),

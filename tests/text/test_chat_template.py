@@ -1,5 +1,6 @@
 """Chat templates: rendering equals transformers', and a faulty template costs a one-line error and at most some seconds."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -11,7 +12,11 @@ import pytest
 
 import icejax
 from icejax.sandbox import client
+from icejax.text.chat_marks import PRIVATE
+from icejax.text.chat_messages import template_variables
 from icejax.text.chat_template import render
+from icejax.text.chat_text import ChatText
+from icejax.text.encode import encode
 from tests.helpers import chat_templates
 
 TALK = [
@@ -37,6 +42,151 @@ def test_the_text_is_that_of_transformers(family):
     if talk is not TALK:
         with pytest.raises(icejax.InputError, match="template refuses the messages: (System role not|Conversation roles must)"):
             render(tokenizer, TALK)
+
+
+def in_transformers(tokenizer, messages, **options):
+    """Returns transformers' text of messages; the last one is continued if it is the assistant's."""
+    continues = messages[-1]["role"] == "assistant"
+    options |= dict(add_generation_prompt=not continues, continue_final_message=continues, tokenize=False)
+    return tokenizer.apply_chat_template(copy.deepcopy(messages), **options)
+
+
+ENDINGS = {
+    "a word": "The colour is",
+    "a space": "The colour is ",
+    "lines": "\n\n The colour is\n\n",
+    "nothing": "",
+    "the end of a turn": "a<|im_end|></s> b <",
+    "thoughts": "<think>\nhm\n</think>\n\nThree",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("family", chat_templates.FAMILIES)
+def test_a_last_message_of_the_assistant_is_continued(family, ending):
+    tokenizer = chat_templates.tokenizer(family)
+    messages = [*TALK[1:], {"role": "assistant", "content": ENDINGS[ending]}]
+    assert render(tokenizer, messages) == in_transformers(tokenizer, messages)
+
+
+def test_a_message_that_cannot_be_continued_is_told():
+    begun = [TALK[1], {"role": "assistant", "content": "Three"}]
+    for template, message in (
+        ("{{ messages[0].content }}", "leaves the last message out, which is the assistant's and would be continued"),
+        ("{{ messages[1].content[:3] }}", "leaves the last message out"),
+    ):
+        with pytest.raises(icejax.InputError, match=message):
+            render(tokenizer_with(template), begun)
+    with pytest.raises(
+        icejax.InputError, match="the assistant's and has no content: expected a text that the answer continues"
+    ):
+        render(tokenizer_with("a"), [TALK[1], {"role": "assistant", "content": None, "tool_calls": [{}]}])
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "a <|im_end|> b", "parameters": {"a<": "\u2028"}}}
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
+def test_tools_and_arguments_reach_the_template(family):
+    tokenizer = chat_templates.tokenizer(family)
+    for tools, arguments in (([TOOL], {}), (None, {"enable_thinking": False}), ([TOOL, {}], {"enable_thinking": True})):
+        expected = in_transformers(tokenizer, TALK[1:], tools=tools, **arguments)
+        text = render(tokenizer, TALK[1:], template_variables(tools, arguments))
+        assert text == expected and (("# Tools" in text), ("a <|im_end|> b" in text)) == (bool(tools), bool(tools))
+        names = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        ours, theirs = encode(tokenizer, text), tokenizer(expected, add_special_tokens=False)["input_ids"]
+        counts = [[ids.count(name) for name in names] for ids in (ours, theirs)]
+        assert counts[0] == [counts[1][0], counts[1][1] - bool(tools)]
+
+
+def test_an_argument_may_be_any_variable_of_the_template():
+    template = "{{ bos_token }}{{ documents[0].text }}{{ n + 1 }}{{ x }}{{ tools is none }}{{ add_generation_prompt }}"
+    variables = template_variables(None, {"bos_token": "<b>", "documents": [{"text": "d"}], "n": 2, "x": None})
+    assert render(tokenizer_with(template), TALK, variables) == "<b>d3NoneTrueTrue"
+
+
+def test_a_template_for_tools_is_used_with_tools():
+    tokenizer = tokenizer_with({"default": "a", "tool_use": "b{{ tools[0].name }}"})
+    assert render(tokenizer, TALK, template_variables([{"name": "t"}])) == "bt"
+    assert render(tokenizer, TALK, template_variables([])) == "a"
+
+
+def test_an_argument_without_effect_is_told_once(caplog):
+    variables = template_variables([TOOL], {"enable_thinkin": False})
+    for _ in range(2):
+        render(tokenizer_with("{# told once #}x"), TALK, variables)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"the chat template has no variable {name!r}: it has no effect" for name in ("enable_thinkin", "tools")]
+
+
+CONTENT_LOOP = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}{% endfor %}"
+)
+IN_PARTS = [{"role": "user", "content": [{"type": "text", "text": "a </"}, {"type": "text", "text": "s> b"}]}]
+
+
+def test_content_parts_reach_a_template_that_reads_them():
+    tokenizer = chat_templates.tokenizer("qwen2.5")
+    expected = in_transformers(tokenizer, IN_PARTS, chat_template=CONTENT_LOOP)
+    assert render(tokenizer_with(CONTENT_LOOP), IN_PARTS) == expected == "<user>a </s> b"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}",
+    ],
+    ids=["fails", "writes objects", "leaves them out"],
+)
+def test_other_templates_get_the_parts_as_one_text(template):
+    assert render(tokenizer_with(template), IN_PARTS) == "<user>a </\ns> b"
+
+
+def test_parts_of_the_last_message_are_continued():
+    messages = [*IN_PARTS, {"role": "assistant", "content": IN_PARTS[0]["content"]}]
+    assert render(tokenizer_with(CONTENT_LOOP), messages) == "<user>a </s> b<assistant>a </s> b"
+
+
+def with_end(template):
+    """Returns a tokenizer with the control tokens <s> and </s> and this template."""
+    tokenizer = copy.deepcopy(chat_templates.tokenizer("mistral"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+SPANS = {
+    "around": ("{{ eos_token }}{{ messages[0].content }}{{ eos_token }}", "a</s>b", [(5, 9)]),
+    "next to the template's": ("{{ messages[0].content }}{{ eos_token }}{{ messages[0].content }}", "</s>", [(0, 4), (8, 12)]),
+    "trimmed": ("{{ messages[0].content | trim }}{{ eos_token }}", " </s> ", [(0, 4)]),
+    "split": ("{{ messages[0].content.split('</s>') | join('|') }}{{ eos_token }}", "a</s>b", []),
+    "cut and joined": ("{{ messages[0].content.split('|') | join }}{{ eos_token }}", "a</|s>", []),
+    "of two messages": ("{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}", ("a</", "s>"), [(1, 5)]),
+    "of two messages, trimmed": ("{% for m in messages %}{{ m.content | trim }}{% endfor %}</s>", ("a</ ", "s>"), [(1, 5)]),
+    "in JSON": ("{{ messages[0].content | tojson }}{{ eos_token }}", "é</s>", [(2, 6)]),
+    "in JSON with escapes": ("{{ messages[0].content | tojson(ensure_ascii=true) }}{{ eos_token }}", "é</s>", [(7, 11)]),
+    "private characters": ("{{ messages[0].content }}{{ eos_token }}", "\ue000\\ue001\ue002</s>", [(8, 12)]),
+    "a role": ("{{ messages[0].role }}{{ eos_token }}", "x", []),
+}
+
+
+@pytest.mark.parametrize("case", SPANS)
+def test_names_of_messages_are_told_from_the_templates(case):
+    template, contents, spans = SPANS[case]
+    tokenizer = with_end(template)
+    messages = [{"role": "user", "content": text} for text in ([contents] if isinstance(contents, str) else contents)]
+    text = render(tokenizer, messages)
+    expected = in_transformers(tokenizer, messages)
+    assert type(text) is ChatText and (text, list(text.spans)) == (expected, spans)
+
+
+def test_a_chat_of_all_private_characters_is_refused():
+    every = "".join(map(chr, PRIVATE))
+    assert render(tokenizer_with("{{ messages[0].content }}"), [{"role": "user", "content": every[4:]}]) == every[4:]
+    with pytest.raises(icejax.InputError, match="the chat has every private character of Unicode"):
+        render(tokenizer_with("x"), [{"role": "user", "content": every[3:]}])
 
 
 PARTS = {

@@ -41,6 +41,29 @@ def test_what_is_new_of_a_text(case):
     assert addition(before, answer, conversation) == expected
 
 
+@pytest.mark.parametrize("family", chat_templates.FAMILIES)
+def test_names_in_a_conversation_are_text(monkeypatch, family):
+    """In the first message and in later ones; with parse_special they are the tokens, as in transformers."""
+    tokenizer = chat_templates.tokenizer(family)
+    end, name = tokenizer.eos_token_id, tokenizer.eos_token
+    names = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for parse_special in (False, True):
+        scripted, messages = Scripted(monkeypatch, tokenizer), []
+        session = Session(scripted.model, tokenizer)
+        for question in (f"say {name}x", f"{name} now"):
+            scripted.answers = [[65, end]]
+            messages.append({"role": "user", "content": question})
+            list(session.stream_chat(question, parse_special=parse_special))
+            expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids, last = session.token_ids[:-2], len(messages)
+            assert (ids == expected) == parse_special and tokenizer.decode(ids) == tokenizer.decode(expected)
+            assert sum(token in names for token in ids) == sum(token in names for token in expected) - (
+                0 if parse_special else (last + 1) // 2
+            )
+            messages.append({"role": "assistant", "content": tokenizer.decode([65])})
+        assert len(scripted.prefilled) == 1
+
+
 def test_an_end_mark_is_there_once():
     def join(held, new, seen):
         return with_one_end(held, new, seen=seen, ends=(8, 9))
