@@ -128,7 +128,7 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
     files = ["--model", str(tmp_path / "chat"), "--prompt-file", str(tmp_path / "p.jsonl")]
     assert run(capsys, *files, "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)[0] == 2
     assert run(capsys, *files, "--prompt", "hello", *SHORT)[0] == 2
-    chats = "[user] a\n[assistant] b\n[assistant]"
+    chats = "[user] a\n[assistant] b"
     with_system = [("[system] be brief\n[user] hello\n[assistant]", False), (f"[system] be brief\n{chats}", False)]
     assert prompts == [*with_system, ("hello", True), (chats, False)]
 
@@ -240,7 +240,7 @@ BAD_FILES = {
     "not utf-8": ("p.txt", b"caf\xe9", "is not UTF-8 text (byte 3): convert it first"),
     "empty": ("p.txt", b"", "prompt 1 is empty"),
     "broken jsonl": ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON (Expecting ':' delimiter"),
-    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: unknown key 'text': expected prompt, messages, id"),
+    "jsonl without prompt": ("p.jsonl", b'{"text": "a"}', "line 1: unknown key 'text': expected prompt, messages, tools"),
     "deep jsonl": ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: not valid JSON here (nested too deeply)"),
     "jsonl of lists": ("p.jsonl", b'{"prompt": "a"}\n[1]', "line 2: expected a JSON object, found a list"),
     "jsonl of numbers": ("p.jsonl", b"7", "line 1: expected a JSON object, found a int"),

@@ -162,5 +162,5 @@ def test_a_harmony_chat_keeps_no_thoughts(harmony, monkeypatch):
 def test_templates_read_thoughts_by_three_names():
     template = "{% for m in messages %}{{ m.reasoning }}{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}"
     tokenizer = SimpleNamespace(chat_template=template, special_tokens_map={})
-    assert render(tokenizer, [dict(role="assistant", content="c", reasoning="r")]) == "rrr"
+    assert render(tokenizer, [dict(role="assistant", content="c", reasoning="r"), dict(role="user", content="")]) == "rrr"
     assert render(tokenizer, [dict(role="user", content="c")]) == ""
