@@ -26,7 +26,7 @@ class Name(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, without the token that stands for unknown text.
+    """The special tokens of a tokenizer.
 
     Tokens that the tokenizer has added but does not call special, such as Qwen's <tool_call>, are text.
 
@@ -37,14 +37,13 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         with tokenizer_error_from("the tokenizer fails"):
             added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
-        unknown, ends = (getattr(tokenizer, f"{kind}_token", None) for kind in ("unk", "eos"))
-        text_names = {unknown} - {ends, getattr(tokenizer, "bos_token", None)}
         special = {
             token.content: (number, token)
             for number, token in (added.items() if isinstance(added, Mapping) else ())
-            if token.special and token.content.strip() and token.content not in text_names
+            if token.special and token.content.strip()
         }
         self.ids = {name: number for name, (number, _) in special.items()}
+        self._unknown = self.ids.get(getattr(tokenizer, "unk_token", None))
         self._before = {name for name, (_, token) in special.items() if token.lstrip}
         self._behind = {name for name, (_, token) in special.items() if token.rstrip}
         self._lengths = sorted({len(name) for name in special}, reverse=True)
@@ -80,6 +79,6 @@ class ControlTokens:
         return None
 
     def count(self, ids: list[int]) -> int:
-        """Returns how many of the token ids are control tokens."""
-        known = {*self.ids.values()}
+        """Returns how many of the token ids are control tokens; the token of unknown text is none, as any text may have it."""
+        known = {*self.ids.values()} - {self._unknown}
         return sum(token in known for token in ids)

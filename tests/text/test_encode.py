@@ -87,8 +87,14 @@ def test_a_chat_keeps_its_spans_in_slices_and_sums():
         chat + 1
 
 
-def test_a_token_for_unknown_text_is_no_control_token():
-    assert ControlTokens(PAIRS["unigram"][0]).ids == {"<s>": 1, "</s>": 2, "<|user|>": 3}
+def test_unknown_text_is_no_control_token():
+    tok = PAIRS["unigram"][0]
+    assert ControlTokens(tok).ids == {"<unk>": 0, "<s>": 1, "</s>": 2, "<|user|>": 3}
+    assert encode(tok, "the 日</s>日") == ids_of("unigram", "the 日</s>日") and ControlTokens(tok).count([0, 0, 1]) == 1
+    assert encode(PAIRS["llama-2"][0], "a<unk>b", parse_special=True).count(0) == 1
+    assert encode(PAIRS["llama-2"][0], "a<unk>b") == [
+        token for piece in ("▁", *"a<unk>b") for token in PAIRS["llama-2"][0].convert_tokens_to_ids([piece])
+    ]
     assert ControlTokens(object()).ids == {} and ControlTokens(object()).find("<s>") == []
 
 
