@@ -91,7 +91,8 @@ def json_value(name: str, value: Any, *, depth: int = 0) -> Any:
         raise InputError(f"{name} is nested more than {DEEPEST} levels deep")
     if isinstance(value, str):
         return str(value)
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
+    is_number = isinstance(value, (int, float)) and -(2**63) < value < 2**63  # False for NaN, which JSON has not
+    if value is None or isinstance(value, bool) or is_number:
         return value
     if isinstance(value, (list, tuple)):
         return [json_value(name, item, depth=depth + 1) for item in value]

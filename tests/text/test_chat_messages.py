@@ -61,6 +61,7 @@ VARIABLES = {
     "a name": (dict(arguments={"a-b": 1}), "'a-b' cannot be an argument of a chat template: expected letters, digits and underscores"),
     "depth": (dict(arguments={"a": nested(99)}), "chat_template_kwargs is nested more than 50 levels deep"),
     "a number": (dict(arguments={"a": 10**5000}), "chat_template_kwargs must be made of text, numbers, lists and objects, got a number of thousands of digits"),
+    "no number": (dict(arguments={"a": float("nan")}), "chat_template_kwargs must be made of text, numbers, lists and objects, got nan"),
     "numbers as names": (dict(arguments={1: 2}), "chat_template_kwargs must be made of text, numbers, lists and objects, got {1: 2}"),
 }  # fmt: skip
 
