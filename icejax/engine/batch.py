@@ -123,7 +123,7 @@ def fold_into_prompt(
     ids = prompt_pages + (int(row.cache.lengths.next_page) - prompt_pages + np.arange(plan.growth_pages)) % plan.growth_pages
     filled = counts[ids] > 0
     ids, count = np.concatenate([ids[filled], ids[~filled]]), int(filled.sum())
-    end = used + count + plan.padded(tokens) // plan.page_size
+    end = used + count + plan.text_slots(tokens) // plan.page_size
     if end > prompt_pages:
         raise InputError(f"a row of {end} pages does not fit prompts of at most {prompt_pages}: plan for longer prompts")
     # The row takes a new extent where it has none yet, and where a fork shares the one it has.

@@ -38,5 +38,5 @@ def saved_size(plan: Plan, run: Run | None, *, held: int, new: int, limit: int) 
     """
     pages, seen = (0, 0) if run is None else (int(run.state.cache.lengths.next_page), run.seen)
     if plan.pooled:
-        pages = min(plan.pool.pages, pages + (plan.padded(held - seen + new) + limit) // plan.page_size)
+        pages = min(plan.pool.pages, pages + (plan.text_slots(held - seen + new) + limit) // plan.page_size)
     return storage.size(plan, tokens=held + new + limit, pages=pages)

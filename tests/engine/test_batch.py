@@ -251,7 +251,7 @@ def test_a_row_that_has_become_too_long_is_told(model):
     batch.join(families.tokens(230), 0)
     batch.step(20)
     with pytest.raises(InputError, match="a row of .* pages does not fit prompts of at most 32: plan for longer prompts"):
-        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.row_plan, tokens=10)
+        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.row_plan, tokens=60)
 
 
 @pytest.mark.parametrize("steps", [slow(5), slow(40), 250, slow(300)])

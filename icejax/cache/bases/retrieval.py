@@ -138,7 +138,6 @@ class Retrieval(CachePolicy):
             unit=self._unit,
             planes=len(spec.planes),
             dtype=self.page_dtype or spec.dtype,
-            leaving=self.window_layout.slots,
             compact_every=self.compact_every,
         )
 
