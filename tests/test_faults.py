@@ -220,6 +220,7 @@ FAULTS = (
     ("text/encode.py", "whole[len(before) :] if is_double else whole", "whole", "text/test_encode.py::test_a_text_has_one_bos[byte level]"),
     ("text/encode.py", "first=anew if end else not continues", "first=True", "text/test_encode.py::test_pieces_have_the_tokens_of_the_whole_text[mistral-0.3]"),
     ("text/chat_text.py", "min(end, stop) - start", "end", "text/test_encode.py::test_a_chat_keeps_its_spans_in_slices_and_sums"),
+    ("text/control_tokens.py", "(FORM.fullmatch(token.content) and", "(False and", "text/test_encode.py::test_names_in_messages_are_text[not called special]"),
     ("text/control_tokens.py", "reverse=True", "reverse=False", "text/test_encode.py::test_the_longest_name_counts"),
     ("text/chat_marks.py", "if is_cut or (", "if (", "text/test_chat_template.py::test_names_of_messages_are_told_from_the_templates[of two messages]"),
     ("text/chat_template.py", 'before if behind.startswith(" ") else', 'before if True else', "text/test_chat_template.py::test_a_last_message_of_the_assistant_is_continued[llama-a space]"),

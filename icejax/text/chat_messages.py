@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ def json_value(name: str, value: Any, *, depth: int = 0) -> Any:
         raise InputError(f"{name} is nested more than {DEEPEST} levels deep")
     if isinstance(value, str):
         return str(value)
-    is_number = isinstance(value, (int, float)) and -(2**63) < value < 2**63  # False for NaN, which JSON has not
+    is_number = math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and abs(value) < 2**63
     if value is None or isinstance(value, bool) or is_number:
         return value
     if isinstance(value, (list, tuple)):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
+FORM = re.compile(r"<\|[^<>]+\|>")
+
 
 class Name(NamedTuple):
     """A control token's name in a text.
@@ -26,9 +28,9 @@ class Name(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer.
+    """The special tokens of a tokenizer, and other added tokens like <|im_start|> that its chat template writes.
 
-    Tokens that the tokenizer has added but does not call special, such as Qwen's <tool_call>, are text.
+    Some fine-tunes do not call <|im_start|> special. Qwen's <tool_call> is not special either; it is text, as answers have it.
 
     Attributes:
         ids: token ids by name; empty for a tokenizer that does not tell its added tokens.
@@ -37,10 +39,11 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         with tokenizer_error_from("the tokenizer fails"):
             added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
+        templates = str(getattr(tokenizer, "chat_template", None))
         special = {
             token.content: (number, token)
             for number, token in (added.items() if isinstance(added, Mapping) else ())
-            if token.special and token.content.strip()
+            if (token.special and token.content.strip()) or (FORM.fullmatch(token.content) and token.content in templates)
         }
         self.ids = {name: number for name, (number, _) in special.items()}
         self._unknown = self.ids.get(getattr(tokenizer, "unk_token", None))

@@ -92,6 +92,6 @@ def _plain(call: Encode, controls: ControlTokens, text: str, *, first: bool) -> 
     cuts = [name.start + 1 for name in controls.find(text) if name.end - name.start > 1] if controls.count(ids) else []
     if not cuts:
         return ids
-    # The vocabulary itself has the names, as Unigram's has: a cut behind the first character leaves none whole.
+    # The names are in the vocabulary itself, as Unigram's are, or not called special: a cut leaves none of them whole.
     parts = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for i, part in enumerate(parts) for token in _plain(call, controls, part, first=first and i == 0)]

@@ -9,6 +9,7 @@ import icejax
 from icejax.api.generate import ASSETS
 from icejax.api.prompts import encode_prompts
 from icejax.checks.errors import InputError
+from icejax.commands import chat
 from icejax.commands import generate as command
 from icejax.commands.options import chat_parser, parser, template_arguments
 from icejax.session.session import Session
@@ -89,6 +90,12 @@ def test_wrong_options_of_a_template_are_told_in_one_line(capsys, tmp_path, case
         line = [*line, "--prompt-file", str(tmp_path / "p.jsonl")]
     status, out, err = run(capsys, *line, *SHORT)
     assert (status, out, err.count("\n")) == (2, "", 1) and err.endswith(f"{message}\n")
+
+
+def test_chat_tells_wrong_options_before_it_loads(capsys):
+    assert chat.main(["-m", "/no/such", "--template-arg", "a"], name="icejax chat") == 2
+    message = "--template-arg takes KEY=VALUE, such as enable_thinking=false, got 'a'"
+    assert capsys.readouterr() == ("", f"icejax chat: error: {message}\n")
 
 
 def test_a_session_keeps_its_template_arguments(capsys, tmp_path, model):

@@ -35,6 +35,10 @@ def _with_flags(file: dict, **flags: bool) -> dict:
     return file | dict(added_tokens=[token | flags for token in file["added_tokens"]])
 
 
+def _not_special(file: dict, name: str) -> dict:
+    return file | dict(added_tokens=[token | dict(special=token["content"] != name) for token in file["added_tokens"]])
+
+
 def _prefixed(file: dict) -> dict:
     return file | dict(pre_tokenizer=file["pre_tokenizer"] | dict(add_prefix_space=True))
 
@@ -45,6 +49,7 @@ FILES = {
     "llama-2": small_tokenizers.sentencepiece(legacy=True),
     "mistral-0.3": small_tokenizers.sentencepiece(legacy=False),
     "unigram": _unigram(),
+    "not called special": _not_special(small_tokenizers.byte_level(), "<|user|>"),
     "spaces dropped behind": _with_flags(small_tokenizers.byte_level(), rstrip=True),
     "spaces dropped before": _with_flags(small_tokenizers.sentencepiece(legacy=True), lstrip=True),
 }
@@ -65,7 +70,8 @@ def twin(kind: str) -> PreTrainedTokenizerFast:
 
 def _loaded(text: str, names: tuple[str, ...]) -> PreTrainedTokenizerFast:
     backend = Tokenizer.from_str(text)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=names[0], eos_token=names[1], unk_token="<unk>")
+    tokens = dict(bos_token=names[0], eos_token=names[1], unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=small_tokenizers.TEMPLATE, **tokens)
 
 
 def in_twin(text: str) -> str:

@@ -95,6 +95,7 @@ def test_unknown_text_is_no_control_token():
     assert encode(PAIRS["llama-2"][0], "a<unk>b") == [
         token for piece in ("▁", *"a<unk>b") for token in PAIRS["llama-2"][0].convert_tokens_to_ids([piece])
     ]
+    assert "<|user|>" in ControlTokens(PAIRS["not called special"][0]).ids
     assert ControlTokens(object()).ids == {} and ControlTokens(object()).find("<s>") == []
 
 
