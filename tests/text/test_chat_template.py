@@ -9,6 +9,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import icejax
 from icejax.sandbox import client
@@ -16,6 +18,7 @@ from icejax.text.chat_marks import PRIVATE
 from icejax.text.chat_messages import template_variables
 from icejax.text.chat_template import render
 from icejax.text.chat_text import ChatText
+from icejax.text.control_tokens import ControlTokens
 from icejax.text.encode import encode
 from tests.helpers import chat_templates
 
@@ -180,6 +183,23 @@ def test_names_of_messages_are_told_from_the_templates(case):
     text = render(tokenizer, messages)
     expected = in_transformers(tokenizer, messages)
     assert type(text) is ChatText and (text, list(text.spans)) == (expected, spans)
+
+
+@pytest.mark.parametrize("family", chat_templates.FAMILIES)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_messages_of_fragments_add_no_control_token(family, data):
+    tokenizer = chat_templates.tokenizer(family)
+    controls = ControlTokens(tokenizer)
+    fragments = [part for name in controls.ids for part in (name, name[:1], name[:-1], name[1:], name[-1:])] + [" ", "\n", "a"]
+    content = st.lists(st.sampled_from(fragments), min_size=1, max_size=5).map("".join)
+    count = data.draw(st.sampled_from([1, 2, 3]))
+    messages = [{"role": role, "content": data.draw(content)} for role in ("user", "assistant", "user")[:count]]
+    text = render(tokenizer, messages)
+    neutral = in_transformers(tokenizer, [message | {"content": "x"} for message in messages])
+    assert text == in_transformers(tokenizer, messages) == tokenizer.decode(encode(tokenizer, text))
+    names = [token for token in encode(tokenizer, text) if token in controls.ids.values()]
+    assert names == [token for token in tokenizer(neutral).input_ids if token in controls.ids.values()]
 
 
 def test_a_chat_of_all_private_characters_is_refused():
