@@ -36,7 +36,7 @@ class Joint:
 
 
 def joint_of(plan: Plan, cache: KVCache) -> Joint | None:
-    """Returns the joint before the tokens in the window now; None without a pool, or with sinks that the first text left empty."""
+    """Returns the joint before the tokens in the window now; None without a pool, or if the first text left sinks empty."""
     if not plan.pooled:
         return None
     layer = plan.pooled[0]
