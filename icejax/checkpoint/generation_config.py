@@ -50,7 +50,7 @@ def proposed_sampling(folder: Path) -> dict[str, Any]:
     options that the file leaves out are off, top_k too. A warning names fields that are not supported.
     """
     fields = read_generation_config(folder)
-    if not fields.raw:
+    if not os.path.lexists(folder / NAME):
         LOG.warning("%s has no %s: no sampling is taken from it", folder, NAME)
         return {}
     if names := _unsupported(fields):

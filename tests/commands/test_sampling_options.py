@@ -57,6 +57,7 @@ CASES = {
         {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}, [],
         dict(repetition_penalty=1.2), "temperature 0, repetition_penalty 1.2; answers are greedy",
     ),
+    "empty": ({}, [], {}, "temperature 0; answers are greedy"),
     "not said": ({"temperature": 0.6, "top_p": None, "eos_token_id": 2}, [], {}, "temperature 0; answers are greedy"),
 }  # fmt: skip
 
