@@ -63,10 +63,11 @@ def extend(
             x.block_until_ready()
             progress(i + 1)
     lengths = Lengths.of(lengths.seen + new, lengths.next_page + used)
-    seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
+    penalties = None if state.penalties is None else state.penalties.behind(jnp.asarray(tokens))
     cache, key = KVCache(tuple(states), lengths, table), fold_in(state.key, lengths.seen)
     draw_origin = jnp.copy(lengths.seen)
-    state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, key=key, draw_origin=draw_origin, seen=seen)
+    options = dict(key=key, draw_origin=draw_origin, penalties=penalties)
+    state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, **options)
     return *choose_first(model, x, new, state, plan), pool
 
 

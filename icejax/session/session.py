@@ -16,11 +16,12 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
 from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.extend import extend
+from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
-from icejax.engine.sampling import row_keys, row_options
+from icejax.engine.sampling import check_bias, row_keys
 from icejax.files.atomic_folder import Claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -125,9 +126,7 @@ class Session:
     def stream_chat(
         self, text: str, *, progress: Progress | None = None, save_to: Claim | None = None, **options: Any
     ) -> Iterator[GenerationResponse]:
-        """Appends `text` to the chat as the user's next message and yields the answer.
-
-        Options are those of `stream`; the template writes its own special tokens.
+        """Appends `text` to the chat as the user's next message and yields the answer; options are those of `stream`.
 
         The session's tokens stay, and the text that the template writes after the last answer is appended, even if that answer
         was cut off. If the template rewrites earlier turns, or the last answer had thoughts or ended at a stop string, the
@@ -179,6 +178,7 @@ class Session:
         progress: Callable[[int], None] | None, save_to: Claim | None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, `turn`'s last message."""
+        check_bias(answer.sampling, self._model.config.vocab_size)
         room = self.context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
@@ -193,18 +193,18 @@ class Session:
         if save_to is not None:
             plan, run = (self._plan, self._run) if held else (self._plan_for(len(new)), None)
             save_to.check_room(saved_size(plan, run, held=len(held), new=len(new), limit=limit))
-        row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
+        counts = dict(fed=len(tokens), logprobs=answer.logprobs)
+        row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
         self._newest = None
         if not held:
-            self._run, self.token_ids, self._first = None, [], len(new)  # frees the old cache before the new one is made
-            self._outdated = False
+            self._run, self.token_ids, self._first, self._outdated = None, [], len(new), False  # frees the old cache first
             self._plan = self._plan_for(len(new))
             options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
             options |= dict(progress=progress, host_memory_limit=self._limit)
             results = prefill(self._model, [new], self._plan, **options)
         else:
-            sampling, seen = row_options([answer.sampling], [held], self._model.config.vocab_size)
-            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=sampling, seen=seen)
+            sampling, penalty = row_options([answer.sampling], [held], self._model.config.vocab_size)
+            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=sampling, penalties=penalty)
             results = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
         self._run = run = Run(DecodePrograms(self._model, self._plan), *results)
         self.token_ids = held + new
@@ -212,7 +212,7 @@ class Session:
         self._newest = row
         try:
             constants = run_constants(self._model, self._cache, self._plan, run)
-            for piece in decode_rows([row], constants, run, started, logprobs=answer.logprobs):
+            for piece in decode_rows([row], constants, run, started):
                 self.token_ids += piece.token_ids
                 if turn:
                     grow(turn[-1], piece)

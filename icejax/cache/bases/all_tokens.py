@@ -101,5 +101,11 @@ class AllTokens(CachePolicy):
         seen = view.lengths.seen
         return decode_in_slot(state, heads, slot=seen, last=seen)
 
+    def can_trim(self, tokens: int) -> bool:
+        return True
+
+    def trimmed(self, state: TokenState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> TokenState:
+        return state  # later slots are masked, and the next text is written over them
+
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return slot_report(state, lengths)

@@ -62,6 +62,12 @@ class Ring(CachePolicy):
         seen = view.lengths.seen
         return decode_in_slot(state, heads, slot=seen % state.k.shape[1], last=seen)
 
+    def can_trim(self, tokens: int) -> bool:
+        return tokens <= self.window  # later tokens have replaced earlier ones
+
+    def trimmed(self, state: TokenState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> TokenState:
+        return state
+
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return slot_report(state, lengths)
 
