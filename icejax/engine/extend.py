@@ -75,5 +75,5 @@ def _extend_layer(
 ):
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
     heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
-    outcome = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
+    outcome = policy.extend(state, heads, view_of(layer, lengths, new, pages, shared))
     return layer.leave(x, outcome.attended)[0], (outcome.state, outcome.pages, outcome.used), outcome.shared or shared

@@ -55,6 +55,8 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
             leaf = leaf[0]
         weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
+    if model.config.short_context is not None:
+        fields["LongRoPE's factors"] = "by the text's length"  # older sessions had one set of factors for all texts
     fields |= {TOKENIZER: _tokenizer_sum(tokenizer), TEMPLATE: _template_sum(tokenizer)}
     return json.loads(json.dumps(fields, default=str))  # through JSON, to compare equal with a fingerprint read from disk
 
