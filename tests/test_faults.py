@@ -120,7 +120,7 @@ FAULTS = (
     ("ops/rope.py", "lengths[..., None] > scaling.original", "lengths[..., None] >= scaling.original", "models/test_longrope.py::test_a_row_alone_equals_transformers[64-20]"),
     ("engine/decode_loop.py", "len(self.tokens) + 1 == tokens and", "len(self.tokens) == tokens and", "models/test_longrope.py::test_a_row_alone_equals_transformers[30-60]"),
     ("engine/decode_loop.py", "step if alone else self.step.with_row(at, step)", "step if alone else self.step", "models/test_longrope.py::test_rows_of_a_batch_equal_transformers_row_by_row[full]"),
-    ("engine/plan.py", "max(tokens, self.renewal)", "tokens", "models/test_longrope.py::test_a_row_has_extents_for_its_new_keys"),
+    ("engine/plan.py", "max(tokens, self.renewal)", "tokens", "models/test_longrope.py::test_a_plan_has_room_for_the_new_keys_where_rows_need_them"),
     ("session/room.py", "not seen <= short < tokens", "True", "session/test_longrope_session.py::test_turns_equal_transformers[a text outgrows it-full]"),
     ("session/session.py", "and run.renewing", "and False", "session/test_longrope_session.py::test_an_interrupt_while_keys_are_made_anew_loses_nothing"),
     ("models/decoder.py", "jax.nn.sigmoid(attended.lse - ", "jax.nn.sigmoid(-", "models/test_sinks.py::test_prefill_decode_and_extend_equal_transformers"),

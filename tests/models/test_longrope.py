@@ -21,6 +21,7 @@ from tests.helpers.letters import Letters
 
 PAGES = Clustered(budget=2048, page_size=8, compact_every=32, dense_layers=0)  # a budget for all tokens
 LENGTHS = ((30, 20), (30, 60), (64, 20), (63, 2), (63, 3), (65, 20), (100, 20))  # tokens of the prompt and of the answer
+CACHES = pytest.mark.parametrize("cache", [Full(), pytest.param(PAGES, marks=pytest.mark.slow)], ids=["full", "clustered"])
 SAMPLING = icejax.Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3)
 
 
@@ -46,7 +47,11 @@ def test_a_row_alone_equals_transformers(models, length, count):
     assert reply.token_ids == transformers_text(theirs, prompt_of(length), count)
 
 
-@pytest.mark.parametrize("cache", [Full(), PAGES, Streaming(budget=2048)], ids=["full", "clustered", "streaming"])
+@pytest.mark.parametrize(
+    "cache",
+    [Full(), PAGES, pytest.param(Streaming(budget=2048), marks=pytest.mark.slow)],
+    ids=["full", "clustered", "streaming"],
+)
 def test_rows_of_a_batch_equal_transformers_row_by_row(models, cache):
     theirs, ours = models
     prompts = [prompt_of(n) for n in (20, 100, 64, 40)]
@@ -71,9 +76,9 @@ def with_context(model: CausalLM, context: int) -> CausalLM:
     return nnx.merge(graph, nnx.state(model))
 
 
-@pytest.mark.parametrize("cache", [Full(), PAGES], ids=["full", "clustered"])
+@CACHES
 def test_nothing_else_shows_where_keys_are_made_anew(models, cache):
-    """With one set of factors a row that is prefilled anew goes on as one that is not: draws, penalty, stop, logprobs."""
+    """With one set of factors a row that is prefilled anew goes on as one that is not: draws, penalty, stream, logprobs."""
     requests = [
         icejax.Request(prompt=prompt_of(30), sampling=SAMPLING),
         icejax.Request(prompt=prompt_of(50), max_new_tokens=33),
@@ -89,20 +94,23 @@ def test_nothing_else_shows_where_keys_are_made_anew(models, cache):
         assert (actual.finish_reason, actual.new_tokens) == (expected.finish_reason, expected.new_tokens)
         pairs = [[token.logprob for x in p.logprobs for token in (x.chosen, *x.top)] for p in (actual, expected)]
         np.testing.assert_allclose(*pairs, rtol=0, atol=tolerances.LOGITS)
-    text = "".join(piece.text for piece in streams[1] if piece.row == 0)
-    stopped = [
-        icejax.generate(model, Letters(), requests[0], cache=cache, max_new_tokens=50, seed=7, stop=text[33:36])[0].text
-        for model in (with_context(models[1], 64), with_context(models[1], 512))
-    ]
-    assert stopped[0] == stopped[1] == text[: text.index(text[33:36])]
 
 
+def test_a_stop_string_ends_an_answer_across_the_new_keys(models):
+    _, ours = models
+    (whole,) = icejax.generate(ours, Letters(), [prompt_of(40)], cache=Full(), max_new_tokens=40)
+    stop = whole.text[23:26]  # the answer's token 25 is the text's token 65
+    (reply,) = icejax.generate(ours, Letters(), [prompt_of(40)], cache=Full(), max_new_tokens=40, stop=stop)
+    assert reply.text == whole.text[: whole.text.index(stop)] and reply.finish_reason == "stop"
+
+
+@CACHES
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_decode_step_compiles_once(models, rows):
+def test_the_decode_step_compiles_once(models, cache, rows):
     _, ours = models
     prompts = [prompt_of(n) for n in (41, 43)[:rows]]
-    icejax.generate(ours, Letters(), prompts, cache=PAGES, max_new_tokens=57)
-    plan = make_plan(ours, PAGES, batch_size=rows, prompt_tokens=max(map(len, prompts)), new_tokens=57)
+    icejax.generate(ours, Letters(), prompts, cache=cache, max_new_tokens=57)
+    plan = make_plan(ours, cache, batch_size=rows, prompt_tokens=max(map(len, prompts)), new_tokens=57)
     step, *_ = DecodePrograms(ours, plan)._programs
     assert plan.renewal == 65 and step._cache_size() == 1
 
@@ -116,8 +124,12 @@ def test_a_plan_has_room_for_the_new_keys_where_rows_need_them(models, bundled):
     assert [renewal(ours, 1, 30, new) for new in (35, 36)] == [0, 65]
     assert [renewal(ours, 1, prompt, 50) for prompt in (64, 65)] == [65, 0]
     assert renewal(ours, 2, 100, 50) == 65 and renewal(bundled[0], 2, 100, 50) == 0
+    plan = make_plan(with_context(ours, 1000), PAGES, batch_size=1, prompt_tokens=30, new_tokens=2000)
+    np.testing.assert_array_equal(plan.extents(30), plan.extents(1001))  # an extent has 512 tokens
+    assert plan.spec.prompt_capacity >= 1001 and plan.extents(1001)[:2].all()
 
 
+@pytest.mark.slow
 def test_many_rows_are_prefilled_anew_at_any_step(models):
     """Each row passes the original context at another phase of the window's page, beyond a round of compaction."""
     _, ours = models
@@ -128,6 +140,7 @@ def test_many_rows_are_prefilled_anew_at_any_step(models):
         assert reply.token_ids == alone.token_ids
 
 
+@pytest.mark.slow
 def test_a_row_has_extents_for_its_new_keys(models):
     """Extents have 512 tokens here: the prompt alone has one, the text that is prefilled anew two."""
     texts = [
@@ -137,6 +150,7 @@ def test_a_row_has_extents_for_its_new_keys(models):
     assert texts[0][0].token_ids == texts[1][0].token_ids
 
 
+@pytest.mark.slow
 def test_explain_counts_the_steps_before_the_keys_are_new(models):
     _, ours = models
     explanation = Explanation(ours, prompt_of(40), PAGES, new_tokens=40)

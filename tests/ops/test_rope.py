@@ -32,7 +32,7 @@ def keys(config):
 
 def rotated_at(x, positions, config):
     """Returns `x` rotated to `positions`, as the decoder rotates it."""
-    return jitted(lambda x, p: rotate(x, *cos_sin(p, LENGTHS, rope=config.layers[0].rope)), x, positions)
+    return jitted(lambda x, p: rotate(x, *cos_sin(p, jnp.asarray(LENGTHS), rope=config.layers[0].rope)), x, positions)
 
 
 def float64(x, positions, config):
@@ -61,7 +61,7 @@ def test_a_turned_key_is_that_of_its_new_position(name, dtype):
     config = CONFIGS[name]
     x, shifts = keys(config), SHIFTS.astype(dtype)
     rope, turned = config.layers[0].rope, rotated_at(x, POSITIONS, config)
-    actual = jitted(lambda x, shifts: rerotate(x, shifts, LENGTHS, rope=rope), turned, shifts)
+    actual = jitted(lambda x, shifts: rerotate(x, shifts, jnp.asarray(LENGTHS), rope=rope), turned, shifts)
     expected = float64(x, POSITIONS + SHIFTS, config)
     angles = (np.abs(POSITIONS) + np.abs(SHIFTS))[..., None, None]  # the highest frequency is 1
     allowed = np.abs(expected).max() * (tolerances.EXACT + tolerances.ANGLE * angles)
@@ -71,11 +71,10 @@ def test_a_turned_key_is_that_of_its_new_position(name, dtype):
 
 @pytest.mark.parametrize("name", ["llama-yarn", "phi3-long"])
 def test_whatever_stands_before_the_positions_is_a_batch(name):
-    config = CONFIGS[name]
-    x = keys(config)
-    expected = jitted(lambda x: rerotate(x, SHIFTS, LENGTHS, rope=config.layers[0].rope), x)
-    single_row = jitted(lambda x: rerotate(x, SHIFTS[1], LENGTHS[1], rope=config.layers[0].rope), x[1])
-    nested = jitted(lambda x: rerotate(x, SHIFTS[None], LENGTHS[None], rope=config.layers[0].rope), x[None])
+    x, rope = keys(CONFIGS[name]), CONFIGS[name].layers[0].rope
+    expected = jitted(lambda x: rerotate(x, *map(jnp.asarray, (SHIFTS, LENGTHS)), rope=rope), x)
+    single_row = jitted(lambda x: rerotate(x, *map(jnp.asarray, (SHIFTS[1], LENGTHS[1])), rope=rope), x[1])
+    nested = jitted(lambda x: rerotate(x, *map(jnp.asarray, (SHIFTS[None], LENGTHS[None])), rope=rope), x[None])
     for actual, reference in ((single_row, expected[1]), (nested[0], expected)):
         np.testing.assert_allclose(actual, reference, rtol=0, atol=tolerances.EXACT)
 
@@ -84,19 +83,24 @@ def test_whatever_stands_before_the_positions_is_a_batch(name):
 def test_heads_of_one_row_are_turned_for_all_rows(name):
     config = CONFIGS[name]
     x, rope = keys(config)[:1], config.layers[0].rope
-    actual = jitted(lambda x: rerotate(x, SHIFTS[:1], LENGTHS, rope=rope), x)
-    expected = [jitted(lambda x, n=n: rerotate(x, SHIFTS[0], n, rope=rope), x[0]) for n in LENGTHS]
+    actual = jitted(lambda x: rerotate(x, *map(jnp.asarray, (SHIFTS[:1], LENGTHS)), rope=rope), x)
+    expected = [jitted(lambda x, n=n: rerotate(x, jnp.asarray(SHIFTS[0]), jnp.asarray(n), rope=rope), x[0]) for n in LENGTHS]
     np.testing.assert_allclose(np.broadcast_to(actual, (2, *x.shape[1:])), expected, rtol=0, atol=tolerances.EXACT)
 
 
 def test_keys_keep_their_dtype():
     config = CONFIGS["llama-gqa"]
-    assert rerotate(jnp.asarray(keys(config), jnp.bfloat16), SHIFTS, LENGTHS, rope=config.layers[0].rope).dtype == jnp.bfloat16
+    assert (
+        rerotate(
+            jnp.asarray(keys(config), jnp.bfloat16), *map(jnp.asarray, (SHIFTS, LENGTHS)), rope=config.layers[0].rope
+        ).dtype
+        == jnp.bfloat16
+    )
 
 
 def test_dynamic_frequencies_turn_nothing():
     with pytest.raises(InputError) as error:
-        rerotate(jnp.asarray(keys(DYNAMIC)), SHIFTS, LENGTHS, rope=DYNAMIC.layers[0].rope)
+        rerotate(*map(jnp.asarray, (keys(DYNAMIC), SHIFTS, LENGTHS)), rope=DYNAMIC.layers[0].rope)
     assert str(error.value) == (
         "keys are given new positions only where RoPE's frequencies are fixed, got rope type 'dynamic', where "
         "they change with the length: use a cache that leaves keys at their positions"
