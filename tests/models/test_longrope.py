@@ -43,8 +43,14 @@ def transformers_text(theirs, ids: list[int], count: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("length, count", LENGTHS)
 def test_a_row_alone_equals_transformers(models, length, count):
     theirs, ours = models
-    (reply,) = icejax.generate(ours, Letters(), [prompt_of(length)], cache=Full(), max_new_tokens=count)
-    assert reply.token_ids == transformers_text(theirs, prompt_of(length), count)
+    ids, options = prompt_of(length), dict(max_new_tokens=count)
+    (reply,) = icejax.generate(ours, Letters(), [ids], cache=Full(), logprobs=0, **options)
+    assert reply.token_ids == transformers_text(theirs, ids, count)
+    with torch.no_grad():
+        out = theirs.generate(torch.tensor([ids]), do_sample=False, output_logits=True, return_dict_in_generate=True, **options)
+    expected = torch.stack(out.logits)[:, 0].log_softmax(-1).max(-1).values
+    actual = [token.chosen.logprob for token in reply.logprobs]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerances.LOGITS)
 
 
 @pytest.mark.parametrize(

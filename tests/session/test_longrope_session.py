@@ -9,6 +9,7 @@ import torch
 from icejax import InputError
 from icejax.cache.registry import Clustered, Full
 from icejax.engine import decode_loop
+from icejax.engine.renewal import renewed
 from icejax.session import storage
 from icejax.session.session import Session
 from tests.helpers import families
@@ -109,7 +110,8 @@ def test_the_disk_is_checked_for_all_that_is_saved(models, tmp_path):
 def test_an_interrupt_while_keys_are_made_anew_loses_nothing(models, monkeypatch):
     theirs, ours = models
 
-    def interrupted(*_):
+    def interrupted(*arguments):
+        renewed(*arguments)  # which donates the old arrays
         raise KeyboardInterrupt
 
     session = Session(ours, Letters(), cache=Full(), context_length=400)
