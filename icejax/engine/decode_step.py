@@ -93,19 +93,19 @@ def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeStat
 
 
 def view_of(
-    layer: DecoderLayer, lengths: Lengths, new: Int[Array, " B"] | int, pages: host_pool.PoolLayer | None,
+    layer: DecoderLayer, lengths: Lengths, seen: Int[Array, " B"], pages: host_pool.PoolLayer | None,
     shared: Shared | None, guess=None,
 ) -> View:  # fmt: skip
     """Returns the view that a layer's policy gets.
 
     Args:
         lengths: token counts before the new tokens.
-        new: number of new tokens of each row.
+        seen: tokens of each row, the new ones included.
         pages: the layer's pages in the pool; None for a layer without pages.
         shared: what earlier layers pass on.
         guess: returns this layer's queries as projected from the previous layer's input; None if there is no guess.
     """
-    return View(lengths, pages, shared, guess, lambda heads, by: layer.rerotate(heads, by, lengths.seen + new), layer.project)
+    return View(lengths, pages, shared, guess, lambda heads, by: layer.rerotate(heads, by, seen), layer.project)
 
 
 class DecodePrograms:
@@ -200,7 +200,7 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
             guess = None if place.before is None else lambda: layer.enter(place.before, *positions).q
             heads = Heads(*layer.enter(x, *positions)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
             pages = plan.pages(place.number, pool, state.cache.table, ended)
-            view = view_of(layer, lengths, 1, pages, place.shared, guess)
+            view = view_of(layer, lengths, positions[1], pages, place.shared, guess)
             outcome = plan.policies[place.number].decode(state.cache.layers[place.number], heads, view)
             x, expert_ids = layer.leave(x, outcome.attended)
             return x, (outcome.state, _expert_counts(layer, expert_ids, live)), outcome.shared or place.shared

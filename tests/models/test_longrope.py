@@ -9,7 +9,7 @@ import torch
 from flax import nnx
 
 import icejax
-from icejax.cache.registry import Clustered, Full, Streaming
+from icejax.cache.registry import Clustered, ExpectedAttention, Full, Streaming
 from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
@@ -55,8 +55,8 @@ def test_a_row_alone_equals_transformers(models, length, count):
 
 @pytest.mark.parametrize(
     "cache",
-    [Full(), PAGES, pytest.param(Streaming(budget=2048), marks=pytest.mark.slow)],
-    ids=["full", "clustered", "streaming"],
+    [Full(), PAGES, *(pytest.param(kind(budget=2048), marks=pytest.mark.slow) for kind in (Streaming, ExpectedAttention))],
+    ids=["full", "clustered", "streaming", "expected-attention"],
 )
 def test_rows_of_a_batch_equal_transformers_row_by_row(models, cache):
     theirs, ours = models
