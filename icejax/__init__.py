@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from icejax.api.generate import generate, load, stream_generate
+    from icejax.api.model_sampling import model_sampling
     from icejax.api.prompts import chat
     from icejax.cache.options import make_policy
     from icejax.cache.protocol import CachePolicy
@@ -31,6 +32,7 @@ _MODULES = {
     "generate": "api.generate",
     "load": "api.generate",
     "make_policy": "cache.options",
+    "model_sampling": "api.model_sampling",
     "stream_generate": "api.generate",
 }
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "generate",
     "load",
     "make_policy",
+    "model_sampling",
     "stream_generate",
 ]
 

@@ -17,6 +17,7 @@ from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Prompt, Request, requests
 from icejax.engine.response import GenerationResponse, join
+from icejax.engine.sampling import check_bias
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
@@ -94,21 +95,23 @@ def stream_generate(
     devices.check_limit(host_memory_limit)
     prompt_requests = requests(prompts)
     answers = [request.options(answer) for request in prompt_requests]
+    for request, row_answer in zip(prompt_requests, answers, strict=True):
+        check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
     context_length = check_context(model, context_length)
     started = Mark.now()
     ids = encode_prompts(model, tokenizer, prompt_requests, special_tokens=answer.special_tokens, context_length=context_length)
     limits = [min(row_answer.max_new_tokens, context_length - len(row)) for row_answer, row in zip(answers, ids, strict=True)]
     plan = make_plan(model, cache, batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
     draws = [(answer.seed, request.index) if request.seed is None else (request.seed, 0) for request in prompt_requests]
-    sampling = [row_answer.sampling for row_answer in answers]
+    sampling, ends = [row_answer.sampling for row_answer in answers], model.config.eos_token_ids
     rows = [
-        Row(tokenizer, row_answer.stop, model.config.eos_token_ids, row, limit, number=request.index + 1)
+        Row(tokenizer, row_answer.stop, ends, row, limit, number=request.index + 1, logprobs=row_answer.logprobs)
         for request, row_answer, row, limit in zip(prompt_requests, answers, ids, limits, strict=True)
     ]
     with prefilling(progress, model.config.num_hidden_layers) as layer_done:
         options = dict(sampling=sampling, draws=draws, progress=layer_done, host_memory_limit=host_memory_limit)
         run = Run(DecodePrograms(model, plan), *prefill(model, ids, plan, **options), watch)
-        yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started, logprobs=answer.logprobs)
+        yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started)
 
 
 def generate(

@@ -270,6 +270,18 @@ class CachePolicy(abc.ABC):
         del lengths, clock
         return state
 
+    def can_trim(self, tokens: int) -> bool:
+        """Says whether a cache of `tokens` tokens can forget its last ones; a cache that has evicted tokens cannot."""
+        del tokens
+        return False
+
+    def trimmed(self, state: Any, tokens: Int[Array, " B"], page: Int[Array, ""]) -> Any:
+        """Returns the state of one row with its first `tokens` tokens alone, of which none is in the pages from `page` on.
+
+        Called where `can_trim`, and followed by `extend`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot trim")
+
     @abc.abstractmethod
     def report(self, state: Any, lengths: Lengths) -> Report:
         """Returns the counters of the newest step and of the state; `lengths` are the token counts after it."""

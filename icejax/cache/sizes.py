@@ -50,7 +50,6 @@ class PoolSpec:
         unit: slots fetched together: `page_size`, or 1 where single tokens are fetched.
         planes: vectors per slot: 2 for keys and values, 1 for keys alone.
         dtype: dtype of the pages, by name.
-        leaving: slots of the device window whose tokens go to the pool later.
         compact_every: decoded tokens between two compactions, which pack their pages anew; 0: never.
     """
 
@@ -59,5 +58,14 @@ class PoolSpec:
     unit: int
     planes: int
     dtype: str
-    leaving: int
     compact_every: int = 0
+
+
+def pages_leaving(tokens: int, page_size: int) -> int:
+    """Returns how many pages leave the window for a text of at most `tokens` tokens.
+
+    The text pushes out as many tokens as it has, and the tokens decoded since a page last left, which are fewer than a page.
+
+    Example: 16 tokens and pages of 16: at most 31 tokens leave, in 2 pages.
+    """
+    return -(-(tokens + page_size - 1) // page_size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,14 +17,14 @@ import numpy as np
 from flax import nnx
 
 from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.generation_config import end_tokens
 from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.readers import huggingface
 from icejax.checkpoint.tensors import Tensors, has_own_head, open_tensors
-from icejax.checks.errors import InputError, quoted
+from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, one_of
 from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
-from icejax.models.hf.fields import Fields
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
 from icejax.ops.experts.offloaded_experts import offload, table_bytes
@@ -39,9 +38,6 @@ SLOWER = (  # `python -m bench.weights --shape llama-3.2-1b`, full cache
     "on a CPU narrow weights save memory, not time: a 1.2B model wrote 5.5 tokens per second in int8, 3.0 in bfloat16 and 5.6 "
     "in float32, in a batch of eight 18.8, 11.1 and 30.4"
 )
-# Sampling fields of generation_config.json: not used, because the caller chooses the sampling.
-CHOICES = """do_sample temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size bad_words_ids suppress_tokens
-    begin_suppress_tokens min_new_tokens""".split()
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # key of the finished tensor, tensors finished, tensors in all
 
@@ -77,14 +73,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Returns the config of a checkpoint folder; InputError for a field that is missing or unsupported."""
     raw = huggingface.read_json(folder / "config.json")
     config = family(raw).read_config(raw)
-    generation = folder / "generation_config.json"
-    if os.path.lexists(generation):  # a broken link is an error, not a missing file
-        fields = huggingface.read_json(generation)
-        if unused := [f"{name}={quoted(fields[name])}" for name in CHOICES if fields.get(name) is not None]:
-            LOG.info("%s has %s, which is ignored: sampling is set by the options alone", generation.name, ", ".join(unused))
-        eos_ids = Fields(fields, generation.name).token_ids("eos_token_id")
-        config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + eos_ids)))
-    return config
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + end_tokens(folder))))
 
 
 def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:

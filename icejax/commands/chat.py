@@ -18,7 +18,7 @@ from icejax.api.prompts import first_messages
 from icejax.checks.errors import InputError, suggestion
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
-from icejax.commands.loading import load, resume, resume_or_start
+from icejax.commands.loading import load, resume, resume_or_start, with_model_sampling
 from icejax.commands.memory import report_out_of_memory
 from icejax.commands.phases import Phases
 from icejax.commands.printer import Printer
@@ -26,6 +26,7 @@ from icejax.commands.process import OutputError, ending, instead_of_ending, uncu
 from icejax.commands.texts import read_text
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
+from icejax.engine.sampling import check_bias
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime.progress import PREFILL
 from icejax.session.session import Session
@@ -54,9 +55,10 @@ def main(argv: list[str] | None = None, *, name: str = "icejax chat") -> int:
 def _run(argv: list[str] | None, name: str) -> None:
     arguments = options.chat_parser(name).parse_args(argv)
     answer = options.answer(arguments)
-    options.tell_greedy(arguments, [answer.sampling])
     options.policy(arguments)
     options.memory_limit(arguments)  # bad options are reported before the model is loaded
+    answer = with_model_sampling(arguments, answer, Console(stderr=True))
+    options.tell_greedy(arguments, [answer.sampling])
     manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
     with report_out_of_memory("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
         chat = Chat(arguments, answer, session_claim, name=name)
@@ -84,6 +86,7 @@ class Chat:
         self._console = Console(stderr=True, highlight=False)
         self._arguments, self._answer, self._held, self._name = arguments, answer, held, name
         self._model, self._tokenizer = load(arguments, self._console)
+        check_bias(answer.sampling, self._model.config.vocab_size)
         # Reports a faulty chat template before the first message.
         render(self._tokenizer, [*first_messages(arguments.system), {"role": "user", "content": "-"}])
         self._session = self._checked_chat(resume_or_start(arguments, self._model, self._tokenizer))

@@ -14,7 +14,7 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
-from icejax.commands.loading import load, resume_or_start
+from icejax.commands.loading import load, resume_or_start, with_model_sampling
 from icejax.commands.memory import report_out_of_memory
 from icejax.commands.phases import Phases
 from icejax.commands.process import ending
@@ -22,6 +22,7 @@ from icejax.commands.requests import PromptLine, read_prompts
 from icejax.commands.show import answer, answers, table
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse
+from icejax.engine.sampling import check_bias
 from icejax.evaluation.attention_map import Explanation, check_picture
 from icejax.files.atomic_folder import Claim, claim
 from icejax.models.decoder import CausalLM
@@ -55,8 +56,11 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
     prompts = read_prompts(arguments)
+    if any(line.logprobs is not None for line in prompts) and not arguments.json:
+        raise InputError("'logprobs' of a .jsonl file need --json: a text has no place for them")
     if arguments.chat_template is not None and not arguments.chat and all(line.messages is None for line in prompts):
         raise InputError("--chat-template needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
+    answer_options = with_model_sampling(arguments, answer_options, console)
     options.tell_greedy(arguments, [line.options(answer_options).sampling for line in prompts])
     if arguments.session is not None:
         if any(line.messages is not None for line in prompts):
@@ -65,6 +69,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             _run_session(arguments, console, session_claim, answer_options, prompts)
         return
     model, tokenizer = load(arguments, console)
+    _check_biases(model, prompts, answer_options)
     template = dict(in_template=arguments.chat, system=arguments.system)
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
     ids = encode_prompts(model, tokenizer, requests, context_length=arguments.context_length)  # all prompts, before one runs
@@ -96,6 +101,11 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(table([responses[row] for row in sorted(responses)], console))
 
 
+def _check_biases(model: CausalLM, prompts: list[PromptLine], answer_options: AnswerOptions) -> None:
+    for number, line in enumerate(prompts, start=1):
+        check_bias(line.options(answer_options).sampling, model.config.vocab_size, place=f"prompt {number}: ")
+
+
 def batches(ids: list[list[int]], size: int) -> list[list[int]]:
     """Returns the prompts that run together, as row numbers: prompts of similar length, so that little is padded.
 
@@ -121,6 +131,7 @@ def _run_session(
 ) -> None:
     """Answers the prompts one after another in the session of the command line, and saves it after each answer."""
     model, tokenizer = load(arguments, console)
+    _check_biases(model, prompts, answer_options)
     session = resume_or_start(arguments, model, tokenizer)
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ from typing import Any
 from rich.console import Console
 
 from icejax.api import generate
+from icejax.api.model_sampling import sampling_over
 from icejax.api.prompts import first_messages
+from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.generation_config import NAME, proposed_sampling
 from icejax.checkpoint.load import open_checkpoint
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer
 from icejax.commands import options
 from icejax.commands.phases import Phases
 from icejax.commands.texts import read_template
+from icejax.engine.request import AnswerOptions
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_cache import keep_programs
+from icejax.runtime.progress import LOADING
 from icejax.session.session import Session
 from icejax.session.storage import read_session
 
@@ -58,6 +64,22 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer
+
+
+def with_model_sampling(arguments: argparse.Namespace, answer: AnswerOptions, console: Console) -> AnswerOptions:
+    """Returns the options of the answers; with --sampling model over those of the model, and prints what they are."""
+    if arguments.sampling is None:
+        return answer
+    with Phases(console, quiet=arguments.quiet) as phases:
+        phases(LOADING, 0, 0)  # a hub id may be downloaded
+        folder = resolve(generate.ASSETS if arguments.model is None else arguments.model, revision=arguments.revision)
+    proposed, overriding = proposed_sampling(folder), options.sampling(arguments)
+    sampling = sampling_over(proposed, overriding)
+    values = [f"{name} {getattr(sampling, name):g}" for name in proposed if name not in overriding]
+    if values and not arguments.quiet:
+        line = f"sampling of {NAME}: {', '.join(values)}{'' if sampling.samples else '; answers are greedy'}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return dataclasses.replace(answer, sampling=sampling)
 
 
 def resume(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:

@@ -112,9 +112,14 @@ def _add_answer(parser: Parser) -> None:
         "-n", "--max-new-tokens", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
-    for field in dataclasses.fields(Sampling):
-        flag = "--" + field.name.replace("_", "-")
-        group.add_argument(flag, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
+    greedy = Sampling()
+    for name in (field.name for field in dataclasses.fields(Sampling) if field.name != "logit_bias"):
+        default = getattr(greedy, name)
+        group.add_argument("--" + name.replace("_", "-"), type=type(default), metavar="X", help=f"default: {default}")
+    bias_help = "add BIAS, from -100 to 100, to the logit of the token with this id; repeatable"
+    group.add_argument("--logit-bias", action="append", default=[], metavar="ID=BIAS", help=bias_help)
+    model_help = "take the sampling of the model's generation_config.json; the options above override it"
+    group.add_argument("--sampling", choices=["model"], help=model_help)
     group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 
 
@@ -135,9 +140,8 @@ def _add_cache(parser: Parser) -> None:
 
 def answer(arguments: argparse.Namespace) -> AnswerOptions:
     """Returns the options of the answers; InputError for an option that is out of range."""
-    sampling = Sampling(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)})
     return AnswerOptions(
-        sampling=sampling,
+        sampling=Sampling(**sampling(arguments)),
         max_new_tokens=arguments.max_new_tokens,
         stop=tuple(arguments.stop),
         seed=arguments.seed,
@@ -145,9 +149,26 @@ def answer(arguments: argparse.Namespace) -> AnswerOptions:
     )
 
 
+def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of `Sampling` that the command line sets; InputError for a logit bias that is not ID=BIAS."""
+    options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sampling)}
+    biases = dict(map(_logit_bias, arguments.logit_bias))
+    return {name: value for name, value in (options | {"logit_bias": biases or None}).items() if value is not None}
+
+
+def _logit_bias(text: str) -> tuple[str, float]:
+    """Returns the token id and the number in a text ID=BIAS, both not checked yet."""
+    token, _, bias = text.partition("=")
+    try:
+        return token, float(bias)
+    except ValueError:
+        raise InputError(f"--logit-bias must be ID=BIAS, a token id and a number, got {text!r}") from None
+
+
 def tell_greedy(arguments: argparse.Namespace, samplings: Iterable[Sampling]) -> None:
     """Warns of sampling options that have no effect, because no answer draws its tokens at random."""
-    names = [name for name in ("top_k", "top_p", "min_p") if getattr(arguments, name) != getattr(Sampling(), name)]
+    values, greedy = sampling(arguments), Sampling()
+    names = [name for name in ("top_k", "top_p", "min_p") if values.get(name, getattr(greedy, name)) != getattr(greedy, name)]
     if names and not any(sampling.samples for sampling in samplings):
         flags = ", ".join("--" + name.replace("_", "-") for name in names)
         LOG.warning("%s without --temperature: no effect, the most likely token is taken", flags)

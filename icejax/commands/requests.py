@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from icejax.api.generate import ASSETS
@@ -19,7 +19,7 @@ from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.checks.numbers import integer, is_unicode
 from icejax.commands.loading import context_length
 from icejax.commands.texts import read_lines, read_stdin, read_text
-from icejax.engine.request import AnswerOptions, Request
+from icejax.engine.request import MOST_LOGPROBS, AnswerOptions, Request
 from icejax.engine.sampling import Sampling
 from icejax.text.chat_template import render
 from icejax.text.detokenize import stop_strings
@@ -35,6 +35,7 @@ class PromptLine:
         prompt: text; None if there are `messages`.
         messages: a chat, each message with a role and a content.
         id: names the answer in the output.
+        sampling: options of `Sampling`.
     """
 
     prompt: str | None = None
@@ -42,14 +43,14 @@ class PromptLine:
     id: str | int | float | None = None
     max_new_tokens: int | None = None
     seed: int | None = None
-    temperature: float | None = None
     stop: tuple[str, ...] | None = None
+    logprobs: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     def options(self, others: AnswerOptions) -> AnswerOptions:
         """Returns the options of the answer: this line's options over `others`, the options of the command line."""
-        changes = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop)
-        if self.temperature is not None:
-            changes["sampling"] = dataclasses.replace(others.sampling, temperature=self.temperature)
+        changes = dict(max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop, logprobs=self.logprobs)
+        changes["sampling"] = dataclasses.replace(others.sampling, **self.sampling)
         return dataclasses.replace(others, **{name: value for name, value in changes.items() if value is not None})
 
     def request(self, tokenizer: Any, index: int, others: AnswerOptions, *, in_template: bool, system: str | None) -> Request:
@@ -69,6 +70,7 @@ class PromptLine:
             text = chat(tokenizer, text, system=system)
         options = self.options(others)
         fields = dict(sampling=options.sampling, max_new_tokens=options.max_new_tokens, stop=options.stop)
+        fields["logprobs"] = options.logprobs
         return Request(prompt=text, special_tokens=special_tokens, index=index, seed=self.seed, **fields)
 
 
@@ -112,6 +114,12 @@ def _with_place(check: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
     return check_at
 
 
+def _sampling_option(option: str) -> Callable[[str, Any], Any]:
+    """Returns the check of an option of `Sampling`."""
+    return _with_place(lambda value: getattr(Sampling(**{option: value}), option))
+
+
+SAMPLING = tuple(option.name for option in dataclasses.fields(Sampling))
 # Keys of a line, and the check of each value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "prompt": _text,
@@ -119,8 +127,9 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "id": _id,
     "max_new_tokens": integer,
     "seed": lambda name, value: integer(name, value, least=0, most=2**32 - 1),
-    "temperature": _with_place(lambda value: Sampling(temperature=value).temperature),
     "stop": _with_place(stop_strings),
+    "logprobs": lambda name, value: integer(name, value, least=0, most=MOST_LOGPROBS),
+    **{option: _sampling_option(option) for option in SAMPLING},
 }
 
 
@@ -162,4 +171,6 @@ def _line(source: str, line: str) -> PromptLine:
     if ("prompt" in fields) == ("messages" in fields):
         count = "both" if "prompt" in fields else "neither"
         raise InputError(f"{source}: expected a text 'prompt' or a list of 'messages' in the JSON object, got {count}")
-    return PromptLine(**{name: FIELDS[name](f"{source}: {name!r}", value) for name, value in fields.items()})
+    values = {name: FIELDS[name](f"{source}: {name!r}", value) for name, value in fields.items()}
+    sampling = {name: values.pop(name) for name in SAMPLING if name in values}
+    return PromptLine(**values, sampling=sampling)

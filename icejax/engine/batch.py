@@ -20,6 +20,7 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.decode_step import DecodeState
+from icejax.engine.penalties import with_same_arrays
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
 from icejax.runtime import devices
@@ -123,7 +124,7 @@ def fold_into_prompt(
     ids = prompt_pages + (int(row.cache.lengths.next_page) - prompt_pages + np.arange(plan.growth_pages)) % plan.growth_pages
     filled = counts[ids] > 0
     ids, count = np.concatenate([ids[filled], ids[~filled]]), int(filled.sum())
-    end = used + count + plan.padded(tokens) // plan.page_size
+    end = used + count + plan.text_slots(tokens) // plan.page_size
     if end > prompt_pages:
         raise InputError(f"a row of {end} pages does not fit prompts of at most {prompt_pages}: plan for longer prompts")
     # The row takes a new extent where it has none yet, and where a fork shares the one it has.
@@ -204,7 +205,7 @@ def _with_own_extents(
 def _row_arrays(state: DecodeState) -> tuple[Any, ...]:
     """Returns the arrays whose first axis is rows, or rows and KV heads."""
     cache = state.cache
-    fields = state.last_tokens, state.done, state.key, state.draw_origin, state.sampling, state.seen
+    fields = state.last_tokens, state.done, state.key, state.draw_origin, state.sampling, state.penalties
     return cache.layers, cache.lengths.origin, cache.table, *fields
 
 
@@ -215,16 +216,11 @@ def _with_row_arrays(state: DecodeState, arrays: tuple[Any, ...]) -> DecodeState
 
 
 def _with_same_fields(*states: DecodeState) -> list[DecodeState]:
-    """Returns the states with `sampling` and `seen` set in all if one has them; by default rows are greedy, texts empty."""
-    samplings = [x.sampling for x in states if x.sampling is not None]
-    samples = any(x.samples for x in samplings)
-    vocabularies = [x.seen.shape[1] for x in states if x.seen is not None]
-    completed = []
-    for state in states:
-        sampling, seen = state.sampling, state.seen
-        if samplings:
-            sampling = replace(sampling or RowSampling.of([Sampling()] * len(state.done)), samples=samples)
-        if vocabularies and seen is None:
-            seen = jnp.zeros((len(state.done), vocabularies[0]), bool)
-        completed.append(replace(state, sampling=sampling, seen=seen))
-    return completed
+    """Returns the states with the same arrays of `sampling` and `penalties`; a row is greedy where its state had none."""
+    sizes = [len(state.done) for state in states]
+    samplings = [state.sampling for state in states]
+    if any(sampling is not None for sampling in samplings):
+        samplings = [x or RowSampling.of([Sampling()] * size) for x, size in zip(samplings, sizes, strict=True)]
+    penalties = with_same_arrays([state.penalties for state in states], sizes)
+    options = zip(states, samplings, penalties, strict=True)
+    return [replace(state, sampling=sampling, penalties=penalty) for state, sampling, penalty in options]

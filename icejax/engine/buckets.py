@@ -1,11 +1,12 @@
 """Sizes that prompts and caches are padded to: few sizes, because each one compiles its own programs.
 
-`plan`, `prefill` and `nonfinite` call this. Sizes are in tokens.
+`plan`, `prefill`, `extend` and `nonfinite` call this. Sizes are in tokens.
 """
 
 from __future__ import annotations
 
 SHORTEST = 256  # tokens
+SHORTEST_TEXT = 16  # tokens; fewer would read all weights for hardly less work
 STEP = 8192  # tokens between the sizes of long prompts, where doubling would cost memory
 LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt
 
@@ -21,6 +22,14 @@ def bucket(tokens: int) -> int:
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size
+
+
+def text_bucket(tokens: int) -> int:
+    """Returns the size that a text of `tokens` behind a cache is padded to: 16, 32, 64, 128, and the sizes of `bucket` above.
+
+    A short question behind a long document should cost what it computes, so these sizes are finer than those of prompts.
+    """
+    return bucket(tokens) if tokens > SHORTEST // 2 else max(SHORTEST_TEXT, 1 << (tokens - 1).bit_length())
 
 
 def room_for(new_tokens: int, *, prompt: int) -> int:

@@ -120,16 +120,13 @@ def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | N
     return Run(DecodePrograms(model, plan), state, Step(pack_token(zeros), jnp.zeros((1, 1))), pool)
 
 
-def decode_rows(
-    rows: Sequence[Row], constants: RunConstants, run: Run, started: Mark, *, logprobs: int | None = None
-) -> Iterator[GenerationResponse]:
+def decode_rows(rows: Sequence[Row], constants: RunConstants, run: Run, started: Mark) -> Iterator[GenerationResponse]:
     """Decodes until every row has ended, and yields a response per row and token.
 
     `run` holds the newest state whenever the caller has control.
 
     Args:
         started: the start of the call, from which the time to the first token is counted.
-        logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
 
     Raises:
         InputError: a row's logits are not finite.
@@ -138,6 +135,8 @@ def decode_rows(
     read_at, ready = [], Mark.now()
     ttft, compile_s = ready.time - started.time, ready.compiling - started.compiling
     LOG.info("first token after %.2f s, %.2f s of them compiling", ttft, compile_s)
+    logprobs = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None}
+    options = dict(most=max(logprobs.values(), default=0), tokenizer=rows[0].tokenizer)
     while any(row.finish_reason is None for row in rows):
         pending = run.step
         outgrown = {i: run.take_out(i) for i, row in enumerate(rows) if row.reaches(run.decoding.plan.renewal)}
@@ -150,16 +149,15 @@ def decode_rows(
         for row in (rows[i] for i in live if counters.token[i] == NOT_FINITE):
             reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
             raise InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
-        if logprobs is not None:
-            options = dict(rows=live, count=logprobs, tokenizer=rows[0].tokenizer)
-            row_logprobs = token_logprobs(pending.logits, pending.tokens, **options)
+        if counts := {i: logprobs[i] for i in live if i in logprobs}:
+            row_logprobs = token_logprobs(pending.logits, pending.tokens, counts=counts, **options)
         first = not read_at
         read_at.append(time.perf_counter())
         for i, row in ((i, rows[i]) for i in live):
             parts = row.take(counters.row(i))
             tpot = float(np.median(np.diff(read_at))) if row.finish_reason is not None and len(row.tokens) > 1 else None
             timing = dict(ttft_s=ttft, compile_s=compile_s, tpot_s=tpot)
-            yield _piece(i, row, parts, row_logprobs[i] if logprobs is not None else None, timing, constants)
+            yield _piece(i, row, parts, row_logprobs.get(i), timing, constants)
         ended = [row.finish_reason is not None for row in rows]
         if any(ended[i] for i in live) and not all(ended):
             run.end(ended)
@@ -208,6 +206,7 @@ class Row:
         tokens: tokens of the answer so far.
         totals: sums of its steps' counters.
         fed: number of tokens that ran before the first answer token: the prompt, or a session's newest text.
+        logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
         finish_reason: `stop`, `length`, or None while the row goes on.
     """
 
@@ -221,8 +220,9 @@ class Row:
         *,
         number: int = 1,
         fed: int | None = None,
+        logprobs: int | None = None,
     ) -> None:
-        self.tokenizer, self.prompt, self.number = tokenizer, tuple(prompt), number
+        self.tokenizer, self.prompt, self.number, self.logprobs = tokenizer, tuple(prompt), number, logprobs
         self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
         self.totals = NOTHING

@@ -23,6 +23,7 @@ from icejax.cache.pool import host_pool
 from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
 from icejax.engine.counters import MILLION, NOT_FINITE, pack
 from icejax.engine.layers import LayerPlace, run_layers
+from icejax.engine.penalties import RowPenalties
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, choose, fold_in
 from icejax.models.decoder import CausalLM, DecoderLayer
@@ -42,8 +43,8 @@ class DecodeState:
         key: the random key of every row.
         draw_origin: length of each row when its first token was drawn with `key`. Each draw folds the row's length less this
             origin into the key, so draws do not depend on when the row joined a batch.
-        sampling: sampling options of the rows; None if all are greedy without a penalty.
-        seen: which tokens of the vocabulary the text holds; None unless a row has a repetition penalty.
+        sampling: sampling options of the rows; None if all are greedy.
+        penalties: penalties and logit bias of the rows; None if no row has one.
     """
 
     cache: KVCache
@@ -52,7 +53,7 @@ class DecodeState:
     key: jax.Array  # key[B]
     draw_origin: jax.Array  # i32[B]
     sampling: RowSampling | None = None
-    seen: jax.Array | None = None  # bool[B, V]
+    penalties: RowPenalties | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -80,16 +81,14 @@ class Step:
 
 def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Returns the state with the next token of every row that has not ended, chosen from logits f32[B, V]."""
-    keys = fold_in(state.key, state.cache.lengths.seen - state.draw_origin)
-    tokens = choose(logits, state.sampling, keys=keys, seen=state.seen)
+    keys, penalties = fold_in(state.key, state.cache.lengths.seen - state.draw_origin), state.penalties
+    tokens = choose(logits if penalties is None else penalties.apply(logits), state.sampling, keys=keys)
     # -1 as an index means the last token of the vocabulary; the decode loop raises before that matters.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
     tokens = jnp.where(state.done, state.last_tokens, tokens)
     ended = jnp.isin(tokens, jnp.asarray(plan.eos_token_ids, jnp.int32)) if plan.eos_token_ids else jnp.zeros_like(state.done)
-    seen = state.seen
-    if seen is not None:
-        seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
-    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, seen=seen)
+    penalties = None if penalties is None else penalties.after(tokens)
+    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, penalties=penalties)
 
 
 def view_of(

@@ -17,6 +17,7 @@ import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths
+from icejax.engine.buckets import text_bucket
 from icejax.engine.decode_step import DecodeState, Step, view_of
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_layers
@@ -41,7 +42,7 @@ def extend(
     Args:
         progress: called with the number of layers done.
     """
-    padded = np.zeros((1, plan.padded(len(tokens))), np.int32)
+    padded = np.zeros((1, text_bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths, table, new = state.cache.lengths, state.cache.table, jnp.asarray([len(tokens)], jnp.int32)
     # A layer's output is committed to the device, so the first input must be too, or the layer's program compiles twice.
@@ -62,10 +63,11 @@ def extend(
             x.block_until_ready()
             progress(i + 1)
     lengths = Lengths.of(lengths.seen + new, lengths.next_page + used)
-    seen = None if state.seen is None else state.seen.at[0, jnp.asarray(tokens)].set(True)
+    penalties = None if state.penalties is None else state.penalties.behind(jnp.asarray(tokens))
     cache, key = KVCache(tuple(states), lengths, table), fold_in(state.key, lengths.seen)
     draw_origin = jnp.copy(lengths.seen)
-    state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, key=key, draw_origin=draw_origin, seen=seen)
+    options = dict(key=key, draw_origin=draw_origin, penalties=penalties)
+    state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, **options)
     return *choose_first(model, x, new, state, plan), pool
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,17 @@ from icejax.text.token_text import token_text
 
 
 def token_logprobs(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, rows: Sequence[int], count: int, tokenizer: Any
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, counts: Mapping[int, int], most: int, tokenizer: Any
 ) -> dict[int, TokenLogprobs]:
-    """Returns, for each of `rows`, the log-probability of its token and the `count` largest log-probabilities.
+    """Returns, for each row in `counts`, the log-probability of its token and its number of largest log-probabilities.
 
     They are natural logarithms of the softmax of the model's own logits, before temperature and penalties.
+
+    Args:
+        counts: number of most likely tokens by row.
+        most: the largest number that any row of the run asks for; the program is compiled for it.
     """
-    top_logprobs = _top_logprobs(logits, tokens, count=min(count, logits.shape[-1]))
+    top_logprobs = _top_logprobs(logits, tokens, count=min(most, logits.shape[-1]))
     tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *top_logprobs))
 
     def named(token: int, logprob: float) -> Logprob:
@@ -30,8 +34,8 @@ def token_logprobs(
         return Logprob(int(token), text, float(logprob), tuple(text_bytes))
 
     return {
-        i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*pair) for pair in zip(ids[i], best[i], strict=True)))
-        for i in rows
+        i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*pair) for pair in zip(ids[i, :n], best[i, :n], strict=True)))
+        for i, n in counts.items()
     }
 
 

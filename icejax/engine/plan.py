@@ -25,11 +25,11 @@ from icejax.cache.pool.host_pool import EXTENT, PoolLayer
 from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
 from icejax.cache.registry import display_name, layer_policies
-from icejax.cache.sizes import CacheSpec, PoolSpec
+from icejax.cache.sizes import CacheSpec, PoolSpec, pages_leaving
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
 from icejax.config import ModelConfig
-from icejax.engine.buckets import SHORTEST, bucket, room_for
+from icejax.engine.buckets import SHORTEST, bucket, room_for, text_bucket
 from icejax.models.decoder import CausalLM
 from icejax.ops.rope import check_rerotation
 from icejax.runtime import devices
@@ -121,15 +121,15 @@ class Plan:
             return None
         return PoolLayer(pool, table, ended, np.int32(self.pooled.index(layer)), self.fetch_backend, self.spec.dtype)
 
-    def padded(self, tokens: int) -> int:
-        """Returns the size that `tokens` new tokens of `extend` are padded to, tokens that leave the window included."""
-        return bucket(tokens + (self.pool.leaving if self.pool else 0))
+    def text_slots(self, tokens: int) -> int:
+        """Returns how many slots of pages `extend` writes for `tokens` new tokens; 0 without a pool."""
+        return 0 if self.pool is None else pages_leaving(text_bucket(tokens), self.page_size) * self.page_size
 
     def room_for_answer(self, tokens: int, *, pages: int) -> int:
         """Returns how many tokens may be decoded after `extend` appends `tokens` to `pages` pages; below 0: they do not fit."""
         if self.pool is None:
             return self.spec.capacity
-        return (self.pool.pages - pages) * self.page_size - self.padded(tokens) - 1  # the last page is never full
+        return (self.pool.pages - pages) * self.page_size - self.text_slots(tokens) - 1  # the last page is never full
 
     @property
     def pool_dtype(self) -> str:

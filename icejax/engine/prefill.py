@@ -25,8 +25,9 @@ from icejax.engine.buckets import bucket
 from icejax.engine.decode_step import DecodeState, Step, view_of
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_exact_with_experts, run_layers
+from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
-from icejax.engine.sampling import Sampling, row_keys, row_options
+from icejax.engine.sampling import Sampling, row_keys
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device

@@ -55,7 +55,7 @@ class Request:
 
     Attributes:
         prompt: text, or token ids.
-        sampling, max_new_tokens, stop, special_tokens: as in `AnswerOptions`.
+        sampling, max_new_tokens, stop, special_tokens, logprobs: as in `AnswerOptions`.
         seed: seed of this prompt's draws, which then do not depend on its index.
         index: number of the prompt in its run, from 0, folded into the call's seed; None: its place in the call.
 
@@ -69,6 +69,7 @@ class Request:
     stop: str | Sequence[str] | None = None
     seed: int | None = None
     special_tokens: bool | None = None
+    logprobs: int | None = None
     index: int | None = None
 
     def __post_init__(self) -> None:

@@ -6,8 +6,9 @@ Example: logits with the probabilities 0.5, 0.25, 0.15 and 0.1 at temperature 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,14 @@ from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, number
 from icejax.ops.threshold import least_of, ordered, threshold
 
+MOST_BIASES = 1024  # token ids of a logit bias
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling options of a row, applied in Hugging Face's order: penalty, temperature, top-k, top-p, min-p.
+    """Sampling options of a row, applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p.
+
+    So do vLLM (bias and penalties) and Hugging Face (the others).
 
     Attributes:
         temperature: divides the logits; 0 chooses the most likely token.
@@ -29,8 +34,14 @@ class Sampling:
         top_p: keep the fewest most likely tokens whose probabilities sum to p or more (arXiv 1904.09751), and all that tie with
             the last of them.
         min_p: keep tokens with at least this share of the most likely token's probability (arXiv 2407.01082).
-        repetition_penalty: divides positive logits and multiplies negative logits of tokens that are in the text
-            (arXiv 1909.05858).
+        repetition_penalty: divides positive logits and multiplies negative logits of tokens that are in the text, prompt
+            included (arXiv 1909.05858).
+        presence_penalty: subtracted from the logits of tokens that the present answer holds, from -2 to 2. This penalty and
+            the next are OpenAI's, and vLLM's (https://platform.openai.com/docs/api-reference): the prompt does not count.
+        frequency_penalty: subtracted from the logits of tokens once for each time that the present answer holds them, from
+            -2 to 2.
+        logit_bias: numbers from -100 to 100 that are added to the logits of at most 1,024 tokens, by token id (OpenAI's
+            form: an id may also be a string of digits); None: none.
 
     Raises:
         InputError: an option is out of range.
@@ -41,12 +52,18 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         integer("top_k", self.top_k, least=0)
         number("top_p", self.top_p, least=0, most=1, above=True)
         number("min_p", self.min_p, least=0, most=1)
         number("repetition_penalty", self.repetition_penalty, least=1e-6, most=1e6)
+        number("presence_penalty", self.presence_penalty, least=-2, most=2)
+        number("frequency_penalty", self.frequency_penalty, least=-2, most=2)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if number("temperature", self.temperature, least=0, most=1e6):
             number("temperature above 0", self.temperature, least=1e-6, most=1e6)  # logits are divided by it
 
@@ -56,9 +73,37 @@ class Sampling:
         return self.temperature > 0
 
     @property
-    def needs_seen(self) -> bool:
-        """Whether `choose` needs `seen`, the tokens that the text holds."""
-        return self.repetition_penalty != 1.0
+    def penalised(self) -> bool:
+        """Whether the row has a penalty or a logit bias."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+
+def _checked_bias(biases: object) -> dict[int, float] | None:
+    """Returns a logit bias with whole numbers as token ids; None for an empty one."""
+    if biases is None:
+        return None
+    if not isinstance(biases, Mapping):
+        raise InputError(f"logit_bias must have a number for each of some token ids, got {quoted(biases)}")
+    if len(biases) > MOST_BIASES:
+        raise InputError(f"logit_bias must have at most {MOST_BIASES} token ids, got {len(biases)}")
+    checked: dict[int, float] = {}
+    for key, bias in biases.items():
+        is_number = isinstance(key, Integral) and not isinstance(key, bool)
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+        token = integer("a token id of logit_bias", int(key) if is_number or is_digits else key, least=0)
+        if token in checked:
+            raise InputError(f"logit_bias has token {token} twice: give one number for it")
+        checked[token] = number(f"logit_bias of token {token}", bias, least=-100, most=100)
+    return checked or None
+
+
+def check_bias(sampling: Sampling, vocabulary: int, *, place: str = "") -> None:
+    """Raises InputError if the logit bias names a token beyond the vocabulary; the message begins with `place`."""
+    largest = max(sampling.logit_bias or (0,))
+    if largest >= vocabulary:
+        raise InputError(
+            f"{place}logit_bias has token {largest} and the model knows {vocabulary}: give token ids of this model"
+        )
 
 
 def checked_sampling(sampling: Sampling | None) -> Sampling:
@@ -75,73 +120,33 @@ def checked_sampling(sampling: Sampling | None) -> Sampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """The options of `Sampling` as arrays with one value per row, so that a new value compiles no program.
-
-    Attributes:
-        samples: whether any row draws its tokens. If none does, the programs only take the largest logit.
-    """
+    """The options of `Sampling` that draw a token, as arrays with one value per row: a new value compiles no program."""
 
     temperature: jax.Array  # f32[B]
     top_k: jax.Array  # i32[B]
     top_p: jax.Array  # f32[B]
     min_p: jax.Array  # f32[B]
-    repetition_penalty: jax.Array  # f32[B]
-    samples: bool = field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> RowSampling:
         """Returns the rows' options: f32[B] each, `top_k` i32[B]."""
-        values = {option.name: [getattr(row, option.name) for row in rows] for option in fields(Sampling)}
-        arrays = {name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()}
-        return cls(**arrays, samples=any(row.samples for row in rows))
+        values = {option.name: [getattr(row, option.name) for row in rows] for option in fields(cls)}
+        return cls(**{name: jnp.asarray(x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in values.items()})
 
 
-def row_options(
-    rows: Sequence[Sampling], texts: Sequence[Sequence[int]], vocabulary: int
-) -> tuple[RowSampling | None, Bool[Array, "B V"] | None]:
-    """Returns the rows' options, and which tokens of the vocabulary their texts hold.
-
-    The options are None if all rows are greedy without a penalty; the mask is None if no row has a penalty.
-    """
-    seen = None
-    if any(row.needs_seen for row in rows):
-        seen = np.zeros((len(rows), vocabulary), bool)
-        for row, text in zip(seen, texts, strict=True):
-            row[np.asarray(text)] = True
-        seen = jnp.asarray(seen)
-    return RowSampling.of(rows) if seen is not None or any(row.samples for row in rows) else None, seen
-
-
-def choose(
-    logits: Float[Array, "B V"],
-    rows: RowSampling | None,
-    *,
-    keys: Key[Array, " B"],
-    seen: Bool[Array, "B V"] | None,
-) -> Int[Array, " B"]:
+def choose(logits: Float[Array, "B V"], rows: RowSampling | None, *, keys: Key[Array, " B"]) -> Int[Array, " B"]:
     """Returns one token per row. Each row draws with its own key, so equal keys give equal texts.
 
     Args:
-        rows: sampling options; None if all rows are greedy without a penalty.
+        logits: the logits after bias and penalties.
+        rows: sampling options; None if all rows are greedy.
         keys: random key of each row.
-        seen: which tokens the texts hold; None if no row has a penalty.
     """
-    if seen is not None:
-        logits = penalised(logits, seen, rows.repetition_penalty)
     best = logits.argmax(-1).astype(jnp.int32)
-    if rows is None or not rows.samples:
+    if rows is None:
         return best
     drawn = jax.vmap(jax.random.categorical)(keys, candidates(logits, rows)).astype(jnp.int32)
     return jnp.where(rows.temperature > 0, drawn, best)
-
-
-def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]) -> Float[Array, "B V"]:
-    """Returns the logits with the repetition penalty on the tokens that the texts hold.
-
-    Example: a penalty of 1.5 takes the logits 3 and -3 of seen tokens to 2 and -4.5.
-    """
-    penalty = penalty[:, None]
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def candidates(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, "B V"]:

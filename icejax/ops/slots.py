@@ -24,6 +24,27 @@ def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[
     return jax.lax.platform_dependent(buffer, new, slots, cuda=_scatter, rocm=_scatter, default=in_turn)
 
 
+def append_text(
+    buffer: Float[Array, "R S H"], new: Float[Array, "B T K H"], slot: Int[Array, " B"], count: Int[Array, " B"]
+) -> Float[Array, "R S H"]:
+    """Returns `buffer` with the first `count` new tokens of each row in the slots from `slot` on.
+
+    Only T slots of a row are read and written, so a text costs the same in a large buffer.
+
+    Example: 2 new tokens at slot 6 of 8 slots, T = 4: slots 4 to 7 are read, and 6 and 7 are replaced.
+    """
+    slots, tokens, heads = buffer.shape[1], new.shape[1], new.shape[2]
+    span = min(tokens, slots)
+    for row, x in enumerate(by_head(new)):
+        first = jnp.minimum(slot[row], slots - span)
+        at = first + jnp.arange(span) - slot[row]
+        old = jax.lax.dynamic_slice(buffer, (row * heads, first, 0), (heads, span, buffer.shape[2]))
+        is_new = ((at >= 0) & (at < count[row]))[None, :, None]
+        piece = jnp.where(is_new, jnp.take(x, at, axis=1, mode="clip").astype(buffer.dtype), old)
+        buffer = jax.lax.dynamic_update_slice(buffer, piece, (row * heads, first, 0))
+    return buffer
+
+
 def append_apart(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]) -> Float[Array, "R S H"]:
     """Returns `buffer` with `new` in a slot of its own for each row and KV head."""
     parts = buffer, merge_heads(new)[:, None].astype(buffer.dtype), slot.reshape(-1)

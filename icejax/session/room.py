@@ -53,6 +53,6 @@ def saved_size(plan: Plan, run: Run | None, *, held: int, new: int, limit: int) 
     """
     pages, seen = (0, 0) if run is None else (int(run.state.cache.lengths.next_page), run.seen)
     if plan.pooled:
-        text = max(plan.padded(held - seen + new), plan.spec.prompt_capacity if run is None else 0)
+        text = max(plan.text_slots(held - seen + new), plan.spec.prompt_capacity if run is None else 0)
         pages = min(plan.pool.pages, pages + (text + limit) // plan.page_size)
     return storage.size(plan, tokens=held + new + limit, pages=pages)

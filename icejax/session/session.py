@@ -16,11 +16,12 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
 from icejax.engine.decode_step import DecodePrograms
 from icejax.engine.extend import extend
+from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
-from icejax.engine.sampling import row_keys, row_options
+from icejax.engine.sampling import check_bias, row_keys
 from icejax.files.atomic_folder import Claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -65,9 +66,8 @@ class Session:
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
             system: the system message of a chat; None: the template's own, if it has one.
         """
-        self._tokenizer, self._cache = tokenizer, checked_policy(cache)
+        self._model, self._tokenizer, self._cache = model, tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
-        self._model = model
         self._limit = devices.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
         self.messages = first_messages(system)
@@ -172,6 +172,7 @@ class Session:
         progress: Callable[[int], None] | None, save_to: Claim | None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, `turn`'s last message."""
+        check_bias(answer.sampling, self._model.config.vocab_size)
         room = self.context_length - len(held) - len(new)
         if room < 1:
             raise InputError(
@@ -188,7 +189,8 @@ class Session:
         if save_to is not None:
             plan, run = (self._plan, self._run) if held else (self._plan_for(len(new)), None)
             save_to.check_room(saved_size(plan, run, held=len(held), new=len(new), limit=limit))
-        row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, fed=len(tokens))
+        counts = dict(fed=len(tokens), logprobs=answer.logprobs)
+        row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
         self._newest = None
         if not held:
             self._run, self._first = None, len(new)  # frees the old cache before the new one is made
@@ -198,8 +200,8 @@ class Session:
             options |= dict(progress=progress, host_memory_limit=self._limit)
             results = prefill(self._model, [new], self._plan, **options)
         else:
-            sampling, seen = row_options([answer.sampling], [held], self._model.config.vocab_size)
-            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=sampling, seen=seen)
+            sampling, penalty = row_options([answer.sampling], [held], self._model.config.vocab_size)
+            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=sampling, penalties=penalty)
             results = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
         self._run = run = Run(DecodePrograms(self._model, self._plan), *results)
         self.token_ids = held + new
@@ -207,7 +209,7 @@ class Session:
         self._newest = row
         try:
             constants = run_constants(self._model, self._cache, self._plan, run)
-            for piece in decode_rows([row], constants, run, started, logprobs=answer.logprobs):
+            for piece in decode_rows([row], constants, run, started):
                 self.token_ids += piece.token_ids
                 if turn:
                     grow(turn[-1], piece)

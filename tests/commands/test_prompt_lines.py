@@ -44,8 +44,59 @@ def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundl
         assert response["text"] == single.text
 
 
+SAMPLED = [
+    {"prompt": "import ", "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"prompt": "import ", "repetition_penalty": 1.3, "logprobs": 2},
+    {
+        "prompt": "import ",
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"97": 3, "10": -100},
+        "top_p": None,
+    },
+    {"prompt": "import ", "temperature": 0, "logprobs": 0},
+    {"prompt": "import "},
+]
+
+
+def test_lines_have_sampling_and_logprobs_of_their_own(capsys, tmp_path, bundled, monkeypatch):
+    monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in SAMPLED))
+    flags = ["--temperature", "0.7", "--presence-penalty", "0.25", "--logit-bias", "97=1"]
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), *flags, *COMMON)
+    responses = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    requests, common = [], dict(temperature=0.7, presence_penalty=0.25, logit_bias={97: 1})
+    for line in SAMPLED:
+        changes = {name: value for name, value in line.items() if name not in ("prompt", "logprobs") and value is not None}
+        sampling = icejax.Sampling(**common | changes)
+        requests.append(icejax.Request(prompt="import ", sampling=sampling, logprobs=line.get("logprobs")))
+    expected = icejax.generate(*bundled, requests, cache=Full(), max_new_tokens=6)
+    for line, response, single in zip(SAMPLED, responses, expected, strict=True):
+        assert response["token_ids"] == list(single.token_ids)
+        reported = response["logprobs"] and [len(token["top"]) for token in response["logprobs"]]
+        assert reported == ([line["logprobs"]] * len(single.token_ids) if "logprobs" in line else None)
+    assert len({tuple(response["token_ids"]) for response in responses}) >= 4
+
+
+def test_rows_of_a_batch_report_what_each_asks_for(bundled):
+    counts = (None, 3, 0, 300)
+    requests = [icejax.Request(prompt="import ", logprobs=count) for count in counts]
+    responses = icejax.generate(*bundled, requests, cache=Full(), max_new_tokens=3)
+    full = responses[3].logprobs
+    assert responses[0].logprobs is None and len(full[0].top) == 257  # the vocabulary
+    for response, count in zip(responses[1:], counts[1:], strict=True):
+        assert [token.top for token in response.logprobs] == [token.top[:count] for token in full]
+        assert [token.chosen for token in response.logprobs] == [token.chosen for token in full]
+    both = [icejax.Request(prompt="import ", logprobs=1), icejax.Request(prompt="import ")]
+    responses = icejax.generate(*bundled, both, cache=Full(), max_new_tokens=3, logprobs=2)
+    assert [len(response.logprobs[0].top) for response in responses] == [1, 2]
+    with pytest.raises(icejax.InputError, match="logprobs must be at most 1000, got 1001"):
+        icejax.generate(*bundled, icejax.Request(prompt="x", logprobs=1001))
+
+
 WRONG = {
-    "unknown": ({"prompt": "x", "temprature": 1}, "unknown key 'temprature': expected prompt, messages, id, max_new_tokens, seed, temperature, stop (did you mean temperature?)"),
+    "unknown": ({"prompt": "x", "temprature": 1}, "unknown key 'temprature': expected prompt, messages, id, max_new_tokens, seed, stop, logprobs, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias (did you mean temperature?)"),
     "nothing": ({"id": 3}, "expected a text 'prompt' or a list of 'messages' in the JSON object, got neither"),
     "null": ({"prompt": None}, "got neither"),
     "both": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "got both"),
@@ -59,6 +110,13 @@ WRONG = {
     "tokens": ({"prompt": "x", "max_new_tokens": 0}, "'max_new_tokens' must be at least 1, got 0"),
     "seed": ({"prompt": "x", "seed": -1}, "'seed' must be at least 0, got -1"),
     "temperature": ({"prompt": "x", "temperature": "hot"}, "line 2: temperature must be a number from 0 to 1e+06, got 'hot'"),
+    "top p": ({"prompt": "x", "top_p": 0}, "line 2: top_p must be a number above 0 and at most 1, got 0"),
+    "presence": ({"prompt": "x", "presence_penalty": 3}, "line 2: presence_penalty must be a number from -2 to 2, got 3"),
+    "bias": ({"prompt": "x", "logit_bias": {"a": 1}}, "line 2: a token id of logit_bias must be a whole number, got 'a'"),
+    "biases": ({"prompt": "x", "logit_bias": [1]}, "line 2: logit_bias must have a number for each of some token ids, got [1]"),
+    "strong bias": ({"prompt": "x", "logit_bias": {"1": -101}}, "line 2: logit_bias of token 1 must be a number from -100 to 100, got -101"),
+    "logprobs": ({"prompt": "x", "logprobs": True}, "line 2: 'logprobs' must be a whole number, got True"),
+    "many logprobs": ({"prompt": "x", "logprobs": 1001}, "line 2: 'logprobs' must be at most 1000, got 1001"),
     "stop": ({"prompt": "x", "stop": [""]}, "a stop string is empty: expected some text"),
     "no stop": ({"prompt": "x", "stop": 3}, "stop must be a string or several in a list, got 3"),
 }  # fmt: skip
@@ -179,7 +237,10 @@ def test_options_of_other_types_are_refused(bundled):
         icejax.Session(*bundled, system=5)
 
 
-def test_log_probabilities_need_a_place(capsys):
+def test_log_probabilities_need_a_place(capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "logprobs": 2}')
+    status, out, err = run(capsys, "--prompt-file", str(tmp_path / "p.jsonl"))
+    assert (status, out) == (2, "") and "'logprobs' of a .jsonl file need --json: a text has no place for them" in err
     status, out, err = run(capsys, "--prompt", "x", "--logprobs", "5")
     assert (status, out) == (2, "") and "--logprobs needs --json: a text has no place for them" in err
 

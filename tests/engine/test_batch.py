@@ -251,7 +251,7 @@ def test_a_row_that_has_become_too_long_is_told(model):
     batch.join(families.tokens(230), 0)
     batch.step(20)
     with pytest.raises(InputError, match="a row of .* pages does not fit prompts of at most 32: plan for longer prompts"):
-        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.row_plan, tokens=10)
+        fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.row_plan, tokens=60)
 
 
 @pytest.mark.parametrize("steps", [slow(5), slow(40), 250, slow(300)])
@@ -296,9 +296,9 @@ def test_forks_share_what_neither_writes_and_give_it_back(model):
 
 @pytest.mark.slow
 def test_samples_of_a_row_do_not_depend_on_its_batch(bundled):
-    """Nor on when it joined; the row beside it stays greedy, and without the penalty."""
+    """Nor on when it joined; the row beside it stays greedy, and without penalties."""
     model, tokenizer = bundled
-    sampling = icejax.Sampling(temperature=1.5, top_k=20, repetition_penalty=1.3)
+    sampling = icejax.Sampling(temperature=1.5, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={97: 2})
     (single,) = icejax.generate(model, tokenizer, "import ", cache=Full(), sampling=sampling, seed=3, max_new_tokens=12)
     (baseline,) = icejax.generate(model, tokenizer, "def ", cache=Full(), max_new_tokens=17)
     batch, ids = Batch(model, Full(), rows=2), [tokenizer(text)["input_ids"] for text in ("def ", "import ")]

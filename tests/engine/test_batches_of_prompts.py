@@ -56,18 +56,20 @@ SAMPLINGS = (
     icejax.Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3),
     icejax.Sampling(repetition_penalty=1.5),
     icejax.Sampling(temperature=1.5, min_p=0.05),
+    icejax.Sampling(frequency_penalty=1.0, presence_penalty=0.5),
+    icejax.Sampling(temperature=1.0, presence_penalty=-1.0, logit_bias={101: 5.0, 32: -100}),
 )
 
 
 @pytest.mark.parametrize(
     "cache, rows",
-    [pytest.param(Full(), (0, 1, 2, 3, 4), marks=pytest.mark.slow), (icejax.Clustered(budget=64), (4, 1))],
+    [pytest.param(Full(), tuple(range(7)), marks=pytest.mark.slow), (icejax.Clustered(budget=64), (6, 1))],
     ids=repr,
 )
 def test_each_row_samples_in_its_own_way_as_it_would_alone(bundled, cache, rows):
     """Row 1 is greedy: alone, it is run by the program that never samples."""
     options = dict(cache=cache, max_new_tokens=24)
-    requests = [icejax.Request(prompt=PROMPTS[i] * 8, sampling=SAMPLINGS[i], index=i) for i in rows]
+    requests = [icejax.Request(prompt=PROMPTS[i % 5] * 8, sampling=SAMPLINGS[i], index=i) for i in rows]
     together = icejax.generate(*bundled, requests, **options)
     alone = [icejax.generate(*bundled, request, **options)[0].token_ids for request in requests]
     assert [result.token_ids for result in together] == alone

@@ -5,9 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from icejax.cache.registry import Clustered, Full
 from icejax.engine import extend, prefill
+from icejax.engine.buckets import bucket, text_bucket
 from icejax.engine.decode_step import DecodePrograms
 from tests import tolerances
 from tests.helpers import families
@@ -68,3 +71,24 @@ def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
         state, step, pool = decoding.step(state, pool)
         token_ids.append(int(step.tokens[0]))
     np.testing.assert_array_equal(token_ids, greedy(model, Full(), [tokens], 41)[0][0])
+
+
+@pytest.mark.parametrize("policy", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
+def test_a_text_costs_the_same_in_a_longer_context(tmp_path, policy):
+    """One layer's program for 14 tokens, compiled for two context lengths; its loops over cached tokens count once."""
+    model, costs = families.load(families.build(families.row("llama-gqa")), tmp_path), []
+    for new_tokens in (700, 6000):
+        plan = plan_for(model, policy, [families.tokens(100)], new_tokens)
+        state, _, pool = prefill.prefill(model, [families.tokens(100)], plan)
+        x, table = jnp.zeros((1, 16, model.config.hidden_size)), state.cache.table
+        parts = (state.cache.lengths, jnp.asarray([14], jnp.int32), state.cache.layers[0], plan.pages(0, pool, table), None)
+        program = extend._extend_layer.lower(model.model.layers[0], x, *parts, policy=plan.policies[0]).compile()
+        costs.append(program.cost_analysis()["flops"])
+    assert costs[1] <= 1.02 * costs[0]
+
+
+@given(st.integers(1, 2_000_000))
+def test_padded_texts_hold_their_tokens_in_few_sizes(tokens):
+    size = text_bucket(tokens)
+    assert tokens <= size <= max(16, 2 * tokens) and size % 16 == 0
+    assert size == bucket(tokens) or tokens <= 128

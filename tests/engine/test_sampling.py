@@ -1,6 +1,5 @@
 """Sampling: the candidates are those of transformers' logits processors, and draws follow their probabilities."""
 
-import dataclasses
 import re
 
 import jax
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 import icejax
 from icejax.checks.errors import InputError
 from icejax.engine import decode_step, first_token
-from icejax.engine.sampling import RowSampling, Sampling, candidates, choose, kth_largest, penalised, row_keys
+from icejax.engine.penalties import RowPenalties
+from icejax.engine.sampling import RowSampling, Sampling, candidates, choose, kth_largest, row_keys
 from icejax.ops.threshold import ordered
 from tests.helpers.run import jitted
 
@@ -60,13 +60,6 @@ def scores(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarr
     return chain(torch.tensor(text), torch.tensor(logits)).numpy()
 
 
-def seen_tokens(text: np.ndarray) -> np.ndarray:
-    """Returns the mask bool[B, V] of the tokens in texts i64[B, T]."""
-    seen = np.zeros((len(text), VOCABULARY), bool)
-    np.put_along_axis(seen, text, True, axis=-1)
-    return seen
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_draws_follow_transformers_probabilities(name):
     import torch
@@ -76,12 +69,12 @@ def test_draws_follow_transformers_probabilities(name):
     text = rng.integers(0, VOCABULARY, (1, 10))
     expected = torch.softmax(torch.tensor(scores(CASES[name], text, logits)), -1).numpy()[0]
     draws = 20000
+    changed = RowPenalties.of([CASES[name]], text.tolist(), VOCABULARY).apply(jnp.asarray(logits))
     samples = jitted(
         choose,
-        jnp.broadcast_to(jnp.asarray(logits), (draws, VOCABULARY)),
+        jnp.broadcast_to(changed, (draws, VOCABULARY)),
         RowSampling.of([CASES[name]] * draws),
         keys=jax.random.split(jax.random.key(1), draws),
-        seen=jnp.broadcast_to(jnp.asarray(seen_tokens(text)), (draws, VOCABULARY)),
     )
     frequencies = np.bincount(np.asarray(samples), minlength=VOCABULARY) / draws
     assert (frequencies[expected == 0] == 0).all()
@@ -94,8 +87,8 @@ def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
     """Of equal logits at the border of top-p, transformers keeps those that its sort puts first; icejax keeps all."""
 
     @jax.jit
-    def ours_of(logits, seen, rows):
-        logits = penalised(logits, seen, rows.repetition_penalty)
+    def ours_of(logits, penalties, rows):
+        logits = penalties.apply(logits)
         return candidates(logits, rows), logits
 
     for seed in range(20):
@@ -105,7 +98,7 @@ def test_rows_of_one_batch_keep_what_transformers_keeps(scale, grain):
             logits = np.round(logits / (grain * scale)) * np.float32(grain * scale)
         rows = [ROWS[i] for i in rng.permutation(len(ROWS))]
         texts = rng.integers(0, VOCABULARY, (len(ROWS), 10))
-        results = ours_of(jnp.asarray(logits), jnp.asarray(seen_tokens(texts)), RowSampling.of(rows))
+        results = ours_of(jnp.asarray(logits), RowPenalties.of(rows, texts.tolist(), VOCABULARY), RowSampling.of(rows))
         for row, text, row_logits, ours, penalised_logits in zip(rows, texts, logits, *map(np.asarray, results), strict=True):
             if not row.samples:
                 assert np.isfinite(ours).all()
@@ -159,12 +152,9 @@ def test_greedy_with_penalty_equals_transformers():
     expected = [
         RepetitionPenaltyLogitsProcessor(r.repetition_penalty)(*map(torch.tensor, (t[None], x[None]))) for r, t, x in examples
     ]
-    for samples in (False, True):
-        row_sampling = dataclasses.replace(RowSampling.of(rows), samples=samples)
-        actual = jitted(
-            choose, jnp.asarray(logits), row_sampling, keys=jax.random.split(jax.random.key(0), 4),
-            seen=jnp.asarray(seen_tokens(text)),
-        )  # fmt: skip
+    changed = RowPenalties.of(rows, text.tolist(), VOCABULARY).apply(jnp.asarray(logits))
+    for row_sampling in (None, RowSampling.of(rows)):
+        actual = jitted(choose, changed, row_sampling, keys=jax.random.split(jax.random.key(0), 4))
         np.testing.assert_array_equal(actual, [int(scores.argmax()) for scores in expected])
 
 
@@ -172,7 +162,7 @@ def test_greedy_with_penalty_equals_transformers():
 def test_equal_keys_draw_equally_and_others_do_not():
     logits, rows = jnp.zeros((3, 1000)), RowSampling.of([Sampling(temperature=1.0)] * 3)
     keys = [row_keys([(seed, i) for i in range(3)]) for seed in (5, 5, 6)]
-    draws = [np.asarray(choose(logits, rows, keys=batch_keys, seen=None)) for batch_keys in keys]
+    draws = [np.asarray(choose(logits, rows, keys=batch_keys)) for batch_keys in keys]
     np.testing.assert_array_equal(draws[0], draws[1])
     assert (draws[0] != draws[2]).all() and len(set(draws[0].tolist())) == 3
 
@@ -227,6 +217,18 @@ def test_another_temperature_compiles_nothing(bundled, monkeypatch):
         ({"min_p": 2.0}, "min_p must be a number from 0 to 1, got 2.0"),
         ({"min_p": float("nan")}, "min_p must be a number from 0 to 1, got nan"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be a number from 1e-06 to 1e+06, got 0.0"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be a number from -2 to 2, got 2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be a number from -2 to 2, got nan"),
+        ({"logit_bias": [5, 1]}, "logit_bias must have a number for each of some token ids, got [5, 1]"),
+        ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be a number from -100 to 100, got 101"),
+        ({"logit_bias": {5: None}}, "logit_bias of token 5 must be a number from -100 to 100, got None"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias of token 5 must be a number from -100 to 100, got nan"),
+        ({"logit_bias": {"a": 1}}, "a token id of logit_bias must be a whole number, got 'a'"),
+        ({"logit_bias": {True: 1}}, "a token id of logit_bias must be a whole number, got True"),
+        ({"logit_bias": {-1: 1}}, "a token id of logit_bias must be at least 0, got -1"),
+        ({"logit_bias": {"9" * 19: 1}}, f"a token id of logit_bias must be at most 2147483647, got {'9' * 19}"),
+        ({"logit_bias": {5: 1, "05": 2}}, "logit_bias has token 5 twice: give one number for it"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias must have at most 1024 token ids, got 1025"),
     ],
 )
 def test_out_of_range_options_are_refused(options, message):

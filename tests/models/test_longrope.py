@@ -22,7 +22,7 @@ from tests.helpers.letters import Letters
 PAGES = Clustered(budget=2048, page_size=8, compact_every=32, dense_layers=0)  # a budget for all tokens
 LENGTHS = ((30, 20), (30, 60), (64, 20), (63, 2), (63, 3), (65, 20), (100, 20))  # tokens of the prompt and of the answer
 CACHES = pytest.mark.parametrize("cache", [Full(), pytest.param(PAGES, marks=pytest.mark.slow)], ids=["full", "clustered"])
-SAMPLING = icejax.Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3)
+SAMPLING = icejax.Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3, frequency_penalty=0.4)
 
 
 @pytest.fixture(scope="module")

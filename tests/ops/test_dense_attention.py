@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention.dense import Scoring, attend_all, attend_with_lse, causal, causal_with_lse, merge_by_lse
+from icejax.ops.attention.dense import (
+    Scoring,
+    attend_all,
+    attend_slots,
+    attend_with_lse,
+    causal,
+    causal_with_lse,
+    merge_by_lse,
+)
 from tests import tolerances
 from tests.helpers import dense
 from tests.helpers.run import jitted
@@ -89,6 +97,25 @@ def test_text_behind_a_cache_equals_float64(wide, softcap):
     expected = dense.attention(q[0], k[0], v[0], dense.causal(before + tokens, window), softcap)
     for value, reference in zip(jitted(attend_behind, q, k, v), expected, strict=True):
         np.testing.assert_allclose(value[0], reference[before:], rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("seen", "slots"), [((40, 3), 64), ((600, 0), 700), ((530, 511), 554)])
+def test_attention_to_slots_equals_float64(seen, slots, window):
+    """Slots past a row's tokens hold large values; the last block of slots is shorter than the others."""
+    tokens, softcap = 24, 2.0
+    rows = [draw((before + tokens,), before + tokens, kv_heads=2, scale=3, wide=6) for before in seen]
+    q = np.concatenate([q[:, before:] for (q, _, _), before in zip(rows, seen, strict=True)])
+    k, v = (np.full((2, 2, slots, size), 1e4, np.float32) for size in (8, 6))
+    for row, before, (_, keys, values) in zip(range(2), seen, rows, strict=True):
+        for cached, x in ((k, keys), (v, values)):
+            cached[row, :, : before + tokens] = x[0].swapaxes(0, 1)
+    options = dict(lengths=jnp.asarray([tokens] * 2), window=window, scoring=Scoring(8**-0.5, softcap))
+    actual = jitted(lambda *qkv: attend_slots(*qkv, seen=jnp.asarray(seen), **options), q, k, v)
+    for row, (before, qkv) in enumerate(zip(seen, rows, strict=True)):
+        expected = dense.attention(*(x[0] for x in qkv), dense.causal(before + tokens, window), softcap)
+        for value, reference in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(value[row], reference[before:], rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize(("wide", "softcap"), [(6, None), (8, 2.0), (12, None)])

@@ -61,7 +61,7 @@ class State:
 
     key: object = None
     sampling: object = None
-    seen: object = None
+    penalties: object = None
 
     def is_deleted(self):
         return False

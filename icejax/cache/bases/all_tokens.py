@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.attention.dense import Attended, attend_all, attend_with_lse, causal_with_lse, merge_by_lse
-from icejax.ops.slots import append, by_head, merge_heads, per_head, split_heads
+from icejax.ops.attention.dense import Attended, attend_slots, attend_with_lse
+from icejax.ops.slots import append, append_text, by_head, merge_heads, per_head, split_heads
 
 
 @jax.tree_util.register_dataclass
@@ -46,28 +46,6 @@ def empty_slots(spec: CacheSpec, slots: int) -> TokenState:
     return TokenState(k, v[0] if v else None)
 
 
-def attend_extended(state: TokenState, heads: Heads, lengths: Lengths, *, position: jax.Array, window: int | None) -> Attended:
-    """Returns the attention of new tokens to the slots and to each other, f32[B, T, N, Hv] and f32[B, T, N].
-
-    Args:
-        position: i32[B, S], position of the token in each slot; below 0, or from `lengths.seen` on, for an empty slot.
-        window: newest tokens that a query sees, itself included; None: all.
-    """
-    filled = (position >= 0) & (position < lengths.seen[:, None])
-    num_heads = heads.k.shape[2]
-    keys, values = (split_heads(x, num_heads) for x in (state.k, state.values))
-    mask = per_head(filled, num_heads)
-    in_window = None
-    if window is not None:
-        query_positions = lengths.seen[:, None] + jnp.arange(heads.q.shape[1])[None, :]
-        in_window = query_positions[:, :, None] - position[:, None, :] < window
-    with jax.named_scope("attend"):
-        # A new token always sees a key, itself, so that this attention comes first in the merge.
-        to_new = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=window, scoring=heads.scoring)
-        before, lse = attend_all(heads.q, keys, values, mask, near=in_window, scoring=heads.scoring)
-        return Attended(*merge_by_lse(*to_new, before[..., : heads.v.shape[-1]], lse))
-
-
 def appended(
     state: TokenState, heads: Heads, *, slot: Int[Array, " B"], last: Int[Array, " B"]
 ) -> tuple[TokenState, Bool[Array, "R S"]]:
@@ -86,26 +64,6 @@ def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: ja
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
     tokens = mask.sum(-1).reshape(shape[0], -1).mean(1)
     return Outcome(state, attended, tokens=jnp.stack([tokens, tokens]))
-
-
-def with_new_tokens(state: TokenState, heads: Heads, at: jax.Array) -> TokenState:
-    """Returns the slots with new tokens: slot s of row b takes new token `at[b, s]` if the row has it, else keeps its own.
-
-    A row with 2 new tokens and at = [-1, 0, 1, 2]: slots 1 and 2 take its new tokens 0 and 1, slots 0 and 3 keep theirs.
-
-    Args:
-        at: i32[B, S], indices of new tokens.
-    """
-    index = jnp.clip(at, 0, heads.k.shape[1] - 1)[:, :, None, None]
-    is_new = ((at >= 0) & (at < heads.lengths[:, None]))[:, :, None, None]
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        new = jnp.where(is_new, jnp.take_along_axis(x, index, axis=1), 0)
-        return jnp.where(
-            merge_heads(by_head(jnp.broadcast_to(is_new, new.shape))), merge_heads(by_head(new)).astype(old.dtype), old
-        )
-
-    return state.each(put, heads)
 
 
 def slot_report(state: TokenState, lengths: Lengths) -> Report:
@@ -130,13 +88,24 @@ class AllTokens(CachePolicy):
         return Outcome(state.each(put, heads))
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
-        slots = jnp.arange(state.k.shape[1])[None, :]
-        attended = attend_extended(state, heads, view.lengths, position=slots, window=None)
-        return Outcome(with_new_tokens(state, heads, slots - view.lengths.seen[:, None]), attended)
+        seen = view.lengths.seen
+        with jax.named_scope("append"):
+            state = state.each(lambda old, x: append_text(old, x, seen, heads.lengths), heads)
+        with jax.named_scope("attend"):
+            keys, values = (split_heads(x, heads.k.shape[2]) for x in (state.k, state.values))
+            sizes = dict(seen=seen, lengths=heads.lengths, window=None, scoring=heads.scoring)
+            out, lse = attend_slots(heads.q, keys, values, **sizes)
+        return Outcome(state, Attended(out[..., : heads.v.shape[-1]], lse))
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen
         return decode_in_slot(state, heads, slot=seen, last=seen)
+
+    def can_trim(self, tokens: int) -> bool:
+        return True
+
+    def trimmed(self, state: TokenState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> TokenState:
+        return state  # later slots are masked, and the next text is written over them
 
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return slot_report(state, lengths)

@@ -1,6 +1,6 @@
-"""Exact attention of new text to all pages of the pool, in blocks of 128 pages.
+"""Exact attention of new text to all pages of the pool, in blocks of pages.
 
-Called by `Retrieval.extend`; queries are [B, T, N, H], a block of pages [B, K, 128, p, H].
+Called by `Retrieval.extend`; queries are [B, T, N, H], a block of pages [B, K, 128, p, H] (32 on a CPU).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from jaxtyping import Array, Int
 
 from icejax.cache.protocol import Heads, View
 from icejax.ops.attention.dense import Attended, attend_all, merge_by_lse
+from icejax.runtime import devices
 
-BLOCK = 128  # pages fetched and attended to at once
+BLOCKS = {"cpu": 32}  # pages fetched and attended to at once, by platform: on a CPU 1,024 keys and more leave its cache
+BLOCK = 128
 
 
 def attend_pages(attended: Attended, heads: Heads, view: View, counts: Int[Array, "B K P"]) -> Attended:
@@ -23,7 +25,7 @@ def attend_pages(attended: Attended, heads: Heads, view: View, counts: Int[Array
         counts: tokens of every page.
     """
     batch, num_heads, pages = counts.shape
-    block, last = min(BLOCK, pages), pages - 1
+    block, last = min(BLOCKS.get(devices.platform(), BLOCK), pages), pages - 1
 
     def page_block(i: jax.Array, attended: Attended) -> Attended:
         ids = i * block + jnp.arange(block, dtype=jnp.int32)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.pool_attention import attend_pages
-from icejax.cache.bases.selection import Selection
+from icejax.cache.bases.selection import Selection, num_attended
 from icejax.cache.bases.window import Planes, Window, WindowState
 from icejax.cache.index.base import PageIndex
 from icejax.cache.pool.host_pool import Fetched
@@ -55,17 +55,6 @@ class PagedState:
     weights: jax.Array  # f32[B, K, M, p]
     held: tuple[jax.Array, ...]  # dtype[B, K, M or 0, p, W] each
     fetched: jax.Array  # i32[B]
-
-
-def _counted(near: Bool[Array, "B K S"], selection: Selection, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
-    """Returns the mean numbers of tokens attended to exactly: per query head, and per KV head by any of its query heads."""
-    near = near.sum(-1, dtype=jnp.float32)
-    per_kv_head = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
-    per_query_head = per_kv_head
-    if selection.bias is not None:
-        seen = jnp.where(selection.bias > -jnp.inf, selection.counts[:, :, None], 0)
-        per_query_head = near + seen.sum(-1, dtype=jnp.float32).mean(2)
-    return jnp.stack([per_query_head.mean(1), per_kv_head.mean(1)])
 
 
 class Retrieval(CachePolicy):
@@ -138,7 +127,6 @@ class Retrieval(CachePolicy):
             unit=self._unit,
             planes=len(spec.planes),
             dtype=self.page_dtype or spec.dtype,
-            leaving=self.window_layout.slots,
             compact_every=self.compact_every,
         )
 
@@ -174,7 +162,8 @@ class Retrieval(CachePolicy):
         state = replace(state, ids=jnp.where(selection.counts > 0, selection.ids, NOTHING))
         shape = heads.q.shape[:3]
         attended = Attended(attended.out.reshape(*shape, -1).astype(heads.q.dtype), attended.lse.reshape(shape))
-        return Outcome(state, attended, tokens=_counted(mask, selection, state.weights), shared=Shared(choice=selection.choice))
+        tokens = num_attended(mask, selection, state.weights)
+        return Outcome(state, attended, tokens=tokens, shared=Shared(choice=selection.choice))
 
     def fetch_and_attend(
         self, state: PagedState, heads: Heads, near: Near, found: Selection, view: View
@@ -284,6 +273,16 @@ class Retrieval(CachePolicy):
     ) -> PagedState:
         """Returns the state after pages have moved in the pool; see `PageIndex.after_move`."""
         return replace(state, index=self.index.after_move(state.index, ids, there, first, behind=behind))
+
+    def can_trim(self, tokens: int) -> bool:
+        return True
+
+    def trimmed(self, state: PagedState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> PagedState:
+        """Empties the window and the pages from `page` on. What an index sums over all tokens keeps the forgotten ones."""
+        none = jnp.zeros(1, jnp.int32)
+        index = self.index.after_move(state.index, none, none > 0, page, behind=page)
+        # The pages held on the device may be written anew.
+        return replace(state, window=replace(state.window, first=tokens), index=index, ids=jnp.full_like(state.ids, NOTHING))
 
     def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:
         return replace(state, window=self.window_layout.joining(state.window, lengths, clock))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.value_fit import FromKeys
@@ -63,3 +63,14 @@ def of_query_heads(ids: Int[Array, "B K G M"], counts: Int[Array, "B K G M"], wh
     earlier = jnp.arange(heads)[:, None] < jnp.repeat(jnp.arange(heads), num_ids)[None, :]
     repeated = (visible & earlier[None, None]).any(2)
     return Selection(ids, jnp.where(repeated, 0, counts), bias=jnp.where(visible, 0.0, -jnp.inf))
+
+
+def num_attended(near: Bool[Array, "B K S"], selection: Selection, weights: Float[Array, "B K M p"]) -> Float[Array, "2 B"]:
+    """Returns the mean numbers of tokens attended to exactly: per query head, and per KV head by any of its query heads."""
+    near = near.sum(-1, dtype=jnp.float32)
+    per_kv_head = near + (weights > 0).sum((2, 3), dtype=jnp.float32)
+    per_query_head = per_kv_head
+    if selection.bias is not None:
+        seen = jnp.where(selection.bias > -jnp.inf, selection.counts[:, :, None], 0)
+        per_query_head = near + seen.sum(-1, dtype=jnp.float32).mean(2)
+    return jnp.stack([per_query_head.mean(1), per_kv_head.mean(1)])

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.protocol import Heads, Lengths
-from icejax.cache.sizes import CacheSpec
+from icejax.cache.sizes import CacheSpec, pages_leaving
 from icejax.ops.slots import per_head, take
 
 Planes = tuple[Float[Array, "B K T _"], ...]  # keys and values; in a latent layer keys alone
@@ -128,7 +128,8 @@ class Window:
 
         recent = self.positions(after)
         newest = tokens_at(recent, (recent >= first) & (recent < after.seen[:, None]))
-        leaving = jnp.maximum(start, first) + jnp.arange(heads.k.shape[1])[None, :]
+        most = pages_leaving(heads.k.shape[1], self.page_size) * self.page_size
+        leaving = jnp.maximum(start, first) + jnp.arange(most)[None, :]
         valid = leaving < self.start(after)
         return replace(state, newest=newest), (tokens_at(leaving, valid), valid)
 

@@ -17,6 +17,7 @@ from icejax.cache.sizes import CacheSpec
 
 Index = TypeVar("Index")  # summaries of all pages: a pytree of arrays [B, K, P, ...], or one that its class defines
 Described = TypeVar("Described")  # what `describe` returns for new pages
+PageNumber = Int[Array, ""] | int
 Update = TypeVar("Update")  # what `page_update` returns for `apply_update`
 
 
@@ -62,7 +63,7 @@ class PageIndex(abc.ABC, Generic[Index, Described, Update]):
         return put_pages(index, update, first)
 
     def after_move(
-        self, index: Index, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+        self, index: Index, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: PageNumber
     ) -> Index:
         """Returns the index after M pages have moved in the pool.
 
@@ -90,7 +91,9 @@ def put_pages(arrays: Index, new: Index, first: Int[Array, ""]) -> Index:
     return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=2), arrays, new)
 
 
-def move_pages(arrays: Index, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int) -> Index:
+def move_pages(
+    arrays: Index, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: PageNumber
+) -> Index:
     """Returns arrays [B, K, P, ...] after pages have moved, as in `PageIndex.after_move`; an empty page is all 0."""
 
     def move(x: jax.Array) -> jax.Array:
@@ -133,7 +136,7 @@ class CodesPerToken(PageIndex[Index, KeysAndMask, Index]):
         return replace(update, codes=codes, count=count)
 
     def after_move(
-        self, index: Index, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+        self, index: Index, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: PageNumber
     ) -> Index:
         codes, count = move_pages((index.codes, index.count), ids, there, first, behind=behind)
         return replace(index, codes=codes, count=count)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.index.base import move_pages, put_pages
+from icejax.cache.index.base import PageNumber, move_pages, put_pages
 from icejax.cache.index.digest_tree import Described, Digested, DigestTree
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages import key_codes
@@ -64,7 +64,7 @@ class CodedTree(DigestTree):
         return replace(super().apply_update(index, levels, first), codes=put_pages(index.codes, codes, first))
 
     def after_move(
-        self, index: CodedIndex, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+        self, index: CodedIndex, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: PageNumber
     ) -> CodedIndex:
         codes = move_pages(index.codes, ids, there, first, behind=behind)
         return replace(super().after_move(index, ids, there, first, behind=behind), codes=codes)

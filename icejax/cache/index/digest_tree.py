@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.index.base import PageIndex, move_pages
+from icejax.cache.index.base import PageIndex, PageNumber, move_pages
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests, digest, empty, put
@@ -77,7 +77,7 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
         return digest(k, v, mask, self.dtype), page_sums(k, v if self.value_fit else None, mask)
 
     def after_move(
-        self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: int
+        self, index: Digested, ids: Int[Array, " M"], there: Bool[Array, " M"], first: Int[Array, ""], *, behind: PageNumber
     ) -> Digested:
         return replace(index, levels=tree.build(move_pages(index.levels[0], ids, there, first, behind=behind)))
 

@@ -9,20 +9,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
-from icejax.cache.bases.all_tokens import (
-    AllTokens,
-    TokenState,
-    attend_extended,
-    decode_in_slot,
-    empty_slots,
-    slot_report,
-    with_new_tokens,
-)
+from icejax.cache.bases.all_tokens import AllTokens, TokenState, decode_in_slot, empty_slots, slot_report
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.attention.dense import Attended
-from icejax.ops.slots import by_head, merge_heads
+from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
+from icejax.ops.slots import by_head, merge_heads, per_head, split_heads
 
 
 @dataclass(frozen=True)
@@ -61,12 +54,55 @@ class Ring(CachePolicy):
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         slots, seen = state.k.shape[1], view.lengths.seen
         before, after = (_ring_positions(n, slots) for n in (seen, seen + heads.lengths))
-        attended = attend_extended(state, heads, view.lengths, position=before, window=self.window)
-        return Outcome(with_new_tokens(state, heads, after - seen[:, None]), attended)
+        with jax.named_scope("attend"):
+            attended = _attend_ring(state, heads, seen, position=before, window=self.window)
+        return Outcome(_with_new_tokens(state, heads, after - seen[:, None]), attended)
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen
         return decode_in_slot(state, heads, slot=seen % state.k.shape[1], last=seen)
 
+    def can_trim(self, tokens: int) -> bool:
+        return tokens <= self.window  # later tokens have replaced earlier ones
+
+    def trimmed(self, state: TokenState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> TokenState:
+        return state
+
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return slot_report(state, lengths)
+
+
+def _attend_ring(
+    state: TokenState, heads: Heads, seen: Int[Array, " B"], *, position: Int[Array, "B S"], window: int
+) -> Attended:
+    """Returns the attention of new tokens to a ring and to each other, f32[B, T, N, Hv] and f32[B, T, N].
+
+    Args:
+        position: position of the token in each slot; below 0 for an empty slot.
+        window: newest tokens that a query sees, itself included.
+    """
+    num_heads = heads.k.shape[2]
+    keys, values = (split_heads(x, num_heads) for x in (state.k, state.values))
+    query_positions = seen[:, None] + jnp.arange(heads.q.shape[1])[None, :]
+    near = query_positions[:, :, None] - position[:, None, :] < window
+    # A new token always sees a key, itself, so that this attention comes first in the merge.
+    to_new = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=window, scoring=heads.scoring)
+    before, lse = attend_all(heads.q, keys, values, per_head(position >= 0, num_heads), near=near, scoring=heads.scoring)
+    return Attended(*merge_by_lse(*to_new, before[..., : heads.v.shape[-1]], lse))
+
+
+def _with_new_tokens(state: TokenState, heads: Heads, at: Int[Array, "B S"]) -> TokenState:
+    """Returns the ring with new tokens: slot s of row b takes new token `at[b, s]` if the row has it, else keeps its own.
+
+    A row with 2 new tokens and at = [-1, 0, 1, 2]: slots 1 and 2 take its new tokens 0 and 1, slots 0 and 3 keep theirs.
+    """
+    index = jnp.clip(at, 0, heads.k.shape[1] - 1)[:, :, None, None]
+    is_new = ((at >= 0) & (at < heads.lengths[:, None]))[:, :, None, None]
+
+    def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        new = jnp.where(is_new, jnp.take_along_axis(x, index, axis=1), 0)
+        return jnp.where(
+            merge_heads(by_head(jnp.broadcast_to(is_new, new.shape))), merge_heads(by_head(new)).astype(old.dtype), old
+        )
+
+    return state.each(put, heads)

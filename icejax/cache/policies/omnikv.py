@@ -90,6 +90,9 @@ class OmniKV(Full):
         outcome = super().extend(state.tokens, heads, view)
         return replace(outcome, state=FilterState(outcome.state, view.lengths.seen + heads.lengths))
 
+    def trimmed(self, state: FilterState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> FilterState:
+        return replace(state, text=tokens)
+
     def decode(self, state: FilterState, heads: Heads, view: View) -> Outcome:
         outcome = super().decode(state.tokens, heads, view)
         with jax.named_scope("select"):

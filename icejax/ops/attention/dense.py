@@ -117,29 +117,60 @@ def causal_with_lse(
     scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns the same as `causal`, in fp32 and computed in blocks on every platform."""
+    block = math.gcd(BLOCK, q.shape[1])
+    valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
+    k, v = (jnp.where(valid, x, 0).transpose(0, 2, 1, 3) for x in (k, v))  # B K T H
+    return attend_slots(q, k, v, seen=None, lengths=lengths, window=window, scoring=scoring, block=block)
+
+
+def attend_slots(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
+    *,
+    seen: Int[Array, " B"] | None,
+    lengths: Int[Array, " B"],
+    window: int | None,
+    scoring: Scoring,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns causal attention of new tokens to slots that hold them and all tokens before them, in fp32.
+
+    Slot s holds position s. The cost grows with the slots in use, not with S: later slots are never read. Values in slots that
+    a query does not see must be finite.
+
+    Example: after 100 tokens the first new query, at position 100, sees slots 0 to 100.
+
+    Args:
+        seen: tokens of each row before the new ones; None: no row has any.
+        lengths: new tokens of each row; outputs past them are undefined.
+        window: newest keys up to itself that a query sees; None: all.
+        block: keys per block.
+    """
     batch, tokens, heads, size = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    block = math.gcd(BLOCK, tokens)
-    valid = jnp.arange(tokens)[None, :] < lengths[:, None]
-    k = jnp.where(valid[:, :, None, None], k, 0).transpose(0, 2, 1, 3)  # B K T H
-    v = jnp.where(valid[:, :, None, None], v, 0).transpose(0, 2, 1, 3)
+    kv_heads, slots = k.shape[1:3]
+    group, queries_per_block, block = heads // kv_heads, math.gcd(BLOCK, tokens), min(block, slots)
+    before, fewest, most = (0, 0, 0) if seen is None else (seen[:, None, None, None], seen.min(), seen.max())
     # A row is a pair (query, head of the group), so one product serves all query heads of a KV head.
     rows = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, tokens * group, size)
 
     def query_block(i: jax.Array, outputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        queries = lax.dynamic_slice_in_dim(rows, i * block * group, block * group, axis=2)
-        position = i * block + jnp.arange(block * group) // group
+        first_query, count = i * queries_per_block, queries_per_block * group
+        queries = lax.dynamic_slice_in_dim(rows, first_query * group, count, axis=2)
+        position = before + (first_query + jnp.arange(count) // group)[None, None, :, None]
 
         def key_block(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
             total, weight, highest = carry
-            keys, values = (lax.dynamic_slice_in_dim(x, j * block, block, axis=2) for x in (k, v))
-            key_position = j * block + jnp.arange(block)
-            seen = key_position[None, :] <= position[:, None]
+            start = j * block if slots % block == 0 else jnp.minimum(j * block, slots - block)
+            keys, values = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (k, v))
+            key_position = (start + jnp.arange(block))[None, None, None, :]
+            visible = key_position <= position
+            if slots % block:  # the last block begins earlier, with keys of the block before
+                visible &= key_position >= j * block
             if window is not None:
-                seen &= key_position[None, :] > position[:, None] - window
-            scores = jnp.where(seen, scoring(EINSUM("bkrh,bksh->bkrs", queries, keys)), -jnp.inf)
+                visible &= key_position > position - window
+            scores = jnp.where(visible, scoring(EINSUM("bkrh,bksh->bkrs", queries, keys)), -jnp.inf)
             new_highest = jnp.maximum(highest, scores.max(-1))
             # A query may see no key of a block outside its window, and -inf minus -inf would be NaN.
             base = jnp.where(jnp.isneginf(new_highest), 0.0, new_highest)
@@ -148,16 +179,17 @@ def causal_with_lse(
             total = total * shrink[..., None] + EINSUM("bkrs,bksh->bkrh", share.astype(v.dtype), values)
             return total, weight * shrink + share.sum(-1), new_highest
 
-        shape = (batch, kv_heads, block * group)
+        shape = (batch, kv_heads, count)
         empty = jnp.zeros((*shape, v.shape[-1])), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
-        first = 0 if window is None else jnp.maximum(0, (i * block - window + 1) // block)
-        total, weight, highest = lax.fori_loop(first, i + 1, key_block, empty)
+        first = 0 if window is None else jnp.maximum(0, (fewest + first_query - window + 1) // block)
+        last = (jnp.minimum(most + first_query + queries_per_block, slots) + block - 1) // block
+        total, weight, highest = lax.fori_loop(first, last, key_block, empty)
         return tuple(
-            lax.dynamic_update_slice_in_dim(output, x.astype(output.dtype), i * block * group, axis=2)
+            lax.dynamic_update_slice_in_dim(output, x.astype(output.dtype), first_query * group, axis=2)
             for output, x in zip(outputs, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
         )
 
-    blocks = (lengths.max() + block - 1) // block
+    blocks = (lengths.max() + queries_per_block - 1) // queries_per_block
     out, lse = lax.fori_loop(0, blocks, query_block, (jnp.zeros((*rows.shape[:3], v.shape[-1])), jnp.zeros(rows.shape[:3])))
     out, lse = (x.reshape(batch, kv_heads, tokens, group, *x.shape[3:]).swapaxes(1, 2) for x in (out, lse))
     return out.reshape(batch, tokens, heads, -1), lse.reshape(batch, tokens, heads)
@@ -181,19 +213,23 @@ def attend_all(
         near: keys in `mask` that each query sees; None: all.
     """
     batch, tokens, heads, size = q.shape
-    block = math.gcd(BLOCK, tokens)
+    block, kv_heads = math.gcd(BLOCK, tokens), k.shape[1]
 
     def query_block(part: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         queries, visible = part  # [B, block, N, H], [B, block, S]
-        queries = queries.reshape(batch, block, k.shape[1], -1, size)
-        seen = mask[:, None, :, None] if visible is None else (mask[:, None] & visible[:, :, None])[:, :, :, None]
-        scores = jnp.where(seen, scoring(EINSUM("btkgh,bksh->btkgs", queries, k)), -jnp.inf)
+        # A row is a pair (query, head of the group), as in `attend_slots`: XLA:CPU would transpose scores in another order.
+        rows = queries.reshape(batch, block, kv_heads, -1, size).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
+        seen = mask[:, :, None, :]
+        if visible is not None:
+            seen &= jnp.repeat(visible, heads // kv_heads, axis=1)[:, None]
+        scores = jnp.where(seen, scoring(EINSUM("bkrh,bksh->bkrs", rows, k)), -jnp.inf)
         highest = scores.max(-1, keepdims=True, initial=-jnp.inf)  # S may be 0
         base = jnp.where(jnp.isneginf(highest), 0.0, highest)
         weights = jnp.exp(scores - base)
         total = weights.sum(-1, keepdims=True)
-        out = EINSUM("btkgs,bksh->btkgh", (weights / jnp.maximum(total, 1e-30)).astype(v.dtype), v)
-        return out.reshape(batch, block, heads, -1), (jnp.log(total) + base).reshape(batch, block, heads)
+        out = EINSUM("bkrs,bksh->bkrh", (weights / jnp.maximum(total, 1e-30)).astype(v.dtype), v)
+        out, lse = (x.reshape(batch, kv_heads, block, -1, x.shape[-1]).swapaxes(1, 2) for x in (out, jnp.log(total) + base))
+        return out.reshape(batch, block, heads, -1), lse.reshape(batch, block, heads)
 
     parts = jax.tree.map(lambda x: x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1), (q, near))
     out, lse = lax.map(query_block, parts)

@@ -1,0 +1,70 @@
+"""Trim: the last tokens of a cache of one row are forgotten, so that another text can follow the earlier ones.
+
+`Session` calls it when a chat template rewrites the end of a conversation. A cache without pages can end at any token. Pages
+hold tokens by similarity, so a cache with pages ends at a joint: all tokens before it are sinks or in pages before its page.
+
+Example: a prompt of 1,000 tokens leaves 16 in the window; its joint is token 984. A chat that differs from token 990 on goes
+back to 984, and 6 tokens are computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from icejax.cache.protocol import KVCache, Lengths
+from icejax.engine.decode_step import DecodeState
+from icejax.engine.plan import Plan
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A place at which a cache of one row can end.
+
+    Attributes:
+        tokens: number of tokens before it.
+        page: the pool page that the next text fills; 0 without a pool.
+    """
+
+    tokens: int
+    page: int
+
+
+def joint_of(plan: Plan, cache: KVCache) -> Joint | None:
+    """Returns the joint before the tokens in the window now; None without a pool, or if the first text left sinks empty."""
+    if not plan.pooled:
+        return None
+    layer = plan.pooled[0]
+    layout, first = plan.policies[layer].window_layout, cache.layers[layer].window.first
+    start = int(layout.start(cache.lengths)[0, 0])
+    return Joint(start, int(cache.lengths.next_page)) if min(start, int(first[0])) >= layout.sinks else None
+
+
+def last_joint(plan: Plan, joints: Sequence[Joint], *, same: int, seen: int) -> Joint | None:
+    """Returns the last joint within the first `same` tokens of a cache of `seen` tokens; None: it has to be computed anew.
+
+    Args:
+        joints: joints of the cache so far, in order.
+    """
+    if not all(policy.can_trim(seen) for policy in plan.policies):
+        return None
+    if not plan.pooled:
+        return Joint(same, 0) if same else None
+    return max((joint for joint in joints if joint.tokens <= same), key=lambda joint: joint.tokens, default=None)
+
+
+def trim(state: DecodeState, plan: Plan, joint: Joint) -> DecodeState:
+    """Returns the state with the tokens before a joint alone. Donates `state`; the pool stays as it is."""
+    return _trim(state, jnp.asarray([joint.tokens], jnp.int32), jnp.int32(joint.page), plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
+def _trim(state: DecodeState, tokens: Int[Array, " B"], page: Int[Array, ""], *, plan: Plan) -> DecodeState:
+    pairs = zip(plan.policies, state.cache.layers, strict=True)
+    layers = tuple(policy.trimmed(layer, tokens, page) for policy, layer in pairs)
+    return replace(state, cache=KVCache(layers, Lengths.of(tokens, page), state.cache.table))
