@@ -95,7 +95,7 @@ def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, behind, inde
     steps = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), behind)
     for i, (layer, (heads, (exact, _))) in enumerate(zip(model.model.layers, steps, strict=True)):
         token_heads = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
-        view = view_of(layer, lengths, plan.pages(i, pool, cache.table), shared)
+        view = view_of(layer, lengths, lengths.seen + 1, plan.pages(i, pool, cache.table), shared)
         outcome = plan.policies[i].decode(cache.layers[i], token_heads, view)
         shared = outcome.shared or shared
         states.append(outcome.state)

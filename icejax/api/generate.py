@@ -102,9 +102,7 @@ def stream_generate(
     texts = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special)
     ids = encode_prompts(model, tokenizer, prompt_requests, context_length=context_length, **texts)
     limits = [min(row_answer.max_new_tokens, context_length - len(row)) for row_answer, row in zip(answers, ids, strict=True)]
-    sizes = dict(batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
-    model = model.for_capacity(sizes["prompt_tokens"] + sizes["new_tokens"])
-    plan = make_plan(model, cache, **sizes)
+    plan = make_plan(model, cache, batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
     draws = [(answer.seed, request.index) if request.seed is None else (request.seed, 0) for request in prompt_requests]
     sampling, ends = [row_answer.sampling for row_answer in answers], model.config.eos_token_ids
     rows = [

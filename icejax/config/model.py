@@ -175,12 +175,14 @@ class ModelConfig:
         """Newest tokens that a query of each layer sees, itself included; None: all."""
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
-    def for_capacity(self, tokens: int) -> ModelConfig:
-        """Returns the config for at most `tokens` tokens: LongRoPE uses its short factors within the original context."""
+    @property
+    def short_context(self) -> int | None:
+        """Tokens of the longest text whose keys have LongRoPE's short factors; None without LongRoPE.
+
+        A text that becomes longer needs all its keys anew.
+        """
         scaling = self.rope_scaling
-        if scaling is None or not scaling.short_factors or tokens > scaling.original_max_position_embeddings:
-            return self
-        return replace(self, rope_scaling=replace(scaling, factors=scaling.short_factors))
+        return scaling.original_max_position_embeddings if scaling is not None and scaling.rope_type == "longrope" else None
 
     @property
     def context_length(self) -> int:

@@ -20,8 +20,8 @@ class RopeScaling:
         beta_fast, beta_slow, truncate: `yarn` only, bounds of the ramp, and whether they are rounded outwards.
         query_beta: `yarn` only, queries are multiplied by 1 + query_beta ln(1 + n), where n whole original contexts precede
             the query's position (Ministral 3).
-        factors, short_factors: `longrope` only, divisors of the frequencies; the short ones apply to texts within the original
-            context.
+        factors, short_factors: `longrope` only, divisors of the frequencies; the short ones apply to all keys of a text within
+            the original context, the others to all keys of a longer text.
         part: `proportional` only, the share of the frequencies, highest first, that are not 0.
         score_factor: `yarn` only, factor of the scores in multi-head latent attention.
     """

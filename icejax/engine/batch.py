@@ -82,7 +82,7 @@ def extract(state: DecodeState, at: int) -> tuple[DecodeState, DecodeState]:
 
     The row keeps its extents.
     """
-    return _without_row(state, at), _extract(state, jnp.int32(at))
+    return without_row(state, at), _extract(state, jnp.int32(at))
 
 
 @jax.jit
@@ -155,10 +155,11 @@ def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
     """Returns the state with the place `at` free, and gives the row's extents back."""
     if state.cache.table is not None:
         extents.give_back(np.asarray(state.cache.table[at]))
-    return _without_row(state, at)
+    return without_row(state, at)
 
 
-def _without_row(state: DecodeState, at: int) -> DecodeState:
+def without_row(state: DecodeState, at: int) -> DecodeState:
+    """Returns the state with the place `at` free; the row's extents stay taken."""
     table = state.cache.table
     table = None if table is None else table.at[at].set(SCRATCH_EXTENT)
     return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))

@@ -19,11 +19,13 @@ import numpy as np
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
+from icejax.engine.batch import insert, without_row
 from icejax.engine.counters import MILLION, NOT_FINITE, NOTHING, StepCounters, pack_token
 from icejax.engine.decode_step import DecodePrograms, DecodeState, Step
 from icejax.engine.logprobs import token_logprobs
 from icejax.engine.nonfinite import not_finite
 from icejax.engine.plan import Plan, reports
+from icejax.engine.renewal import renewed, without_cache
 from icejax.engine.response import GenerationResponse, RunReport, TokenLogprobs
 from icejax.engine.sampling import row_keys
 from icejax.models.decoder import CausalLM
@@ -43,6 +45,7 @@ class Run:
         step: the newest step, whose tokens are not yet in the cache.
         watch: called with the state after every step.
         fed: the step whose tokens the newest step has put into the cache; None before the first step.
+        renewing: whether a row's cache is being computed anew, or that was interrupted.
     """
 
     decoding: DecodePrograms
@@ -51,6 +54,7 @@ class Run:
     pool: jax.Array | None
     watch: Callable[[DecodeState], None] | None = None
     fed: Step | None = None
+    renewing: bool = False
 
     def advance(self) -> None:
         """Takes a decode step."""
@@ -62,6 +66,22 @@ class Run:
     def end(self, rows: Sequence[bool]) -> None:
         """Marks the rows where `rows` is true as ended: no pages and experts are fetched for them any more."""
         self.state = replace(self.state, done=self.state.done | np.asarray(rows))
+
+    def take_out(self, at: int) -> DecodeState:
+        """Returns the row `at` without its cache, for `renew`; among several rows its place counts as ended until then."""
+        row, rows = without_cache(self.state, at), np.arange(len(self.state.done))
+        if len(rows) > 1:
+            self.end(rows == at)
+        return row
+
+    def renew(self, at: int, row: DecodeState, text: Sequence[int]) -> None:
+        """Prefills the whole text of a row that was taken out, and puts the row back."""
+        self.renewing, alone = True, len(self.state.done) == 1
+        if alone:
+            self.state, self.fed, self.decoding.clock = row, self.step, 0  # frees the old cache before the new one is made
+        row, step, self.pool = renewed(self.decoding.model, self.decoding.plan, row, text, self.pool)
+        self.state = row if alone else insert(without_row(self.state, at), row, at, plan=self.decoding.plan)
+        self.step, self.renewing = step if alone else self.step.with_row(at, step), False
 
     @property
     def interrupted(self) -> bool:
@@ -119,8 +139,10 @@ def decode_rows(rows: Sequence[Row], constants: RunConstants, run: Run, started:
     options = dict(most=max(logprobs.values(), default=0), tokenizer=rows[0].tokenizer)
     while any(row.finish_reason is None for row in rows):
         pending = run.step
+        outgrown = {i: run.take_out(i) for i, row in enumerate(rows) if row.reaches(run.decoding.plan.renewal)}
+        is_step = not all(i in outgrown or row.ends_with_next() for i, row in enumerate(rows))
         # The next step runs while the host reads this one's tokens. The first token does not wait for the step to compile.
-        if read_at and not all(row.ends_with_next() for row in rows):
+        if read_at and is_step:
             run.advance()
         counters = StepCounters.read(pending.counters)
         live, row_logprobs = [i for i, row in enumerate(rows) if row.finish_reason is None], {}
@@ -139,8 +161,11 @@ def decode_rows(rows: Sequence[Row], constants: RunConstants, run: Run, started:
         ended = [row.finish_reason is not None for row in rows]
         if any(ended[i] for i in live) and not all(ended):
             run.end(ended)
-        if first and not all(ended):
+        if first and is_step and not all(ended):
             run.advance()
+        for i, row_state in outgrown.items():
+            if not ended[i]:
+                run.renew(i, row_state, [*rows[i].prompt, *rows[i].tokens])
 
 
 def _piece(
@@ -208,6 +233,10 @@ class Row:
     def ends_with_next(self) -> bool:
         """Whether the row has ended, or reaches its token limit with the next token."""
         return self.finish_reason is not None or len(self.tokens) + 1 >= self._limit
+
+    def reaches(self, tokens: int) -> bool:
+        """Whether the next token makes the text `tokens` tokens long, and the row may go on."""
+        return len(self.prompt) + len(self.tokens) + 1 == tokens and not self.ends_with_next()
 
     @property
     def holds_more(self) -> bool:

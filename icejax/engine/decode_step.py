@@ -74,6 +74,10 @@ class Step:
         """The chosen tokens, on the device."""
         return self.counters[0]
 
+    def with_row(self, at: int, row: Step) -> Step:
+        """Returns the step with the results of `row`, a step of one row, at the place `at`."""
+        return Step(self.counters.at[:, at].set(row.counters[:, 0]), self.logits.at[at].set(row.logits[0]))
+
 
 def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
     """Returns the state with the next token of every row that has not ended, chosen from logits f32[B, V]."""
@@ -88,23 +92,26 @@ def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeStat
 
 
 def view_of(
-    layer: DecoderLayer, lengths: Lengths, pages: host_pool.PoolLayer | None, shared: Shared | None, guess=None
-) -> View:
+    layer: DecoderLayer, lengths: Lengths, seen: Int[Array, " B"], pages: host_pool.PoolLayer | None,
+    shared: Shared | None, guess=None,
+) -> View:  # fmt: skip
     """Returns the view that a layer's policy gets.
 
     Args:
+        lengths: token counts before the new tokens.
+        seen: tokens of each row, the new ones included.
         pages: the layer's pages in the pool; None for a layer without pages.
         shared: what earlier layers pass on.
         guess: returns this layer's queries as projected from the previous layer's input; None if there is no guess.
     """
-    return View(lengths, pages, shared, guess, layer.rerotate, layer.project)
+    return View(lengths, pages, shared, guess, lambda heads, by: layer.rerotate(heads, by, seen), layer.project)
 
 
 class DecodePrograms:
     """The decode programs of one model and plan. Weights are passed flat, because walking a module takes longer than a step.
 
     Attributes:
-        model: the model.
+        model, plan: the model and the plan.
         clock: steps taken with these programs; equal to `lengths.clock` of the state.
     """
 
@@ -112,7 +119,7 @@ class DecodePrograms:
         graph, state = nnx.split(model)
         self._leaves, tree = jax.tree.flatten(state)
         self._programs = _programs(graph, tree, plan)
-        self.model, self._plan = model, plan
+        self.model, self.plan = model, plan
         self.clock = 0
 
     def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
@@ -123,11 +130,11 @@ class DecodePrograms:
         step, flush, flushed, compact = self._programs
         state, results = step(self._leaves, state, pool)
         self.clock += 1
-        if self._plan.page_size and self.clock % self._plan.page_size == 0:
+        if self.plan.page_size and self.clock % self.plan.page_size == 0:
             pages, updates, first = flush(state.cache)
             pool = host_pool.write_pages(pool, pages, state.cache.table, first)
             state = dataclasses.replace(state, cache=flushed(state.cache, updates))
-        if self._plan.compact_every and self.clock % self._plan.compact_every == 0:
+        if self.plan.compact_every and self.clock % self.plan.compact_every == 0:
             cache, pages, first = compact(state.cache, pool)
             state, pool = dataclasses.replace(state, cache=cache), host_pool.write_pages(pool, pages, cache.table, first)
         return state, results, pool
@@ -191,7 +198,8 @@ def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
         def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
             guess = None if place.before is None else lambda: layer.enter(place.before, *positions).q
             heads = Heads(*layer.enter(x, *positions)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
-            view = view_of(layer, lengths, plan.pages(place.number, pool, state.cache.table, ended), place.shared, guess)
+            pages = plan.pages(place.number, pool, state.cache.table, ended)
+            view = view_of(layer, lengths, positions[1], pages, place.shared, guess)
             outcome = plan.policies[place.number].decode(state.cache.layers[place.number], heads, view)
             x, expert_ids = layer.leave(x, outcome.attended)
             return x, (outcome.state, _expert_counts(layer, expert_ids, live)), outcome.shared or place.shared

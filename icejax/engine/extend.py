@@ -76,6 +76,7 @@ def _extend_layer(
     layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pages, shared, *, policy: CachePolicy
 ):
     positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    heads = Heads(*layer.enter(x, positions, lengths.seen + new)[:3], new, layer.scoring)
-    outcome = policy.extend(state, heads, view_of(layer, lengths, pages, shared))
+    seen = lengths.seen + new
+    heads = Heads(*layer.enter(x, positions, seen)[:3], new, layer.scoring)
+    outcome = policy.extend(state, heads, view_of(layer, lengths, seen, pages, shared))
     return layer.leave(x, outcome.attended)[0], (outcome.state, outcome.pages, outcome.used), outcome.shared or shared

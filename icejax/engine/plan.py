@@ -49,6 +49,7 @@ class Plan:
         fetch_backend: how the pool is read, a key of `host_reads.backends.BACKENDS`; empty without a pool.
         platform: the platform that the programs are compiled for: cpu, gpu or tpu.
         heads: for each layer, number of KV heads and head size where they differ from `spec`; else None.
+        renewal: tokens at which a row is prefilled anew, because LongRoPE's factors change there; 0: never.
     """
 
     policies: tuple[CachePolicy, ...]
@@ -57,6 +58,7 @@ class Plan:
     fetch_backend: str
     platform: str
     heads: tuple[tuple[int, int] | None, ...]
+    renewal: int = 0
 
     def spec_of(self, layer: int) -> CacheSpec:
         """Returns the sizes of one layer's cache."""
@@ -137,12 +139,15 @@ class Plan:
     def extents(self, tokens: int) -> np.ndarray:
         """Returns which extents a row with a prompt of `tokens` tokens needs, bool[X], all growth pages included.
 
+        If rows are prefilled anew, a shorter prompt's row has room for that.
+
         Example: extents have 64 pages, and a row has 96 prompt pages and 32 growth pages. A prompt padded to 32 pages needs
         two extents: the first for pages 0-31, the second for growth pages 96-127.
         """
         pages = self.pool.pages
         # The prompt is padded to few sizes, because programs are compiled for the size of the pool.
-        return row_extents(bucket(tokens) // self.page_size, range(self.prompt_pages, pages), most=extents_for(pages))
+        prompt_pages = bucket(max(tokens, self.renewal)) // self.page_size
+        return row_extents(prompt_pages, range(self.prompt_pages, pages), most=extents_for(pages))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
         """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of `extents` extents; W is the width of the widest plane.
@@ -187,18 +192,18 @@ def make_plan(
     Raises:
         InputError: the policies do not fit each other, the model or the platform.
     """
-    target = platform or devices.platform()
-    spec = _spec(model, batch_size, prompt_tokens, new_tokens)
+    target, renewal = platform or devices.platform(), _renewal(model.config, batch_size, prompt_tokens, new_tokens)
+    spec = _spec(model, batch_size, max(prompt_tokens, renewal), new_tokens)
     policies = layer_policies(policy, model.config, capacity=spec.capacity)
     policies = tuple(layer_policy.for_platform(target, latent=spec.latent) for layer_policy in policies)
-    spec = _with_pages(spec, policies, new_tokens, extends=extends)
+    spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=renewal > 0 and batch_size > 1)
     _check(policies, spec, policy, model.config, target)
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
     pooled = any(layer_policy.pool(spec) for layer_policy in policies)
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pooled else ""
-    return Plan(policies, spec, model.config.eos_token_ids, backend, target, _other_heads(model.config))
+    return Plan(policies, spec, model.config.eos_token_ids, backend, target, _other_heads(model.config), renewal)
 
 
 def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int) -> CacheSpec:
@@ -217,16 +222,28 @@ def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int)
     )
 
 
-def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, extends: bool) -> CacheSpec:
+def _renewal(config: ModelConfig, batch_size: int, prompt_tokens: int, new_tokens: int) -> int:
+    """Returns the tokens at which LongRoPE's factors change, if a row can decode from so many; else 0."""
+    if config.short_context is None or prompt_tokens + new_tokens <= config.short_context + 1:
+        return 0
+    # The lengths of a batch's shorter prompts are unknown.
+    return 0 if batch_size == 1 and prompt_tokens > config.short_context else config.short_context + 1
+
+
+def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, extends: bool, joins: bool) -> CacheSpec:
     """Returns the sizes with room for the pages of new tokens, rounded up to whole rounds of compaction.
 
-    Whole rounds, because the growth pages are a ring: a round must not wrap.
+    Whole rounds, because the growth pages are a ring: a round must not wrap. If a row `joins` its batch again, a page and a
+    round more (`Plan.joining_tokens`).
     """
     if extends and any(policy.pool(spec) for policy in policies):
         room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, prompt=spec.prompt_capacity)
         spec = dataclasses.replace(spec, new_capacity=room)
     pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
     every = max((pool.compact_every for pool in pools), default=0)
+    if joins and pools:
+        room = room_for(new_tokens + every + pools[0].page_size, prompt=spec.prompt_capacity)
+        spec = dataclasses.replace(spec, new_capacity=room)
     if spec.new_capacity > every > 0:
         spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
     return spec

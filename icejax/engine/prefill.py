@@ -97,7 +97,7 @@ def prefill_layers(
         return results
 
     # A layer's output, and experts from the host, are committed to the device: so must the first input be, as in `extend`.
-    embedded = jax.device_put(embed(model, jnp.asarray(_padded(prompts, plan.spec))), devices.device())
+    embedded = jax.device_put(embed(model, jnp.asarray(padded_prompts(prompts, plan.spec))), devices.device())
     return run_layers(model, embedded, run)
 
 
@@ -150,7 +150,7 @@ def _lengths(prompts: Sequence[Sequence[int]]) -> Int[Array, " B"]:
     return jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
 
 
-def _padded(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
+def padded_prompts(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:
     """Returns the prompts as i32[B, T], padded with zeros on the right."""
     tokens = np.zeros((len(prompts), min(spec.prompt_capacity, bucket(max(map(len, prompts))))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -163,9 +163,8 @@ def prefill_outcome(
 ) -> Outcome:
     """Returns the outcome of the policy's `prefill` for prompts that have attended exactly."""
     with jax.named_scope("pack"):
-        return policy.prefill(
-            policy.init(spec), heads, attended, view_of(layer, Lengths.none(len(heads.lengths)), None, shared)
-        )
+        view = view_of(layer, Lengths.none(len(heads.lengths)), heads.lengths, None, shared)
+        return policy.prefill(policy.init(spec), heads, attended, view)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")

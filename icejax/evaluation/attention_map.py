@@ -25,7 +25,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode_step import DecodeState
 from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
-from icejax.engine.prefill import prefill_outcome
+from icejax.engine.prefill import padded_prompts, prefill_outcome
 from icejax.files import private
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
@@ -52,16 +52,20 @@ class Explanation:
         Raises:
             InputError: the cache keeps all tokens on the device, so there are no fetched pages to explain.
         """
-        model = model.for_capacity(len(prompt) + new_tokens)
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
         if not plan.pooled:
             raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
         self._positions = _positions(model, prompt, plan)
         self.weights = {layer: np.zeros(len(prompt)) for layer in plan.pooled}
-        self.steps = 0
+        self.steps, self._renewal = 0, plan.renewal
 
     def watch(self, state: DecodeState) -> None:
-        """Adds one step; pass it to `stream_generate` as `watch`."""
+        """Adds one step; pass it to `stream_generate` as `watch`.
+
+        Steps after LongRoPE's factors have changed are left out: the prompt's tokens are in other pages then.
+        """
+        if self._renewal and int(state.cache.lengths.seen[0]) >= self._renewal:
+            return
         self.steps += 1
         for layer, total in self.weights.items():
             paged: PagedState = state.cache.layers[layer]
@@ -141,8 +145,6 @@ def check_picture(picture: Path) -> None:
 
 def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, np.ndarray]:
     """Returns, for every layer with pages, the prompt positions i32[K, P, p] of the tokens in its pages."""
-    padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
-    padded[0, : len(prompt)] = prompt
     new = jnp.asarray([len(prompt)], jnp.int32)
 
     def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
@@ -151,8 +153,8 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
         spec = replace(plan.spec_of(place.number), latent=False, dtype="float32")
         return _layer(with_experts_on_device(layer), x, new, place.shared, policy=policy, spec=spec)
 
-    positions = {}
-    for i, (_, pages) in enumerate(run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run)):
+    positions, embedded = {}, model.model.embed_tokens(jnp.asarray(padded_prompts([prompt], plan.spec)))
+    for i, (_, pages) in enumerate(run_layers(model, embedded, run)):
         if pages is not None:
             positions[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
     return positions

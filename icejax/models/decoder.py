@@ -76,9 +76,11 @@ class Attention(nnx.Module):
         share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
         return attended.out.astype(jnp.float32) * share[..., None]
 
-    def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-        """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return rerotate(heads, by, rope=self.rope)
+    def rerotate(
+        self, heads: Float[Array, "#B T N H"], by: Int[Array, "#B T"], seen: Int[Array, " #B"]
+    ) -> Float[Array, "#B T N H"]:
+        """Returns heads after RoPE as if their tokens stood `by` positions later; `seen` counts the tokens of each row."""
+        return rerotate(heads, by, seen, rope=self.rope)
 
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads; `expanded` matters to latent attention only."""
@@ -173,9 +175,11 @@ class DecoderLayer(nnx.Module):
         """
         return LayerHeads(*self.self_attn.project(self.input_layernorm(x), positions, seen))
 
-    def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-        """Returns heads after RoPE as if their tokens stood `by` positions later."""
-        return self.self_attn.rerotate(heads, by)
+    def rerotate(
+        self, heads: Float[Array, "#B T N H"], by: Int[Array, "#B T"], seen: Int[Array, " #B"]
+    ) -> Float[Array, "#B T N H"]:
+        """Returns heads after RoPE as if their tokens stood `by` positions later; `seen` counts the tokens of each row."""
+        return self.self_attn.rerotate(heads, by, seen)
 
     def project(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the attention block's output from its heads."""
@@ -256,13 +260,6 @@ class CausalLM(nnx.Module):
         self.model = Decoder(config, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-
-    def for_capacity(self, tokens: int) -> CausalLM:
-        """Returns the model for texts of at most `tokens` tokens, with the same arrays: LongRoPE's frequencies depend on it."""
-        config = self.config.for_capacity(tokens)
-        if config == self.config:
-            return self
-        return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: CausalLM(config, dtype=self.dtype))), nnx.state(self))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,13 @@ def cos_sin(
 
     Args:
         positions: token positions from 0.
-        lengths: tokens of each row so far; only `dynamic` scaling depends on them.
+        lengths: tokens of each row so far; only `dynamic` and `longrope` scaling depend on them.
     """
     scaling = rope.scaling
     if scaling is not None and scaling.rope_type == "dynamic":
         frequencies = _dynamic(lengths, scaling, theta=rope.theta, size=rope.size)[:, None, :]
+    elif scaling is not None and scaling.rope_type == "longrope":
+        frequencies = _longrope(lengths, rope)[:, None, :]
     else:
         frequencies = jnp.asarray(inverse_frequencies(rope))[None, None, :]
     angles = positions[:, :, None].astype(jnp.float32) * frequencies
@@ -65,18 +68,26 @@ def scale_queries(q: Float[Array, "*B T N H"], positions: Int[Array, "*B T"], *,
 
 
 def rerotate(
-    x: Float[Array, "*B T N H"], by: Int[Array, "*B T"] | Float[Array, "*B T"], *, rope: Rope
-) -> Float[Array, "*B T N H"]:
+    x: Float[Array, "*#B T N H"], by: Int[Array, "*#B T"] | Float[Array, "*#B T"], lengths: Int[Array, "*#B"], *, rope: Rope
+) -> Float[Array, "*#B T N H"]:
     """Returns heads after RoPE as if their tokens stood `by` positions later, in their dtype.
 
     A cache gives its keys new positions with it (StreamingLLM, arXiv 2309.17453). The attention factor of `yarn` is not
     applied: the heads hold it already.
 
+    Args:
+        lengths: tokens of each row so far, as for `cos_sin`.
+
     Raises:
-        InputError: the frequencies are not fixed.
+        InputError: the frequencies change with every token.
     """
     check_rerotation(rope)
-    angles = by[..., None].astype(jnp.float32) * inverse_frequencies(rope).reshape((1,) * by.ndim + (-1,))
+    if rope.scaling is not None and rope.scaling.rope_type == "longrope":
+        frequencies = _longrope(lengths, rope)[..., None, :]
+        x = jnp.broadcast_to(x, (*lengths.shape, *x.shape[-3:]))
+    else:
+        frequencies = inverse_frequencies(rope).reshape((1,) * by.ndim + (-1,))
+    angles = by[..., None].astype(jnp.float32) * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)
     return rotate(x, jnp.cos(angles), jnp.sin(angles))
 
@@ -91,7 +102,7 @@ def check_rerotation(rope: Rope) -> None:
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """Returns the fp32 inverse frequencies [R / 2], theta^(-2 i / R) before scaling.
+    """Returns the fp32 inverse frequencies [R / 2], theta^(-2 i / R) before scaling; those of long texts for `longrope`.
 
     Raises:
         ValueError: the scaling is `dynamic`, whose frequencies depend on the length.
@@ -113,6 +124,13 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
         case "longrope":
             return plain / np.asarray(scaling.factors, np.float32)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no fixed frequencies")
+
+
+def _longrope(lengths: jax.Array, rope: Rope) -> jax.Array:
+    """Returns LongRoPE's frequencies f32[B, R / 2]: the long ones for rows that are longer than the original context."""
+    scaling = rope.scaling
+    short = inverse_frequencies(replace(rope, scaling=replace(scaling, factors=scaling.short_factors)))
+    return jnp.where(lengths[..., None] > scaling.original_max_position_embeddings, inverse_frequencies(rope), short)
 
 
 def _dynamic(lengths: jax.Array, scaling: RopeScaling, *, theta: float, size: int) -> jax.Array:

@@ -27,7 +27,7 @@ from icejax.runtime import devices
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
 PIECE = 1024  # values of every weight that the checksum covers
-TOKENIZER, TEMPLATE = "tokenizer", "chat template"
+TOKENIZER, TEMPLATE, FACTORS = "tokenizer", "chat template", "LongRoPE's factors"
 PROBES = (  # texts on which tokenizers differ: spaces, digits, code and other scripts
     "Hello world",
     " leading and  double spaces\n\n\ttabs",
@@ -55,6 +55,8 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
             leaf = leaf[0]
         weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
+    if model.config.short_context is not None:
+        fields = {FACTORS: "by the text's length"} | fields
     fields |= {TOKENIZER: _tokenizer_sum(tokenizer), TEMPLATE: _template_sum(tokenizer)}
     return json.loads(json.dumps(fields, default=str))  # through JSON, to compare equal with a fingerprint read from disk
 
@@ -98,6 +100,11 @@ def check_same(path: Path, saved: dict[str, Any], here: dict[str, Any], policy: 
         value = saved.get(key, defaults.get(key))
         if key in INERT or value == here.get(key) or (key == TEMPLATE and not chat):
             continue
+        if key == FACTORS:
+            raise InputError(
+                f"{path} was saved by an older icejax, which had one set of LongRoPE's factors for all texts: "
+                "begin a new session in another folder, or remove it"
+            )
         if key in (TOKENIZER, TEMPLATE):
             raise InputError(f"{path} was saved with another {key}: use the same, or another folder")
         difference = f"{path} was saved with {key} = {_shown(value)}, here it is {_shown(here.get(key))}"

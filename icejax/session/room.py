@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from icejax.cache.protocol import CachePolicy
@@ -13,6 +14,8 @@ from icejax.engine.decode_loop import Run
 from icejax.engine.plan import Plan, make_plan
 from icejax.models.decoder import CausalLM
 from icejax.session import storage
+
+LOG = logging.getLogger(__name__)
 
 
 def session_plan(model: CausalLM, cache: CachePolicy, *, context_length: int, first: int) -> Plan:
@@ -29,6 +32,18 @@ def room_behind(plan: Plan, run: Run, tokens: Sequence[int]) -> int:
     return room
 
 
+def outgrows(model: CausalLM, seen: int, tokens: int) -> bool:
+    """Says whether a text of `tokens` tokens outgrows LongRoPE's original context, within which a cache of `seen` tokens is.
+
+    All keys have other factors then; the log says that the conversation is prefilled anew.
+    """
+    short = model.config.short_context
+    if short is None or not seen <= short < tokens:
+        return False
+    LOG.warning("the conversation outgrows the model's original context of %d tokens: it is prefilled anew", short)
+    return True
+
+
 def saved_size(plan: Plan, run: Run | None, *, held: int, new: int, limit: int) -> int:
     """Returns the most bytes that saving can write after `new` tokens were appended and answered with `limit` tokens.
 
@@ -38,5 +53,6 @@ def saved_size(plan: Plan, run: Run | None, *, held: int, new: int, limit: int) 
     """
     pages, seen = (0, 0) if run is None else (int(run.state.cache.lengths.next_page), run.seen)
     if plan.pooled:
-        pages = min(plan.pool.pages, pages + (plan.text_slots(held - seen + new) + limit) // plan.page_size)
+        text = max(plan.text_slots(held - seen + new), plan.spec.prompt_capacity if run is None else 0)
+        pages = min(plan.pool.pages, pages + (text + limit) // plan.page_size)
     return storage.size(plan, tokens=held + new + limit, pages=pages)

@@ -30,7 +30,7 @@ from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
 from icejax.session.fingerprint import fingerprint
 from icejax.session.messages import grow, has_answer, take_back, warn_anew
-from icejax.session.room import room_behind, saved_size, session_plan
+from icejax.session.room import outgrows, room_behind, saved_size, session_plan
 from icejax.text.chat_messages import template_variables
 from icejax.text.chat_turns import next_turn, with_one_end
 
@@ -71,9 +71,8 @@ class Session:
             system: the system message of a chat; None: the template's own, if it has one.
             tools, chat_template_kwargs: of the chat template, as in `icejax.chat`.
         """
-        self._tokenizer, self._cache = tokenizer, checked_policy(cache)
+        self._model, self._tokenizer, self._cache = model, tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
-        self._model = model.for_capacity(self.context_length)
         self._limit = devices.check_limit(host_memory_limit)
         self.token_ids: list[int] = []
         self.messages, self.template_variables = first_messages(system), template_variables(tools, chat_template_kwargs)
@@ -115,7 +114,7 @@ class Session:
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
         started, answer = Mark.now(), AnswerOptions(**options)
-        new = self._encode(text, answer, continues=self._run is not None)
+        new = self._encode(text, answer, continues=bool(self.token_ids))
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
             yield from self._answer(self.token_ids, new, [], answer, started=started, progress=layer_done, save_to=save_to)
 
@@ -135,7 +134,7 @@ class Session:
         Raises:
             InputError: the message is empty, there is no room for it, the template fails, or the session holds plain text.
         """
-        if self._run is not None and not self.messages:
+        if self.token_ids and not self.messages:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
         started, answer = Mark.now(), AnswerOptions(**options)
         turn, held, new = self._chat_turn(text, answer)
@@ -185,6 +184,8 @@ class Session:
                 f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
                 f"{self.context_length} is full; begin a new one, or one with a larger context_length"
             )
+        if held and (self._run is None or outgrows(self._model, self._seen, len(held) + len(new))):
+            held, new = [], held + new
         limit, tokens = min(answer.max_new_tokens, room), held[self._seen :] + new
         if not tokens:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
@@ -197,7 +198,7 @@ class Session:
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
         self._newest = None
         if not held:
-            self._run, self.token_ids, self._first, self._outdated = None, [], len(new), False  # frees the old cache first
+            self._run, self._first, self._outdated = None, len(new), False  # frees the old cache before the new one is made
             self._plan = self._plan_for(len(new))
             options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
             options |= dict(progress=progress, host_memory_limit=self._limit)
@@ -221,7 +222,9 @@ class Session:
                 if self._newest is not row and row.finish_reason is None:
                     raise InputError("the session has been asked something else since: this answer cannot go on")
         except BaseException:
-            if self._newest is row:
+            if self._newest is row and run.renewing:
+                self._run = None  # the next text is prefilled with all tokens so far
+            elif self._newest is row:
                 self.token_ids += run.unread_token(len(self.token_ids))
             raise
 

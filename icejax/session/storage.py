@@ -184,7 +184,6 @@ def open_session(path: Path, model: CausalLM, tokenizer: Any, cache: CachePolicy
             cache; the message names the difference.
     """
     stored = read_session(path)
-    model = model.for_capacity(stored.about.context_length)  # RoPE may depend on the context length
     policy = stored.policy if cache is None else cache
     check_same(path, stored.identity, fingerprint(model, policy, tokenizer), policy, chat=bool(stored.about.messages))
     return stored

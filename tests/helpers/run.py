@@ -34,7 +34,6 @@ def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
 
 def all_logits(model: CausalLM, prompt: Sequence[int], policy: CachePolicy) -> np.ndarray:
     """Returns the logits f32[T, V] at every position of `prompt`, computed with the engine's prefill of a layer."""
-    model = model.for_capacity(len(prompt))
     plan = plan_for(model, policy, [prompt], 1)
     padded = np.zeros((1, plan.spec.prompt_capacity), np.int32)
     padded[0, : len(prompt)] = prompt
@@ -61,7 +60,6 @@ def greedy(
     model: CausalLM, policy: CachePolicy, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Decodes greedily; returns tokens i32[B, n], logits f32[n, B, V], and the number of pages attended i32[n, B]."""
-    model = model.for_capacity(max(map(len, prompts)) + new_tokens)
     plan = plan_for(model, policy, prompts, new_tokens)
     state, step, pool = prefill(model, prompts, plan)
     decoding, steps = DecodePrograms(model, plan), [step]

@@ -103,7 +103,7 @@ def test_heads_are_rotated_to_the_positions_of_their_making(model_and_logits):
         return layer.enter(x, jnp.asarray(head_positions, jnp.int32), seen)
 
     for actual, expected in zip(heads(positions)[:2], heads(positions + shifts)[:2], strict=True):
-        np.testing.assert_allclose(layer.rerotate(actual, jnp.asarray(shifts)), expected, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(layer.rerotate(actual, jnp.asarray(shifts), seen), expected, rtol=0, atol=tolerances.EXACT)
 
 
 def test_every_number_of_the_latent_is_read(model_and_logits):

@@ -96,10 +96,13 @@ class Scripted:
     def __init__(self, monkeypatch, tokenizer, ends=None):
         self.cache, self.prefilled, self.answers, self.leaves = [], [], [], 1
         config = SimpleNamespace(
-            context_length=2000, vocab_size=1000, num_hidden_layers=1, eos_token_ids=ends or (tokenizer.eos_token_id,)
+            context_length=2000,
+            vocab_size=1000,
+            num_hidden_layers=1,
+            eos_token_ids=ends or (tokenizer.eos_token_id,),
+            short_context=None,
         )
         self.model = SimpleNamespace(config=config)
-        self.model.for_capacity = lambda tokens: self.model
         monkeypatch.setattr(module, "prefill", self.prefill)
         monkeypatch.setattr(module, "extend", self.extend)
         monkeypatch.setattr(module, "decode_rows", self.stream)

@@ -84,10 +84,13 @@ class LatentAttention(nnx.Module):
             absorbed = jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
         return absorbed, jnp.concatenate([latent, key], axis=-1), latent, self._expanded(q, latent[:, :, 0], key)
 
-    def rerotate(self, heads: Float[Array, "B T N H"], by: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    def rerotate(
+        self, heads: Float[Array, "#B T N H"], by: Int[Array, "#B T"], seen: Int[Array, " #B"]
+    ) -> Float[Array, "#B T N H"]:
         """Returns cached keys, or absorbed queries, as if their tokens stood `by` positions later."""
-        rank = self.config.kv_lora_rank
-        return jnp.concatenate([heads[..., :rank], rerotate(heads[..., rank:], by, rope=self.rope)], axis=-1)
+        rotated = rerotate(heads[..., self.config.kv_lora_rank :], by, seen, rope=self.rope)
+        latent = jnp.broadcast_to(heads[..., : self.config.kv_lora_rank], (*rotated.shape[:-1], self.config.kv_lora_rank))
+        return jnp.concatenate([latent, rotated], axis=-1)
 
     def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
         """Returns the attention block's output from attended latents, or from attended values if `expanded`."""
