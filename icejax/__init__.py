@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from icejax.api.generate import generate, load, stream_generate
-    from icejax.api.prompts import chat
+    from icejax.api.prompts import ContextFull, chat
     from icejax.cache.options import make_policy
     from icejax.cache.protocol import CachePolicy
     from icejax.cache.registry import POLICIES, Clustered, Full
@@ -21,6 +21,7 @@ _MODULES = {
     "POLICIES": "cache.registry",
     "CachePolicy": "cache.protocol",
     "Clustered": "cache.registry",
+    "ContextFull": "api.prompts",
     "Full": "cache.registry",
     "GenerationResponse": "engine.response",
     "InputError": "checks.errors",
@@ -37,6 +38,7 @@ __all__ = [
     "POLICIES",
     "CachePolicy",
     "Clustered",
+    "ContextFull",
     "Full",
     "GenerationResponse",
     "InputError",

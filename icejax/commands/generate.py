@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import array
 import dataclasses
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -67,7 +70,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     model, tokenizer = load(arguments, console)
     template = dict(in_template=arguments.chat, system=arguments.system)
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
-    ids = encode_prompts(model, tokenizer, requests, context_length=arguments.context_length)  # all prompts, before one runs
+    ids = [_encoded(model, tokenizer, request, arguments.context_length) for request in requests]  # all, before one runs
     requests = [dataclasses.replace(request, prompt=tokens) for request, tokens in zip(requests, ids, strict=True)]
     explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
     responses: dict[int, GenerationResponse] = {}
@@ -96,7 +99,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(table([responses[row] for row in sorted(responses)], console))
 
 
-def batches(ids: list[list[int]], size: int) -> list[list[int]]:
+def _encoded(model: CausalLM, tokenizer: Any, request: Request, context_length: int | None) -> array.array:
+    """Returns a prompt's token ids in 4 bytes each, of which a list takes nine times as many."""
+    return array.array("i", encode_prompts(model, tokenizer, [request], context_length=context_length)[0])
+
+
+def batches(ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """Returns the prompts that run together, as row numbers: prompts of similar length, so that little is padded.
 
     Example: token counts 5, 9, 4, 8 and a size of 2 give [[2, 0], [3, 1]].

@@ -60,10 +60,17 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
     return model, tokenizer
 
 
-def resume(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:
-    """Returns the session saved in `folder`; InputError if its cache is not the one that the command line names."""
+def resume(
+    arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any, *, context_length: int | None = None
+) -> Session:
+    """Returns the session saved in `folder`; InputError if its cache is not the one that the command line names.
+
+    Args:
+        context_length: as in `Session.load`.
+    """
     policy = options.policy(arguments) if options.cache_named(arguments) else None
-    return Session.load(folder, model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments))
+    limits = dict(context_length=context_length, host_memory_limit=options.memory_limit(arguments))
+    return Session.load(folder, model, tokenizer, cache=policy, **limits)
 
 
 def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
@@ -72,9 +79,7 @@ def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: A
     if arguments.session is None or not arguments.session.exists():
         policy, limit = options.policy(arguments), options.memory_limit(arguments)
         return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, system=system)
-    session = resume(arguments, arguments.session, model, tokenizer)
-    if length not in (None, session.context_length):
-        raise InputError("a session's context length is set when it begins: leave --context-length out")
+    session = resume(arguments, arguments.session, model, tokenizer, context_length=length)
     if system is not None and session.messages[:1] != first_messages(system):
         raise InputError("a session's system message is set when it begins: leave --system out")
     return session

@@ -156,10 +156,46 @@ def test_bad_line_is_told_in_one_line_and_the_chat_goes_on(talk, chatting, tmp_p
     assert err == expected
 
 
-def test_a_full_context_says_so(talk):
-    status, out, err = talk("x" * 572, "b")
-    message = "the session holds 597 tokens and the text has 24: its context of 600 is full; "
-    assert status == 0 and err == [f"icejax chat: error: {message}begin a new one, or one with a larger context_length"]
+MORE = (
+    "/undo takes the last turn back; for more room /save DIR and begin again with --session DIR and a larger --context-length"
+)
+
+
+def test_a_full_context_is_told_before_and_nothing_is_lost(talk, chatting, tmp_path):
+    """The refused message is answered after /undo, and in a larger context behind all that was said."""
+    saved, first = tmp_path / "kept", "x" * 572
+    status, out, err = talk("a", "/undo", first, "b", f"/save {saved}", "/undo", "b")
+    assert (status, "\n".join(out)) == (
+        0,
+        "\n".join(answers(chatting, "a") + answers(chatting, first) + answers(chatting, "b")),
+    )
+    full = "the session holds 597 tokens and the text has 24: its context of 600 is full"
+    ways = "shorten the text, take a turn back (undo), or load the saved chat with a larger context_length"
+    taken_back = "the last message and its answer are taken back"
+    assert err == [
+        taken_back,
+        f"room for 3 more of 600 tokens, and an answer may take 4: {MORE}",
+        f"icejax chat: error: {full}; {ways}",
+        f"the conversation is as it was: {MORE}",
+        f"kept in {saved}",
+        taken_back,
+    ]
+    longer = [*OPTIONS, "--session", str(saved), "--context-length", "700"]
+    status, out, err = talk("b", "/stats", options=longer)
+    assert err[0] == "2 messages, which the next message prefills anew in a context of 700 tokens"
+    session = Session(*chatting, cache=Full(), context_length=700)
+    session.chat(first, max_new_tokens=4)
+    assert (status, "\n".join(out)) == (0, session.chat("b", max_new_tokens=4).text)
+    assert ["tokens", "625", "of", "700"] in [line.split() for line in err]
+    assert Session.load(saved, *chatting).context_length == 700
+
+
+def test_an_answer_that_the_context_cuts_is_told_before(talk):
+    status, out, err = talk("x" * 571, options=[*OPTIONS[:-1], "9"])
+    assert (status, len(out)) == (0, 1) and err == [
+        "icejax chat: warning: the context of 600 tokens has room for an answer of 8, not 9",
+        f"room for 0 more of 600 tokens, and an answer may take 9: {MORE}",
+    ]
 
 
 @pytest.mark.parametrize(
