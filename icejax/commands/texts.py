@@ -18,7 +18,7 @@ PER_TOKEN = 16  # bytes; the tokens of a text in any language have fewer on aver
 TEMPLATE_BYTES = 2**20  # the most bytes of a chat template; published ones have some thousands
 BESIDE = 2**20  # bytes of the names and escapes of a JSON line, and of a text for a short context
 JSONL_BYTES = 2**28  # the most bytes of a .jsonl file, whose lines are in memory together, unless one prompt may have more
-JSONL_LINES = 2**20  # its most lines, since the shortest prompt takes more than a KiB of memory
+JSONL_LINES = 2**20  # its most lines, since the shortest prompt takes half a KiB of memory
 
 
 def most_bytes(context_length: int) -> int:

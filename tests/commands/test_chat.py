@@ -190,6 +190,29 @@ def test_a_full_context_is_told_before_and_nothing_is_lost(talk, chatting, tmp_p
     assert Session.load(saved, *chatting).context_length == 700
 
 
+def test_a_chat_to_be_prefilled_anew_counts_what_it_will_hold(chatting):
+    """After a turn is taken back: the cache holds that turn, and the next message's prefill does not."""
+    session = Session(*chatting, cache=Full(), context_length=600)
+    for text in ("a", "x" * 400):
+        session.chat(text, max_new_tokens=4)
+    session.undo()
+    first = session.messages[1]["content"]
+    held = len(chatting[1](f"[user] a<eos>\n[assistant] {first}<eos>\n[assistant] ")["input_ids"])
+    assert session.room == 600 - held > 500 and len(session.token_ids) > 400
+    messages = list(session.messages)
+    new = held + len("[user] ") + 560 + 2
+    with pytest.raises(icejax.ContextFull, match=f"^the session and the text have {new} tokens: its context of 600 is full"):
+        session.chat("x" * 560)
+    assert session.messages == messages and session.chat("x", max_new_tokens=2).new_tokens > 0
+
+
+def test_freed_memory_goes_back_after_each_answer(talk, monkeypatch):
+    calls = []
+    monkeypatch.setattr(chat.heap, "give_back", lambda: calls.append(1))
+    talk("a", "/stats", "b")
+    assert len(calls) == 2
+
+
 def test_an_answer_that_the_context_cuts_is_told_before(talk):
     status, out, err = talk("x" * 571, options=[*OPTIONS[:-1], "9"])
     assert (status, len(out)) == (0, 1) and err == [

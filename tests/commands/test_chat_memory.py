@@ -37,7 +37,7 @@ def half_a_gigabyte(tmp_path_factory):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("cache", ["full", "clustered"])
 def test_a_chat_holds_its_weights_its_cache_and_little_else(half_a_gigabyte, cache):
-    line = ["--model", str(half_a_gigabyte), "--caches", cache, "--context-length", "8192", "--words", "200"]
+    line = ["--model", str(half_a_gigabyte), "--caches", cache, "--context-length", "16384", "--words", "200"]
     as_users_run = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "MALLOC_ARENA_MAX")}
     result = subprocess.run(
         [sys.executable, "-m", "bench.memory", *line], env=as_users_run, capture_output=True, text=True, check=True
