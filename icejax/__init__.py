@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from icejax.api.generate import generate, load, stream_generate
     from icejax.api.model_sampling import model_sampling
-    from icejax.api.prompts import chat
+    from icejax.api.prompts import ContextFull, chat
     from icejax.cache.options import make_policy
     from icejax.cache.protocol import CachePolicy
     from icejax.cache.registry import POLICIES, Clustered, Full
@@ -22,6 +22,7 @@ _MODULES = {
     "POLICIES": "cache.registry",
     "CachePolicy": "cache.protocol",
     "Clustered": "cache.registry",
+    "ContextFull": "api.prompts",
     "Full": "cache.registry",
     "GenerationResponse": "engine.response",
     "InputError": "checks.errors",
@@ -39,6 +40,7 @@ __all__ = [
     "POLICIES",
     "CachePolicy",
     "Clustered",
+    "ContextFull",
     "Full",
     "GenerationResponse",
     "InputError",

@@ -28,6 +28,20 @@ PROBED = (16, 512, 16384)  # characters of the first, short tries of a tokenizer
 SLOWEST = 1e-3  # seconds per character that a tokenizer may take; published models' take some 1e-6
 
 
+class ContextFull(InputError):
+    """Raised for a text that leaves no room for an answer in its context. Nothing has run, and a session is as it was.
+
+    Attributes:
+        context_length: maximum number of tokens of all texts and answers together.
+        held: number of tokens before the text.
+        new: number of tokens of the text; at least, where the text is far too long.
+    """
+
+    def __init__(self, message: str, *, context_length: int = 0, held: int = 0, new: int = 0) -> None:  # pickle needs defaults
+        super().__init__(message)
+        self.context_length, self.held, self.new = context_length, held, new
+
+
 def chat(
     tokenizer: Any,
     prompt: str | Sequence[Message],
@@ -92,8 +106,8 @@ def encode_prompts(
         continues: whether texts follow other text: then the tokenizer puts neither special tokens nor a space in front.
 
     Raises:
-        InputError: a prompt is empty, no Unicode text or no token ids, or leaves no room for an answer token in
-            `context_length`; or the tokenizer belongs to another model.
+        ContextFull: a prompt leaves no room for an answer token in `context_length`.
+        InputError: a prompt is empty, no Unicode text or no token ids; or the tokenizer belongs to another model.
     """
     context_length = _context(model, context_length)
     if not requests:
@@ -123,9 +137,12 @@ def _encoded(
     if not ids:
         raise InputError(f"{name} is empty: expected some text")
     if len(ids) >= context_length:
-        raise InputError(
+        raise ContextFull(
             f"{name} has {'at least ' if is_cut else ''}{len(ids)} tokens and the context holds "
-            f"{context_length}, the answer included: shorten it, or raise --context-length if the model can take it"
+            f"{context_length}, the answer included: shorten it, or raise --context-length if the model can take it",
+            context_length=context_length,
+            held=0,
+            new=len(ids),
         )
     if max(ids) >= model.config.vocab_size:
         reason = "the tokenizer is not the model's" if isinstance(prompt, str) else "they are of another model"

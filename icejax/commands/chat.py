@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from icejax.api.prompts import first_messages
+from icejax.api.prompts import ContextFull, first_messages
 from icejax.checks.errors import InputError, suggestion
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
@@ -28,7 +28,9 @@ from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
 from icejax.files.atomic_folder import Claim, claim
+from icejax.runtime import heap
 from icejax.runtime.progress import PREFILL
+from icejax.session.messages import has_answer
 from icejax.session.session import Session
 from icejax.session.storage import ABOUT
 from icejax.session.usage import session_usage
@@ -128,6 +130,8 @@ class Chat:
             raise
         except InputError as error:
             self._tell(f"{self._name}: error: {error}")
+            if isinstance(error, ContextFull) and self._session.token_ids:
+                self._tell(f"the conversation is as it was: {self._more_room()}")
         return True
 
     def _do(self, word: str, rest: str = "") -> None:
@@ -172,7 +176,21 @@ class Chat:
             printer.end(self._last)
             if save_to is not None:
                 session.save(save_to)
+        self._tell_room()
+        heap.give_back()  # while somebody reads the answer
         return True
+
+    def _tell_room(self) -> None:
+        """Says so where the context has less room than an answer may need."""
+        session, most = self._session, self._answer.max_new_tokens
+        if session.room < most:
+            counts = f"room for {session.room:,} more of {session.context_length:,} tokens, and an answer may take {most:,}"
+            self._tell(f"{counts}: {self._more_room()}")
+
+    def _more_room(self) -> str:
+        """Returns what makes room in the context."""
+        again = "begin again with" if self._keeping else "/save DIR and begin again with --session DIR and"
+        return f"/undo takes the last turn back; for more room {again} a larger --context-length"
 
     def _file(self, path: str) -> None:
         if not path:
@@ -230,10 +248,13 @@ class Chat:
 
     def _checked_chat(self, session: Session) -> Session:
         """Returns the session and prints its size if it was saved; InputError if it is not a chat."""
+        if session.token_ids and not session.messages:
+            raise InputError("the session is not a chat: go on with icejax.generate, or choose another folder")
         if session.token_ids:
-            if not session.messages:
-                raise InputError("the session is not a chat: go on with icejax.generate, or choose another folder")
             self._tell(f"{len(session.messages)} messages, {len(session.token_ids):,} tokens")
+        elif has_answer(session.messages):
+            length = f"a context of {session.context_length:,} tokens"
+            self._tell(f"{len(session.messages)} messages, which the next message prefills anew in {length}")
         return session
 
     def _stats(self, _: str) -> None:

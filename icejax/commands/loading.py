@@ -82,10 +82,17 @@ def with_model_sampling(arguments: argparse.Namespace, answer: AnswerOptions, co
     return dataclasses.replace(answer, sampling=sampling)
 
 
-def resume(arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any) -> Session:
-    """Returns the session saved in `folder`; InputError if its cache is not the one that the command line names."""
+def resume(
+    arguments: argparse.Namespace, folder: Path, model: CausalLM, tokenizer: Any, *, context_length: int | None = None
+) -> Session:
+    """Returns the session saved in `folder`; InputError if its cache is not the one that the command line names.
+
+    Args:
+        context_length: as in `Session.load`.
+    """
     policy = options.policy(arguments) if options.cache_named(arguments) else None
-    return Session.load(folder, model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments))
+    limits = dict(context_length=context_length, host_memory_limit=options.memory_limit(arguments))
+    return Session.load(folder, model, tokenizer, cache=policy, **limits)
 
 
 def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
@@ -95,9 +102,7 @@ def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: A
         policy, limit = options.policy(arguments), options.memory_limit(arguments)
         chat = dict(system=system, chat_template_kwargs=variables)
         return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, **chat)
-    session = resume(arguments, arguments.session, model, tokenizer)
-    if length not in (None, session.context_length):
-        raise InputError("a session's context length is set when it begins: leave --context-length out")
+    session = resume(arguments, arguments.session, model, tokenizer, context_length=length)
     if system is not None and session.messages[:1] != first_messages(system):
         raise InputError("a session's system message is set when it begins: leave --system out")
     if variables not in ({}, session.template_variables):

@@ -17,6 +17,8 @@ from icejax.checks.errors import InputError
 PER_TOKEN = 16  # bytes; the tokens of a text in any language have fewer on average
 TEMPLATE_BYTES = 2**20  # the most bytes of a chat template; published ones have some thousands
 BESIDE = 2**20  # bytes of the names and escapes of a JSON line, and of a text for a short context
+JSONL_BYTES = 2**28  # the most bytes of a .jsonl file, whose lines are in memory together, unless one prompt may have more
+JSONL_LINES = 2**20  # its most lines, since the shortest prompt takes half a KiB of memory
 
 
 def most_bytes(context_length: int) -> int:
@@ -28,9 +30,9 @@ def read_text(path: Path, *, context_length: int) -> str:
     """Returns the text of a file or pipe; InputError if it cannot be read, is too long or is not UTF-8."""
     try:
         with open(path, "rb") as file:
-            status, most = os.fstat(file.fileno()), most_bytes(context_length)
-            if stat.S_ISREG(status.st_mode) and status.st_size > most:
-                raise InputError(f"{path} has {status.st_size} bytes{_too_long(context_length)}")
+            most = most_bytes(context_length)
+            if (size := _size(file)) > most:
+                raise InputError(f"{path} has {size} bytes{_too_long(context_length)}")
             return _text(str(path), _bounded(str(path), file.read(most + 1), context_length))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -55,23 +57,49 @@ def read_stdin(*, context_length: int) -> str:
 
 
 def read_lines(path: Path, *, context_length: int) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line of a file or pipe that is not blank; the errors are those of `read_text`."""
+    """Yields the place and the text of each line of a file or pipe that is not blank.
+
+    Raises:
+        InputError: as in `read_text`, or the lines are too many or have too many bytes together.
+    """
     try:
         with open(path, "rb") as file:
+            size, most = _size(file), _most_together(context_length)
+            if size > most:
+                raise _too_many(path, f"{size} bytes", most)
             yield from _lines(path, file, context_length)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _lines(path: Path, file: BinaryIO, context_length: int) -> Iterator[tuple[str, str]]:
-    number = start = 0
+    number, start, most = 0, 0, _most_together(context_length)
     while line := file.readline(most_bytes(context_length) + 1):
         number += 1
         _bounded(f"{path}, line {number}", line.removesuffix(b"\n"), context_length)
+        if number > JSONL_LINES:
+            raise _too_many(path, f"more than {JSONL_LINES} lines", JSONL_LINES)
+        if start + len(line) > most:
+            raise _too_many(path, f"more than {most} bytes", most)
         text = _text(str(path), line, start=start)
         if text.strip():
             yield f"{path}, line {number}", text.removesuffix("\n")
         start += len(line)
+
+
+def _size(file: BinaryIO) -> int:
+    """Returns the bytes of a file; 0 for a pipe or a device, whose size nobody knows."""
+    status = os.fstat(file.fileno())
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def _most_together(context_length: int) -> int:
+    """Returns the most bytes of all lines of a file together, among them the longest line."""
+    return max(JSONL_BYTES, 2 * most_bytes(context_length))
+
+
+def _too_many(path: Path, count: str, most: int) -> InputError:
+    return InputError(f"{path} has {count}, and a .jsonl file may have {most}: split it into several files")
 
 
 def too_long(source: str, unit: str, context_length: int) -> InputError:

@@ -66,11 +66,13 @@ class GenerationResponse:
         logprobs: one entry per token in `token_ids`; None unless requested.
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
         finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
-        ttft_s: seconds from the call to the first token, tokenizing included.
+        ttft_s: seconds from the call to the first token, which all rows of a batch get together. The tokenizing of a text
+            counts; `icejax generate` tokenizes all prompts before its first call.
         compile_s: the seconds of `ttft_s` spent on tracing and compiling; later calls with the same sizes skip them.
         tpot_s: median seconds per token after the first, the caller's work between tokens included; None until the row has
             ended.
-        prefill_tps, decode_tps: the row's tokens per second in prefill, compiling included, and in decoding.
+        prefill_tps: the row's own prompt tokens, in a session those of the newest text, over `ttft_s`.
+        decode_tps: the row's own tokens per second after the first, `1 / tpot_s`.
         full_kv_bytes: bytes that a full cache would take for the row's tokens so far.
         pages_selected, pages_fetched: pages attended to exactly, and pages fetched from host memory, summed over steps, layers
             and KV heads; single tokens if the policy fetches single tokens.

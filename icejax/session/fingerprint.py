@@ -61,6 +61,12 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
     return json.loads(json.dumps(fields, default=str))  # through JSON, to compare equal with a fingerprint read from disk
 
 
+def check_registered(policy: CachePolicy) -> None:
+    """Raises InputError for a policy that has no name, by which a saved session would find it."""
+    if name_of(policy) is None:
+        raise InputError(f"a session with a {type(policy).__name__} cache cannot be saved: register it in icejax.POLICIES")
+
+
 def _tokenizer_sum(tokenizer: Any) -> int:
     """Returns a checksum of the token ids of `PROBES`; library versions may serialise the same tokenizer differently."""
     with tokenizer_error_from("the tokenizer fails"):

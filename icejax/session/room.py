@@ -1,19 +1,21 @@
 """The room of a session: its plan, the answer tokens that fit behind a text, and the bytes that saving it can take.
 
-`Session` calls it. Example: 10 pool pages are free behind a new text and a page holds 16 tokens: 160 answer tokens fit.
+`Session` calls it. Example: a context of 600 tokens, 500 tokens held and a text of 20: 80 answer tokens fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from icejax.api.prompts import ContextFull
 from icejax.cache.protocol import CachePolicy
-from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Run
 from icejax.engine.plan import Plan, make_plan
 from icejax.models.decoder import CausalLM
 from icejax.session import storage
+from icejax.session.messages import has_answer
 
 LOG = logging.getLogger(__name__)
 
@@ -24,12 +26,53 @@ def session_plan(model: CausalLM, cache: CachePolicy, *, context_length: int, fi
     return make_plan(model, cache, **sizes, extends=True)
 
 
-def room_behind(plan: Plan, run: Run, tokens: Sequence[int]) -> int:
-    """Returns how many answer tokens have room behind the new `tokens`; InputError if none has."""
-    room = plan.room_for_answer(len(tokens), pages=int(run.state.cache.lengths.next_page))
+def answer_limit(wanted: int, *, context_length: int, held: int, new: int, chat: bool) -> int:
+    """Returns how many of the `wanted` answer tokens have room behind `held` tokens and a text of `new`.
+
+    Logs a warning if fewer have room than are wanted.
+
+    Raises:
+        ContextFull: none has.
+    """
+    room = context_length - held - new
     if room < 1:
-        raise InputError("the session's pool of pages is full: begin a new one, or one with a larger context_length")
-    return room
+        raise _full(f"holds {held} tokens and the text has {new}", context_length, held=held, new=new, chat=chat)
+    if room < wanted:
+        LOG.warning("the context of %d tokens has room for an answer of %d, not %d", context_length, room, wanted)
+    return min(wanted, room)
+
+
+@contextlib.contextmanager
+def of_whole_chat(messages: list[dict[str, str]]) -> Iterator[None]:
+    """Makes the error of a whole chat that is too long speak of the chat; `messages`: the messages before the last one."""
+    try:
+        yield
+    except ContextFull as error:
+        if not has_answer(messages):  # the message by itself is too long
+            raise
+        counts = dict(held=0, new=error.new, chat=True)
+        raise _full(f"and the text have {error.new} tokens", error.context_length, **counts) from None
+
+
+def _full(count: str, context_length: int, *, held: int, new: int, chat: bool) -> ContextFull:
+    """Returns the error of a text without room; the turns of a chat can be taken back."""
+    ways = "take a turn back (undo), or load the saved chat" if chat else "or begin a session"
+    message = (
+        f"the session {count}: its context of {context_length} is full; shorten the text, {ways} with a larger context_length"
+    )
+    return ContextFull(message, context_length=context_length, held=held, new=new)
+
+
+def pool_is_full(plan: Plan, run: Run, tokens: Sequence[int], limit: int) -> bool:
+    """Says whether the pool lacks pages for new `tokens` and `limit` answer tokens; logs it if so.
+
+    Every text begins a new page, so hundreds of short texts fill a pool whose context has room.
+    """
+    pages = int(run.state.cache.lengths.next_page)
+    full = plan.room_for_answer(len(tokens), pages=pages) < limit
+    if full:
+        LOG.warning("many short texts have filled the pool of pages: the conversation is prefilled anew")
+    return full
 
 
 def outgrows(model: CausalLM, seen: int, tokens: int) -> bool:

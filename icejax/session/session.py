@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax.api.prompts import check_context, encode_prompts, first_messages, message
+from icejax.api.prompts import ContextFull, check_context, encode_prompts, first_messages, message
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import checked_policy, name_of
+from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
 from icejax.engine.decode_step import DecodePrograms
@@ -28,10 +28,11 @@ from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
-from icejax.session.fingerprint import fingerprint
+from icejax.session.fingerprint import check_registered, fingerprint
 from icejax.session.messages import grow, has_answer, take_back, warn_anew
-from icejax.session.room import outgrows, room_behind, saved_size, session_plan
+from icejax.session.room import answer_limit, of_whole_chat, outgrows, pool_is_full, saved_size, session_plan
 from icejax.text.chat_messages import template_variables
+from icejax.text.chat_template import render
 from icejax.text.chat_turns import next_turn, with_one_end
 
 
@@ -84,6 +85,16 @@ class Session:
         self._newest: Row | None = None
         self._run: Run | None = None
 
+    @property
+    def room(self) -> int:
+        """Number of tokens that fit: the next text, with what a chat template adds to it, and its answer together."""
+        if not has_answer(self.messages) or (self._run is not None and not self._outdated):
+            return self.context_length - len(self.token_ids)
+        with contextlib.suppress(ContextFull):  # the whole chat will be prefilled anew, without what it leaves out
+            whole = render(self._tokenizer, self.messages, self.template_variables, now=self.started)
+            return self.context_length - len(self._encode(whole, AnswerOptions()))
+        return 0
+
     def fresh_copy(self) -> Session:
         """Returns an empty session with the same cache, context length, system message and template variables."""
         limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
@@ -108,8 +119,9 @@ class Session:
             options: options of `AnswerOptions`; the tokenizer adds special tokens to the first text only.
 
         Raises:
-            InputError: the text is empty, the context or the disk of `save_to` has no room for it, the session holds a chat,
-                or the logits are not finite.
+            ContextFull: the context has no room for an answer to the text; the session is as it was.
+            InputError: the text is empty, the disk of `save_to` has no room for it, the session holds a chat, or the logits
+                are not finite.
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
@@ -125,14 +137,15 @@ class Session:
     def stream_chat(
         self, text: str, *, progress: Progress | None = None, save_to: Claim | None = None, **options: Any
     ) -> Iterator[GenerationResponse]:
-        """Appends `text` to the chat as the user's next message and yields the answer; options are those of `stream`.
+        """Appends `text` to the chat as the user's next message and yields the answer.
 
-        The session's tokens stay, and the text that the template writes after the last answer is appended, even if that answer
-        was cut off. If the template rewrites earlier turns, or the last answer had thoughts or ended at a stop string, the
-        whole chat is prefilled anew; the log warns the first time.
+        Options are those of `stream`; the template writes its own special tokens. The session's tokens stay, and the text that
+        the template writes after the last answer is appended, even if that answer was cut off. If the template rewrites earlier
+        turns, or the last answer had thoughts or ended at a stop string, the whole chat is prefilled anew; the log warns once.
 
         Raises:
-            InputError: the message is empty, there is no room for it, the template fails, or the session holds plain text.
+            ContextFull: as in `stream`.
+            InputError: the message is empty, the template fails, or the session holds plain text.
         """
         if self.token_ids and not self.messages:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
@@ -151,7 +164,8 @@ class Session:
         if self._run is not None and not self._warned:
             warn_anew(self._outdated)
             self._warned = True
-        return turn, [], self._encode(whole, answer)
+        with of_whole_chat(self.messages):
+            return turn, [], self._encode(whole, answer)
 
     def undo(self) -> str:
         """Takes the last question and its answer out of the chat and returns the question.
@@ -178,19 +192,15 @@ class Session:
     ) -> Iterator[GenerationResponse]:  # fmt: skip
         """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, `turn`'s last message."""
         check_bias(answer.sampling, self._model.config.vocab_size)
-        room = self.context_length - len(held) - len(new)
-        if room < 1:
-            raise InputError(
-                f"the session holds {len(held)} tokens and the text has {len(new)}: its context of "
-                f"{self.context_length} is full; begin a new one, or one with a larger context_length"
-            )
+        sizes = dict(context_length=self.context_length, held=len(held), new=len(new), chat=bool(turn))
+        limit = answer_limit(answer.max_new_tokens, **sizes)
         if held and (self._run is None or outgrows(self._model, self._seen, len(held) + len(new))):
             held, new = [], held + new
-        limit, tokens = min(answer.max_new_tokens, room), held[self._seen :] + new
+        tokens = held[self._seen :] + new
         if not tokens:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
-        if held:
-            limit = min(limit, room_behind(self._plan, self._run, tokens))
+        if held and pool_is_full(self._plan, self._run, tokens, limit):
+            held, new, tokens = [], held + new, held + new
         if save_to is not None:
             plan, run = (self._plan, self._run) if held else (self._plan_for(len(new)), None)
             save_to.check_room(saved_size(plan, run, held=len(held), new=len(new), limit=limit))
@@ -252,9 +262,7 @@ class Session:
         if self._run is None:
             raise InputError("the session is empty: ask something before saving it")
         self._run.check(len(self.token_ids))
-        if name_of(self._cache) is None:
-            kind = type(self._cache).__name__
-            raise InputError(f"a session with a {kind} cache cannot be saved: register it in icejax.POLICIES")
+        check_registered(self._cache)
         cache = self._run.state.cache
         about = storage.SessionInfo(
             context_length=self.context_length,
@@ -279,12 +287,14 @@ class Session:
         tokenizer: Any,
         *,
         cache: CachePolicy | None = None,
+        context_length: int | None = None,
         host_memory_limit: int | None = None,
     ) -> Session:
         """Returns the session saved at `path`.
 
         Args:
             cache: the cache policy that the session must have; None: any.
+            context_length: None: the saved one. With another one a chat goes on, which the next message prefills anew.
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
 
         Raises:
@@ -292,12 +302,13 @@ class Session:
                 names the difference.
         """
         stored = storage.open_session(as_path(path), model, tokenizer, cache if cache is None else checked_policy(cache))
-        limits = dict(context_length=stored.about.context_length, host_memory_limit=host_memory_limit)
-        session = cls(model, tokenizer, cache=stored.policy, **limits)
-        session.messages, session.started, session._first = stored.about.messages, stored.about.started, stored.about.first
-        session.template_variables, session._outdated = stored.about.template_variables, stored.about.outdated
+        about, limits = stored.about, dict(host_memory_limit=host_memory_limit)
+        session = cls(model, tokenizer, cache=stored.policy, context_length=stored.context_for(context_length), **limits)
+        session.messages, session.started, session.template_variables = about.messages, about.started, about.template_variables
+        if session.context_length != about.context_length:
+            return session
+        session._first, session._outdated = about.first, about.outdated
         session._plan = plan = session._plan_for(session._first)
-        sizes = dict(vocab_size=model.config.vocab_size, host_memory_limit=host_memory_limit)
-        session.token_ids, kv_cache, pool = stored.read(plan, **sizes)
-        session._run = resumed_run(model, plan, kv_cache, pool)
+        session.token_ids, *arrays = stored.read(plan, vocab_size=model.config.vocab_size, **limits)
+        session._run = resumed_run(model, plan, *arrays)
         return session

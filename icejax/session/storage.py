@@ -109,6 +109,13 @@ class StoredSession:
         """The session's cache policy; InputError if this version cannot make it."""
         return policy_of(self.path, self.identity)
 
+    def context_for(self, context_length: int | None) -> int:
+        """Returns the context length to go on with, None being the saved one; InputError for another one of plain text."""
+        length = self.about.context_length
+        if context_length not in (None, length) and not self.about.messages:
+            raise InputError(f"{self.path} holds plain text, whose context length of {length} stays: leave context_length out")
+        return length if context_length is None else context_length
+
     def read(
         self, plan: Plan, *, vocab_size: int, host_memory_limit: int | None
     ) -> tuple[list[int], KVCache, jax.Array | None]:

@@ -32,6 +32,8 @@ BAD = {
     "decode --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
     "decode --shape bundled --layers 2": "--layers is for random weights of a shape",
     "decode --layers 0": "--layers must be at least 1, got 0",
+    "memory --model x --caches fulll": "--caches must be of full, ",
+    "memory --model x --words 0": "--words must be at least 1, got 0",
     "prefill --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
     "prefill --lengths 0": "--lengths must be at least 1, got 0",
     "prefill --shape qwen3-30b-a3b --policies transformers": "transformers is timed with Llama's layers, and this shape is qwen3_moe's",

@@ -156,10 +156,69 @@ def test_bad_line_is_told_in_one_line_and_the_chat_goes_on(talk, chatting, tmp_p
     assert err == expected
 
 
-def test_a_full_context_says_so(talk):
-    status, out, err = talk("x" * 572, "b")
-    message = "the session holds 597 tokens and the text has 24: its context of 600 is full; "
-    assert status == 0 and err == [f"icejax chat: error: {message}begin a new one, or one with a larger context_length"]
+MORE = (
+    "/undo takes the last turn back; for more room /save DIR and begin again with --session DIR and a larger --context-length"
+)
+
+
+def test_a_full_context_is_told_before_and_nothing_is_lost(talk, chatting, tmp_path):
+    """The refused message is answered after /undo, and in a larger context behind all that was said."""
+    saved, first = tmp_path / "kept", "x" * 572
+    status, out, err = talk("a", "/undo", first, "b", f"/save {saved}", "/undo", "b")
+    assert (status, "\n".join(out)) == (
+        0,
+        "\n".join(answers(chatting, "a") + answers(chatting, first) + answers(chatting, "b")),
+    )
+    full = "the session holds 597 tokens and the text has 24: its context of 600 is full"
+    ways = "shorten the text, take a turn back (undo), or load the saved chat with a larger context_length"
+    taken_back = "the last message and its answer are taken back"
+    assert err == [
+        taken_back,
+        f"room for 3 more of 600 tokens, and an answer may take 4: {MORE}",
+        f"icejax chat: error: {full}; {ways}",
+        f"the conversation is as it was: {MORE}",
+        f"kept in {saved}",
+        taken_back,
+    ]
+    longer = [*OPTIONS, "--session", str(saved), "--context-length", "700"]
+    status, out, err = talk("b", "/stats", options=longer)
+    assert err[0] == "2 messages, which the next message prefills anew in a context of 700 tokens"
+    session = Session(*chatting, cache=Full(), context_length=700)
+    session.chat(first, max_new_tokens=4)
+    assert (status, "\n".join(out)) == (0, session.chat("b", max_new_tokens=4).text)
+    assert ["tokens", "625", "of", "700"] in [line.split() for line in err]
+    assert Session.load(saved, *chatting).context_length == 700
+
+
+def test_a_chat_to_be_prefilled_anew_counts_what_it_will_hold(chatting):
+    """After a turn is taken back: the cache holds that turn, and the next message's prefill does not."""
+    session = Session(*chatting, cache=Full(), context_length=600)
+    for text in ("a", "x" * 400):
+        session.chat(text, max_new_tokens=4)
+    session.undo()
+    first = session.messages[1]["content"]
+    held = len(chatting[1](f"[user] a<eos>\n[assistant] {first}<eos>\n[assistant] ")["input_ids"])
+    assert session.room == 600 - held > 500 and len(session.token_ids) > 400
+    messages = list(session.messages)
+    new = held + len("[user] ") + 560 + 2
+    with pytest.raises(icejax.ContextFull, match=f"^the session and the text have {new} tokens: its context of 600 is full"):
+        session.chat("x" * 560)
+    assert session.messages == messages and session.chat("x", max_new_tokens=2).new_tokens > 0
+
+
+def test_freed_memory_goes_back_after_each_answer(talk, monkeypatch):
+    calls = []
+    monkeypatch.setattr(chat.heap, "give_back", lambda: calls.append(1))
+    talk("a", "/stats", "b")
+    assert len(calls) == 2
+
+
+def test_an_answer_that_the_context_cuts_is_told_before(talk):
+    status, out, err = talk("x" * 571, options=[*OPTIONS[:-1], "9"])
+    assert (status, len(out)) == (0, 1) and err == [
+        "icejax chat: warning: the context of 600 tokens has room for an answer of 8, not 9",
+        f"room for 0 more of 600 tokens, and an answer may take 9: {MORE}",
+    ]
 
 
 @pytest.mark.parametrize(

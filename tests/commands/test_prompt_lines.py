@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax.cache.registry import Full
+from icejax.commands import generate as command
 from icejax.commands.generate import batches
 from icejax.commands.requests import read_prompts
 from tests.helpers import families
@@ -260,3 +261,13 @@ def test_times_of_a_line_are_those_of_its_row(capsys, tmp_path, bundled, monkeyp
         assert [round(row["prefill_tps"] * row["ttft_s"]) for row in rows] == [row["prompt_tokens"] for row in rows] == counts
         waits = [row["ttft_s"] for row in rows]
         assert (sum(waits) if batch_size == 1 else max(waits)) < took and (waits[0] == waits[1]) == (batch_size == 2)
+
+
+def test_times_leave_out_the_tokenizing_of_all_prompts(capsys, bundled, monkeypatch):
+    """The command tokenizes every prompt before the first batch, whose start the times count from."""
+    encode = command.encode_prompts
+    monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
+    monkeypatch.setattr(command, "encode_prompts", lambda *args, **options: time.sleep(1) or encode(*args, **options))
+    started = time.perf_counter()
+    row = json.loads(run(capsys, "--prompt", "abc", *COMMON)[1])
+    assert row["ttft_s"] < time.perf_counter() - started - 1

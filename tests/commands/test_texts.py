@@ -64,6 +64,30 @@ def test_a_line_of_a_file_is_refused_once_it_passes(capsys, tmp_path):
     assert refusal(capsys, "--prompt-file", str(file)) == f"{file}, line 3 has more than {MOST} bytes{TAKES}"
 
 
+@pytest.mark.parametrize("size", [2**28 + 1, 2**40])
+def test_a_file_of_lines_is_refused_by_its_size(capsys, tmp_path, monkeypatch, size):
+    file = tmp_path / "many.jsonl"
+    file.touch()
+    os.truncate(file, size)  # sparse
+    monkeypatch.setattr(texts, "_lines", lambda *_: pytest.fail("the file was read"))
+    splits = f"and a .jsonl file may have {2**28}: split it into several files"
+    assert refusal(capsys, "--prompt-file", str(file)) == f"{file} has {size} bytes, {splits}"
+
+
+@pytest.mark.parametrize(
+    "line, most, unit", [("", 500, "lines"), ('{"prompt": "x"}', 500, "lines"), ("x" * 2**20, 2 * MOST, "bytes")]
+)
+def test_a_stream_of_lines_is_refused_once_it_passes(tmp_path, monkeypatch, line, most, unit):
+    monkeypatch.setattr(texts, "JSONL_BYTES", 2 * MOST)
+    monkeypatch.setattr(texts, "JSONL_LINES", 500)
+    path, stream = tmp_path / "endless.jsonl", io.BytesIO(f"{line}\n".encode() * 510)
+    with pytest.raises(icejax.InputError) as error:
+        list(texts._lines(path, stream, LENGTH))
+    counts = f"has more than {most} {unit}, and a .jsonl file may have {most}"
+    assert str(error.value) == f"{path} {counts}: split it into several files"
+    assert stream.tell() <= 501 * (len(line) + 1) and stream.tell() <= 2 * MOST + len(line) + 1
+
+
 def test_what_just_fits_is_read(tmp_path, monkeypatch):
     content = "x" * MOST
     (tmp_path / "p.txt").write_text(content)

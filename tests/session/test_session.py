@@ -1,6 +1,7 @@
 """Sessions: a later question sees all earlier text, and a saved session continues bit for bit."""
 
 import dataclasses
+import pickle
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ from bench.needle import task
 from icejax.cache.registry import Clustered, Full, SnapKV
 from icejax.engine import decode_step
 from icejax.engine.decode_loop import Row, run_constants
+from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime import compiler_options
 from icejax.session import session as module
@@ -194,18 +196,52 @@ def test_without_pages_no_more_is_reserved_than_the_context(bundled, cache):
     assert 3000 * bytes_per_token <= answer.run.device_kv_bytes <= 3400 * bytes_per_token
 
 
-@pytest.mark.slow
-def test_a_full_session_says_so(bundled):
-    session = Session(*bundled, cache=Clustered(budget=64), context_length=300)
+def test_a_full_session_says_so_and_stays_as_it_was(bundled):
+    session = Session(*bundled, cache=Full(), context_length=300)
     for options in (dict(max_new_tokens=0), dict(stop=[""]), dict(seed=-1)):
         with pytest.raises(icejax.InputError, match="max_new_tokens must be|stop string is empty|seed must be"):
             session.ask("x", **options)
+    assert session.room == 300
     session.ask("x" * 200, max_new_tokens=20)
-    with pytest.raises(
-        icejax.InputError, match=r"the session holds 220 tokens and the text has 100: its context of 300 is full"
-    ):
+    before = list(session.token_ids)
+    assert session.room == 80
+    message = r"the session holds 220 tokens and the text has 100: its context of 300 is full; shorten the text, or begin a"
+    with pytest.raises(icejax.ContextFull, match=message) as error:
         session.ask("y" * 100)
-    assert session.ask("y" * 20, max_new_tokens=5).new_tokens <= 5
+    assert (error.value.context_length, error.value.held, error.value.new) == (300, 220, 100)
+    copied = pickle.loads(pickle.dumps(error.value))  # it may cross processes
+    assert (str(copied), copied.held) == (str(error.value), 220)
+    with pytest.raises(icejax.ContextFull):
+        session.ask("y" * 80)
+    assert (session.token_ids, session.room) == (before, 80)
+    assert session.ask("y" * 75, max_new_tokens=9).new_tokens <= 5
+
+
+FULL_POOL = "many short texts have filled the pool of pages: the conversation is prefilled anew"
+
+
+def test_a_full_pool_is_prefilled_anew(bundled, monkeypatch, caplog):
+    session = Session(*bundled, cache=Full(), context_length=300)
+    session.ask("x = 1\n", max_new_tokens=3)
+    monkeypatch.setattr(Plan, "room_for_answer", lambda *_, **__: 2)
+    for count in (2, 3):
+        session.ask("y = ", max_new_tokens=count)
+        assert (FULL_POOL in caplog.messages) == (count == 3)
+    expected = icejax.generate(*bundled, session.token_ids[:-3], cache=Full(), max_new_tokens=3)[0]
+    assert session.token_ids[-3:] == list(expected.token_ids) and len(session.token_ids) == 6 + 3 + 4 + 2 + 4 + 3
+
+
+@pytest.mark.slow
+def test_many_short_texts_do_not_fill_the_pool(bundled, caplog):
+    """Each begins a new page: the pool is full of pages with one token long before the context is full."""
+    session = Session(*bundled, cache=Clustered(budget=64), context_length=600)
+    for _ in range(100):
+        session.ask("x", max_new_tokens=1)
+        if FULL_POOL in caplog.messages:
+            break
+    *prompt, newest = session.token_ids
+    plain = icejax.generate(*bundled, prompt, cache=Full(), max_new_tokens=1)[0]
+    assert 20 < len(prompt) < 300 and newest == plain.token_ids[0]
 
 
 def test_progress_is_told_and_may_end_the_first_text(bundled):

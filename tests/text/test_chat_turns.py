@@ -109,7 +109,7 @@ class Scripted:
         for name in ("session_plan", "DecodePrograms", "run_constants"):
             monkeypatch.setattr(module, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
-        monkeypatch.setattr(module, "room_behind", lambda *_: 2000)
+        monkeypatch.setattr(module, "pool_is_full", lambda *_: False)
 
     def prefill(self, model, prompts, *_, **__):
         self.cache = list(prompts[0])
