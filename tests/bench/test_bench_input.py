@@ -32,7 +32,7 @@ BAD = {
     "decode --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
     "decode --shape bundled --layers 2": "--layers is for random weights of a shape",
     "decode --layers 0": "--layers must be at least 1, got 0",
-    "memory --model x --caches fulll": "--caches must be of full, ",
+    "memory --model x --caches fulll": "--caches must be of adakv, ",
     "memory --model x --words 0": "--words must be at least 1, got 0",
     "prefill --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
     "prefill --lengths 0": "--lengths must be at least 1, got 0",
