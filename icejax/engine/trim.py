@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,11 @@ class Joint:
 
     tokens: int
     page: int
+
+
+def is_joint(value: Any) -> bool:
+    """Says whether a value from a file is the fields of a joint."""
+    return isinstance(value, list) and [type(number) for number in value] == [int, int] and min(value) >= 0
 
 
 def joint_of(plan: Plan, cache: KVCache) -> Joint | None:

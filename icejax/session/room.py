@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from icejax.api.prompts import ContextFull
 from icejax.cache.protocol import CachePolicy
-from icejax.engine.decode_loop import Run
 from icejax.engine.plan import Plan, make_plan
+from icejax.engine.trim import Joint
 from icejax.models.decoder import CausalLM
 from icejax.session import storage
 from icejax.session.messages import has_answer
@@ -63,12 +63,11 @@ def _full(count: str, context_length: int, *, held: int, new: int, chat: bool) -
     return ContextFull(message, context_length=context_length, held=held, new=new)
 
 
-def pool_is_full(plan: Plan, run: Run, tokens: Sequence[int], limit: int) -> bool:
-    """Says whether the pool lacks pages for new `tokens` and `limit` answer tokens; logs it if so.
+def pool_is_full(plan: Plan, pages: int, tokens: Sequence[int], limit: int) -> bool:
+    """Says whether the pool, with `pages` in use, lacks pages for new `tokens` and `limit` answer tokens; logs it if so.
 
     Every text begins a new page, so hundreds of short texts fill a pool whose context has room.
     """
-    pages = int(run.state.cache.lengths.next_page)
     full = plan.room_for_answer(len(tokens), pages=pages) < limit
     if full:
         LOG.warning("many short texts have filled the pool of pages: the conversation is prefilled anew")
@@ -87,15 +86,15 @@ def outgrows(model: CausalLM, seen: int, tokens: int) -> bool:
     return True
 
 
-def saved_size(plan: Plan, run: Run | None, *, held: int, new: int, limit: int) -> int:
+def saved_size(plan: Plan, end: Joint | None, *, held: int, new: int, limit: int) -> int:
     """Returns the most bytes that saving can write after `new` tokens were appended and answered with `limit` tokens.
 
     Args:
-        run: the run so far; None: the new text is the first.
+        end: where the cache ends before the new text; None: the new text is the first.
         held: number of tokens before the new text.
     """
-    pages, seen = (0, 0) if run is None else (int(run.state.cache.lengths.next_page), run.seen)
+    pages, seen = (0, 0) if end is None else (end.page, end.tokens)
     if plan.pooled:
-        text = max(plan.text_slots(held - seen + new), plan.spec.prompt_capacity if run is None else 0)
+        text = max(plan.text_slots(held - seen + new), plan.spec.prompt_capacity if end is None else 0)
         pages = min(plan.pool.pages, pages + (text + limit) // plan.page_size)
     return storage.size(plan, tokens=held + new + limit, pages=pages)

@@ -13,15 +13,10 @@ from icejax.api.prompts import ContextFull, check_context, encode_prompts, first
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError
-from icejax.engine.decode_loop import Row, Run, decode_rows, resumed_run, run_constants
-from icejax.engine.decode_step import DecodePrograms
-from icejax.engine.extend import extend
-from icejax.engine.penalties import row_options
-from icejax.engine.plan import Plan
-from icejax.engine.prefill import prefill
+from icejax.engine.decode_loop import Row, decode_rows, run_constants
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
-from icejax.engine.sampling import check_bias, row_keys
+from icejax.engine.sampling import check_bias
 from icejax.files.atomic_folder import Claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -30,7 +25,8 @@ from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
 from icejax.session.fingerprint import check_registered, fingerprint
 from icejax.session.messages import grow, has_answer, take_back, warn_anew
-from icejax.session.room import answer_limit, of_whole_chat, outgrows, pool_is_full, saved_size, session_plan
+from icejax.session.room import answer_limit, of_whole_chat, outgrows, pool_is_full, saved_size
+from icejax.session.text_cache import TextCache
 from icejax.text.chat_messages import template_variables
 from icejax.text.chat_template import render
 from icejax.text.chat_turns import next_turn, with_one_end
@@ -72,23 +68,20 @@ class Session:
             system: the system message of a chat; None: the template's own, if it has one.
             tools, chat_template_kwargs: of the chat template, as in `icejax.chat`.
         """
-        self._model, self._tokenizer, self._cache = model, tokenizer, checked_policy(cache)
-        self.context_length = check_context(model, context_length)
-        self._limit = devices.check_limit(host_memory_limit)
+        self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
+        self.context_length, self._limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
+        self._cache = TextCache(model, policy, context_length=self.context_length, host_memory_limit=self._limit)
         self.token_ids: list[int] = []
         self.messages, self.template_variables = first_messages(system), template_variables(tools, chat_template_kwargs)
         self.started = time.time()
         self._outdated = False  # whether the cache holds what the chat leaves out: thoughts, a stop string, a turn taken back
         self._warned = False  # whether the log has a warning that the chat is prefilled anew
-        self._first = 0  # number of tokens of the first text
-        self._plan: Plan | None = None
         self._newest: Row | None = None
-        self._run: Run | None = None
 
     @property
     def room(self) -> int:
         """Number of tokens that fit: the next text, with what a chat template adds to it, and its answer together."""
-        if not has_answer(self.messages) or (self._run is not None and not self._outdated):
+        if not has_answer(self.messages) or (self._cache.run is not None and not self._outdated):
             return self.context_length - len(self.token_ids)
         with contextlib.suppress(ContextFull):  # the whole chat will be prefilled anew, without what it leaves out
             whole = render(self._tokenizer, self.messages, self.template_variables, now=self.started)
@@ -98,7 +91,7 @@ class Session:
     def fresh_copy(self) -> Session:
         """Returns an empty session with the same cache, context length, system message and template variables."""
         limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
-        session = Session(self._model, self._tokenizer, cache=self._cache, **limits)
+        session = Session(self._model, self._tokenizer, cache=self._cache.policy, **limits)
         session.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         session.template_variables = self.template_variables
         return session
@@ -141,7 +134,8 @@ class Session:
 
         Options are those of `stream`; the template writes its own special tokens. The session's tokens stay, and the text that
         the template writes after the last answer is appended, even if that answer was cut off. If the template rewrites earlier
-        turns, or the last answer had thoughts or ended at a stop string, the whole chat is prefilled anew; the log warns once.
+        turns, or the last answer had thoughts or ended at a stop string, the tokens before the first one that differs stay; a
+        cache that has evicted tokens is prefilled anew, and the log warns once.
 
         Raises:
             ContextFull: as in `stream`.
@@ -158,19 +152,21 @@ class Session:
         """Returns the messages of a turn, the tokens that stay, and the tokens to append."""
         turn = [message("user", text), {"role": "assistant", "content": ""}]
         whole, added = next_turn(self._tokenizer, self.messages, turn[0], self.template_variables, now=self.started)
-        if self._run is not None and added is not None and not self._outdated:
+        if self._cache.run is not None and added is not None and not self._outdated:
             ends = self._model.config.eos_token_ids
             return turn, *with_one_end(self.token_ids, self._encode(added, answer, continues=True), seen=self._seen, ends=ends)
-        if self._run is not None and not self._warned:
+        with of_whole_chat(self.messages):
+            tokens = self._encode(whole, answer)
+        num_same = self._cache.num_same(self.token_ids, tokens, seen=self._seen)
+        if self._cache.run is not None and not num_same and not self._warned:
             warn_anew(self._outdated)
             self._warned = True
-        with of_whole_chat(self.messages):
-            return turn, [], self._encode(whole, answer)
+        return turn, tokens[:num_same], tokens[num_same:]
 
     def undo(self) -> str:
         """Takes the last question and its answer out of the chat and returns the question.
 
-        The cache keeps their tokens until the next message, with which the whole chat is prefilled anew.
+        The cache keeps their tokens until the next message.
 
         Raises:
             InputError: the session has no answer, or holds plain text.
@@ -178,7 +174,8 @@ class Session:
         question = take_back(self.messages)
         self._newest, self._outdated = None, True
         if not has_answer(self.messages):
-            self._run, self.token_ids, self._outdated = None, [], False
+            self._cache.empty()
+            self.token_ids, self._outdated = [], False
         return question
 
     def _encode(self, text: str, answer: AnswerOptions, *, continues: bool = False) -> list[int]:
@@ -194,35 +191,26 @@ class Session:
         check_bias(answer.sampling, self._model.config.vocab_size)
         sizes = dict(context_length=self.context_length, held=len(held), new=len(new), chat=bool(turn))
         limit = answer_limit(answer.max_new_tokens, **sizes)
-        if held and (self._run is None or outgrows(self._model, self._seen, len(held) + len(new))):
+        if held and (self._cache.run is None or outgrows(self._model, self._seen, len(held) + len(new))):
             held, new = [], held + new
-        tokens = held[self._seen :] + new
+        end = self._cache.end(len(held), seen=self._seen) if held else None
+        tokens = held + new if end is None else (held + new)[end.tokens :]
         if not tokens:
             raise InputError("the chat template leaves the message out: say something else, or begin a new session")
-        if held and pool_is_full(self._plan, self._run, tokens, limit):
-            held, new, tokens = [], held + new, held + new
+        if end is not None and pool_is_full(self._cache.plan, end.page, tokens, limit):
+            held, new, tokens, end = [], held + new, held + new, None
         if save_to is not None:
-            plan, run = (self._plan, self._run) if held else (self._plan_for(len(new)), None)
-            save_to.check_room(saved_size(plan, run, held=len(held), new=len(new), limit=limit))
+            plan = self._cache.plan if held else self._cache.plan_for(len(new))
+            save_to.check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
         counts = dict(fed=len(tokens), logprobs=answer.logprobs)
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
-        self._newest = None
-        if not held:
-            self._run, self._first, self._outdated = None, len(new), False  # frees the old cache before the new one is made
-            self._plan = self._plan_for(len(new))
-            options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
-            options |= dict(progress=progress, host_memory_limit=self._limit)
-            results = prefill(self._model, [new], self._plan, **options)
-        else:
-            sampling, penalty = row_options([answer.sampling], [held], self._model.config.vocab_size)
-            state = dataclasses.replace(self._run.state, key=row_keys([(answer.seed, 0)]), sampling=sampling, penalties=penalty)
-            results = extend(self._model, tokens, self._plan, state, self._run.pool, progress=progress)
-        self._run = run = Run(DecodePrograms(self._model, self._plan), *results)
+        self._newest, self._outdated = None, False
+        run = self._cache.enter(held, new, answer, seen=self._seen, progress=progress)
         self.token_ids = held + new
         self.messages += turn
         self._newest = row
         try:
-            constants = run_constants(self._model, self._cache, self._plan, run)
+            constants = run_constants(self._model, self._cache.policy, self._cache.plan, run)
             for piece in decode_rows([row], constants, run, started):
                 self.token_ids += piece.token_ids
                 if turn:
@@ -233,7 +221,7 @@ class Session:
                     raise InputError("the session has been asked something else since: this answer cannot go on")
         except BaseException:
             if self._newest is row and run.renewing:
-                self._run = None  # the next text is prefilled with all tokens so far
+                self._cache.empty()  # the next text is prefilled with all tokens so far
             elif self._newest is row:
                 self.token_ids += run.unread_token(len(self.token_ids))
             raise
@@ -241,13 +229,10 @@ class Session:
     @property
     def _seen(self) -> int:
         """Number of tokens in the cache; InputError if an interrupt left the cache incomplete."""
-        if self._run is None:
+        if self._cache.run is None:
             return 0
-        self._run.check(len(self.token_ids))
-        return self._run.seen
-
-    def _plan_for(self, first: int) -> Plan:
-        return session_plan(self._model, self._cache, context_length=self.context_length, first=first)
+        self._cache.run.check(len(self.token_ids))
+        return self._cache.run.seen
 
     def save(self, path: str | Path | Claim) -> None:
         """Writes the session to the folder `path`, whole or not at all; it replaces a session that is there.
@@ -259,25 +244,26 @@ class Session:
             InputError: the session is empty, its cache policy is not registered, another process writes `path`, `path` is not
                 a session, or it cannot be written. Files that were at `path` before are then kept.
         """
-        if self._run is None:
+        if self._cache.run is None:
             raise InputError("the session is empty: ask something before saving it")
-        self._run.check(len(self.token_ids))
-        check_registered(self._cache)
-        cache = self._run.state.cache
+        self._cache.run.check(len(self.token_ids))
+        check_registered(self._cache.policy)
+        cache = self._cache.run.state.cache
         about = storage.SessionInfo(
             context_length=self.context_length,
-            first=self._first,
+            first=self._cache.first,
             tokens=len(self.token_ids),
             pages=int(cache.lengths.next_page),
             started=self.started,
             messages=self.messages,
             template_variables=self.template_variables,
             outdated=self._outdated,
+            joints=[dataclasses.astuple(joint) for joint in self._cache.joints],
         )
-        identity = fingerprint(self._model, self._cache, self._tokenizer)
+        identity = fingerprint(self._model, self._cache.policy, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
         with claimed as folder, folder.writing(private=True) as part:
-            storage.write(part, identity, about, self.token_ids, cache, self._run.pool)
+            storage.write(part, identity, about, self.token_ids, cache, self._cache.run.pool)
 
     @classmethod
     def load(
@@ -307,8 +293,7 @@ class Session:
         session.messages, session.started, session.template_variables = about.messages, about.started, about.template_variables
         if session.context_length != about.context_length:
             return session
-        session._first, session._outdated = about.first, about.outdated
-        session._plan = plan = session._plan_for(session._first)
+        session._outdated, plan = about.outdated, session._cache.plan_for(about.first)
         session.token_ids, *arrays = stored.read(plan, vocab_size=model.config.vocab_size, **limits)
-        session._run = resumed_run(model, plan, *arrays)
+        session._cache.restore(plan, about.first, about.joints, *arrays)
         return session

@@ -33,6 +33,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
 from icejax.engine.plan import Plan
+from icejax.engine.trim import is_joint
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -58,6 +59,7 @@ class SessionInfo:
         started: unix time when the session began, in seconds.
         messages: the chat so far, each message with a role and a content, and perhaps reasoning.
         outdated: whether the cache holds what the messages leave out, so that it cannot be continued.
+        joints: tokens and page of each place at which the cache can end.
         template_variables: tools and arguments of the chat template, from `chat_messages.template_variables`.
     """
 
@@ -68,6 +70,7 @@ class SessionInfo:
     started: float
     messages: list[dict[str, str]]
     outdated: bool = False
+    joints: list[list[int]] = dataclasses.field(default_factory=list)
     template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -235,12 +238,14 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
             damaged(path, f"{name} is {value!r:.40}")
     names = (field.name for field in dataclasses.fields(SessionInfo))
-    later = {"outdated", "template_variables"}  # sessions may be older than these fields
+    later = {"joints", "outdated", "template_variables"}  # sessions may be older than these fields
     about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name not in later})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
     if not isinstance(about.messages, list) or not all(map(is_message, about.messages)):
         damaged(path, "messages are no list of roles and contents")
+    if not isinstance(about.joints, list) or not all(map(is_joint, about.joints)):
+        damaged(path, "joints are no list of tokens and pages")
     if not isinstance(about.outdated, bool):
         damaged(path, f"outdated is {about.outdated!r:.40}")
     if not is_template_variables(about.template_variables):

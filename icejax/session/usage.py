@@ -32,9 +32,9 @@ class Usage:
 
 def session_usage(session: Session) -> Usage | None:
     """Returns the bytes that a session's cache reserves and uses; None before the first text, and after an interrupted one."""
-    if session._run is None or session._run.interrupted:
+    if session._cache.run is None or session._cache.run.interrupted:
         return None
-    return _usage(session._plan, session._run)
+    return _usage(session._cache.plan, session._cache.run)
 
 
 def _usage(plan: Plan, run: Run) -> Usage:

@@ -61,6 +61,6 @@ def test_sessions_keep_int8_pages_bit_for_bit(bundled, tmp_path):
     session.ask(text, max_new_tokens=70)
     session.save(tmp_path / "kept")
     loaded = icejax.Session.load(tmp_path / "kept", *bundled)
-    assert loaded._run.pool.dtype == np.uint8
+    assert loaded._cache.run.pool.dtype == np.uint8
     for question in questions[:2]:
         assert session.ask(question.text).token_ids == loaded.ask(question.text).token_ids

@@ -197,10 +197,10 @@ def test_a_chat_to_be_prefilled_anew_counts_what_it_will_hold(chatting):
         session.chat(text, max_new_tokens=4)
     session.undo()
     first = session.messages[1]["content"]
-    held = len(chatting[1](f"[user] a<eos>\n[assistant] {first}<eos>\n[assistant] ")["input_ids"])
+    held = len(chatting[1](f"[user] a<eos>\n[assistant] {first}")["input_ids"])
     assert session.room == 600 - held > 500 and len(session.token_ids) > 400
     messages = list(session.messages)
-    new = held + len("[user] ") + 560 + 2
+    new = held + len(chatting[1]("<eos>\n[user] <eos>\n[assistant] ")["input_ids"]) + 560
     with pytest.raises(icejax.ContextFull, match=f"^the session and the text have {new} tokens: its context of 600 is full"):
         session.chat("x" * 560)
     assert session.messages == messages and session.chat("x", max_new_tokens=2).new_tokens > 0

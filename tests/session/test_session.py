@@ -16,6 +16,7 @@ from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime import compiler_options
 from icejax.session import session as module
+from icejax.session import text_cache
 from icejax.session.session import Session
 from icejax.session.storage import ABOUT, ARRAYS
 from tests.helpers import families
@@ -80,7 +81,7 @@ def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, monkeypatch, ca
                 x.last = x.ask(question.text, max_new_tokens=20, save_to=held)
             assert estimates[-1] == estimates[-2] and len(estimates) % 2
             assert session.last.token_ids == loaded.last.token_ids and session.token_ids == loaded.token_ids
-            np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
+            np.testing.assert_array_equal(session._cache.run.step.logits, loaded._cache.run.step.logits)
 
 
 def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, monkeypatch):
@@ -94,10 +95,10 @@ def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, mo
         session.save(tmp_path / "kept")
     with monkeypatch.context() as patch:
         patch.setitem(icejax.POLICIES, "another-name", Mine)
-        assert run_constants(bundled[0], Mine(), session._plan, session._run).report.cache == "another-name"
+        assert run_constants(bundled[0], Mine(), session._cache.plan, session._cache.run).report.cache == "another-name"
         session.save(tmp_path / "kept")
         loaded = Session.load(tmp_path / "kept", *bundled, cache=Mine())
-        assert loaded._cache == Mine() and loaded.token_ids == session.token_ids
+        assert loaded._cache.policy == Mine() and loaded.token_ids == session.token_ids
     with pytest.raises(icejax.InputError, match="saved with cache.name = another-name: register it in icejax.POLICIES, or"):
         Session.load(tmp_path / "kept", *bundled)
 
@@ -116,9 +117,9 @@ def test_an_answer_that_is_not_read_to_its_end_is_gone_on_from(bundled):
 @pytest.mark.slow
 def test_an_end_mark_that_is_left_out_is_not_penalised(bundled, monkeypatch):
     """The chat template replaces the end mark, so the old one is not in the penalised text."""
-    texts, row_options = [], module.row_options
+    texts, row_options = [], text_cache.row_options
     monkeypatch.setattr(
-        module, "row_options", lambda rows, ids, size: texts.append(list(ids[0])) or row_options(rows, ids, size)
+        text_cache, "row_options", lambda rows, ids, size: texts.append(list(ids[0])) or row_options(rows, ids, size)
     )
     monkeypatch.setattr(Session, "_chat_turn", lambda self, text: ([], self.token_ids[:-1], list(text.encode())))
     session = Session(*bundled, cache=Full(), context_length=3000)
@@ -162,7 +163,7 @@ def test_digests_equal_the_pages_after_any_sequence_of_steps(bundled, tmp_path):
     session.save(tmp_path / "kept")
     session = Session.load(tmp_path / "kept", *bundled)
     session.ask("once more", max_new_tokens=40)
-    run = session._run
+    run = session._cache.run
     pages = stored(run.pool, run.state.cache.table)[0]
     for layer, state in enumerate(run.state.cache.layers):
         counts = np.asarray(state.index.levels[0].count)[0]
@@ -184,7 +185,7 @@ def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     for q in (text + questions[0].text, *(q.text for q in questions[1:]), "Pass key", "Pass key"):
         expected, actual = (x.ask(q, max_new_tokens=20) for x in (plain, with_resident))
         assert actual.token_ids == expected.token_ids
-    for a, b in zip(plain._run.state.cache.layers, with_resident._run.state.cache.layers, strict=True):
+    for a, b in zip(plain._cache.run.state.cache.layers, with_resident._cache.run.state.cache.layers, strict=True):
         np.testing.assert_array_equal(a.window.newest, b.window.newest)
 
 

@@ -68,13 +68,13 @@ def seal(folder: Path, fields: dict) -> None:
 
 def pages_of(session: Session) -> list[np.ndarray]:
     """Returns the pages in use of each extent [L, n, K, 2, p, H]."""
-    cache, pool = session._run.state.cache, np.asarray(session._run.pool)
+    cache, pool = session._cache.run.state.cache, np.asarray(session._cache.run.pool)
     extents, pages = np.asarray(cache.table)[0], int(cache.lengths.next_page)
     return [pool[extents[i // 64]][:, : pages - i] for i in range(0, pages, 64)]
 
 
 def arrays(session: Session) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(session._run.state.cache.layers)] + pages_of(session)
+    return [np.asarray(x) for x in jax.tree.leaves(session._cache.run.state.cache.layers)] + pages_of(session)
 
 
 def assert_same(actual: Session, expected: Session) -> None:
@@ -302,10 +302,10 @@ def test_arrays_of_another_save_are_refused(session, saved_folder, copy, bundled
     fields["arrays"]["token_ids"]["crc32"] = zlib.crc32(content[:count])
     seal(copy, fields)
     assert "it has tokens that the model does not know" in refused(copy, bundled)
-    lengths = dataclasses.replace(session._run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
-    cache = dataclasses.replace(session._run.state.cache, lengths=lengths)
+    lengths = dataclasses.replace(session._cache.run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
+    cache = dataclasses.replace(session._cache.run.state.cache, lengths=lengths)
     info = storage.SessionInfo(**{field.name: fields[field.name] for field in dataclasses.fields(storage.SessionInfo)})
-    storage.write(copy, fields["identity"], info, session.token_ids, cache, session._run.pool)
+    storage.write(copy, fields["identity"], info, session.token_ids, cache, session._cache.run.pool)
     assert "its cache's lengths do not match its description" in refused(copy, bundled)
 
 

@@ -21,7 +21,7 @@ def session_with(bundled, tokens: int, cache: str, **options) -> Session:
 def test_a_full_cache_uses_what_its_tokens_take(bundled):
     session = session_with(bundled, 300, "full")
     used = session_usage(session)
-    arrays = sum(x.nbytes for x in jax.tree.leaves(session._run.state.cache.layers))
+    arrays = sum(x.nbytes for x in jax.tree.leaves(session._cache.run.state.cache.layers))
     assert (used.device, used.host, used.host_used) == (arrays, 0, 0) and arrays >= 700 * TOKEN
     assert used.device_used == 300 * TOKEN
     session.ask("y" * 100, max_new_tokens=1)  # behind the last answer's one token
@@ -31,7 +31,7 @@ def test_a_full_cache_uses_what_its_tokens_take(bundled):
 def test_a_pool_uses_what_its_tokens_take(bundled):
     """Tokens that are neither sinks nor in the window are in the pool."""
     session = session_with(bundled, 300, "quest", budget=64)
-    used, run = session_usage(session), session._run
+    used, run = session_usage(session), session._cache.run
     assert used.host == run.pool.nbytes > used.host_used
     on_device = sum(int(x.sum()) for x in _slots(session)) // (LAYERS * KV_HEADS)
     assert 0 <= on_device <= 64 and used.host_used == (300 - on_device) * TOKEN
@@ -39,7 +39,7 @@ def test_a_pool_uses_what_its_tokens_take(bundled):
 
 
 def _slots(session: Session):
-    plan, cache = session._plan, session._run.state.cache
+    plan, cache = session._cache.plan, session._cache.run.state.cache
     return [policy.report(state, cache.lengths).slots for policy, state in zip(plan.policies, cache.layers, strict=True)]
 
 

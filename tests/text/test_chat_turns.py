@@ -13,11 +13,13 @@ import pytest
 
 import icejax
 from icejax.api.generate import ASSETS
-from icejax.cache.registry import Full
+from icejax.cache.registry import Clustered, Full
 from icejax.commands import generate as command
 from icejax.engine.counters import NOTHING
 from icejax.engine.decode_loop import Row
+from icejax.engine.trim import Joint
 from icejax.session import session as module
+from icejax.session import text_cache
 from icejax.session.session import Session
 from icejax.text.chat_turns import addition, with_one_end
 from tests.helpers import chat_templates
@@ -85,6 +87,7 @@ class State:
     key: object = None
     sampling: object = None
     penalties: object = None
+    cache = SimpleNamespace(lengths=SimpleNamespace(next_page=0))
 
     def is_deleted(self):
         return False
@@ -93,7 +96,7 @@ class State:
 class Scripted:
     """A stand-in for the model: its cache is a list of tokens, and its answers are set by the test."""
 
-    def __init__(self, monkeypatch, tokenizer, ends=None):
+    def __init__(self, monkeypatch, tokenizer, ends=None, *, trims=False):
         self.cache, self.prefilled, self.answers, self.leaves = [], [], [], 1
         config = SimpleNamespace(
             context_length=2000,
@@ -103,11 +106,18 @@ class Scripted:
             short_context=None,
         )
         self.model = SimpleNamespace(config=config)
-        monkeypatch.setattr(module, "prefill", self.prefill)
-        monkeypatch.setattr(module, "extend", self.extend)
+        monkeypatch.setattr(text_cache, "prefill", self.prefill)
+        monkeypatch.setattr(text_cache, "extend", self.extend)
+        monkeypatch.setattr(text_cache, "trim", self.trim)
+        monkeypatch.setattr(text_cache, "last_joint", lambda *_, same, seen: Joint(same, 0) if trims and same else None)
         monkeypatch.setattr(module, "decode_rows", self.stream)
-        for name in ("session_plan", "DecodePrograms", "run_constants"):
-            monkeypatch.setattr(module, name, lambda *_, **__: None)
+        for room, name in (
+            (text_cache, "session_plan"),
+            (text_cache, "DecodePrograms"),
+            (text_cache, "joint_of"),
+            (module, "run_constants"),
+        ):
+            monkeypatch.setattr(room, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
         monkeypatch.setattr(module, "pool_is_full", lambda *_: False)
 
@@ -119,6 +129,10 @@ class Scripted:
     def extend(self, model, tokens, *_, **__):
         self.cache.extend(tokens)
         return State(), None, None
+
+    def trim(self, state, plan, joint):
+        del self.cache[joint.tokens :]
+        return state
 
     def stream(self, rows, *_, **__):
         """Yields token by token; the last `leaves` tokens of an answer do not enter the cache."""
@@ -223,10 +237,14 @@ def test_a_stop_string_does_not_stay_in_a_chat(monkeypatch, caplog):
     assert len(scripted.prefilled) == 2  # an answer without a stop string stays in the cache
 
 
-def test_rewriting_template_is_told_once_and_prefilled_anew(monkeypatch, caplog):
-    """Qwen3's template leaves out the thoughts of earlier answers; the session keeps them apart."""
+@pytest.mark.parametrize("trims", [False, True])
+def test_rewriting_template_costs_what_it_rewrites(monkeypatch, caplog, trims):
+    """Qwen3's template leaves out the thoughts of earlier answers; the session keeps them apart.
+
+    A cache that can be trimmed keeps all before the thoughts; for another, the log tells once that the chat is prefilled anew.
+    """
     tokenizer = chat_templates.tokenizer("qwen3")
-    scripted = Scripted(monkeypatch, tokenizer)
+    scripted = Scripted(monkeypatch, tokenizer, trims=trims)
     session = Session(scripted.model, tokenizer)
     messages = []
     for turn, (question, answer) in enumerate(
@@ -239,8 +257,9 @@ def test_rewriting_template_is_told_once_and_prefilled_anew(monkeypatch, caplog)
             list(session.stream_chat(question))
         assert session.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) + ids
         messages.append({"role": "assistant", "content": answer})
-        assert len(scripted.prefilled) == (1, 2, 3, 3)[turn]
-    assert [record.getMessage() for record in caplog.records] == [LEFT_OUT]
+        assert len(scripted.prefilled) == (1 if trims else (1, 2, 3, 3)[turn])
+        assert scripted.cache == session.token_ids[:-1]
+    assert [record.getMessage() for record in caplog.records] == ([] if trims else [LEFT_OUT])
     assert session.messages[1] == {"role": "assistant", "content": "One", "reasoning": "hm"}
 
 
@@ -279,9 +298,26 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_been(chatting, tmp_path):
     assert (loaded.messages, loaded.started) == (session.messages, session.started)
     answers = [x.chat("x = 1", max_new_tokens=6) for x in (session, loaded)]
     assert answers[0].token_ids == answers[1].token_ids and session.token_ids == loaded.token_ids
-    np.testing.assert_array_equal(session._run.step.logits, loaded._run.step.logits)
+    np.testing.assert_array_equal(session._cache.run.step.logits, loaded._cache.run.step.logits)
     text = "".join(f"[{m['role']}] {m['content']}<eos>\n" for m in session.messages[:-1]) + "[assistant] "
     assert session.token_ids[: -answers[0].new_tokens] == chatting[1](text).input_ids
+
+
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=2000, page_size=8, compact_every=32)], ids=["full", "clustered"])
+def test_a_turn_taken_back_leaves_no_trace(chatting, cache):
+    """A budget for all tokens approximates nothing, so the next answer is that of a chat without the turn."""
+    sessions = [Session(*chatting, cache=cache, context_length=1200) for _ in range(2)]
+    for session in sessions:
+        session.chat("import os\n" * 9, max_new_tokens=40)
+    sessions[0].chat("def main():" * 9, max_new_tokens=60)
+    sessions[0].undo()
+    answers = [session.chat("x = 1\n" * 5, max_new_tokens=30) for session in sessions]
+    assert (
+        len(answers[0].token_ids) == 30
+        and answers[0].token_ids == answers[1].token_ids
+        and sessions[0].token_ids == sessions[1].token_ids
+    )
+    assert sessions[0]._cache.first == sessions[1]._cache.first  # the first text was not prefilled anew
 
 
 def test_raw_texts_and_chats_do_not_mix(chatting):

@@ -1,0 +1,112 @@
+"""The cache of a conversation: a first text is prefilled, later ones extend it, and its end can be forgotten.
+
+`Session` calls it with lists of token ids. Example: the cache holds 1,000 tokens, and a chat template rewrites the last 200.
+The first 784 stay, which end at a joint of the pages; 16 of the 800 equal tokens are computed again, with the new ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+
+from icejax.cache.protocol import CachePolicy, KVCache
+from icejax.engine.decode_loop import Run, resumed_run
+from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.extend import extend
+from icejax.engine.penalties import row_options
+from icejax.engine.plan import Plan
+from icejax.engine.prefill import prefill
+from icejax.engine.request import AnswerOptions
+from icejax.engine.sampling import row_keys
+from icejax.engine.trim import Joint, joint_of, last_joint, trim
+from icejax.models.decoder import CausalLM
+from icejax.session.room import session_plan
+
+
+class TextCache:
+    """The cache of one row, which texts enter one after another.
+
+    Attributes:
+        run: the generation that continues the newest text; None while the cache is empty.
+        plan: the plan of the run.
+        first: number of tokens of the first text, for which the plan was made.
+        joints: places at which the cache can end, in order.
+    """
+
+    def __init__(self, model: CausalLM, policy: CachePolicy, *, context_length: int, host_memory_limit: int | None) -> None:
+        self._model, self.policy = model, policy
+        self._context_length, self._limit = context_length, host_memory_limit
+        self.run: Run | None = None
+        self.plan: Plan | None = None
+        self.first, self.joints = 0, list[Joint]()
+
+    def plan_for(self, first: int) -> Plan:
+        """Returns the plan of a conversation whose first text has `first` tokens."""
+        return session_plan(self._model, self.policy, context_length=self._context_length, first=first)
+
+    def restore(self, plan: Plan, first: int, joints: Sequence[Sequence[int]], cache: KVCache, pool: jax.Array | None) -> None:
+        """Takes over a saved cache, which has been read for `plan`."""
+        self.plan, self.first, self.joints = plan, first, [Joint(*joint) for joint in joints]
+        self.run = resumed_run(self._model, plan, cache, pool)
+
+    def empty(self) -> None:
+        """Frees the cache."""
+        self.run, self.joints = None, []
+
+    def num_same(self, held: Sequence[int], whole: Sequence[int], *, seen: int) -> int:
+        """Returns how many first tokens of a conversation can stay in the cache.
+
+        Args:
+            held: the tokens that entered the cache, of which it has `seen`.
+            whole: the tokens of the conversation now; at least the last one enters anew.
+        """
+        same = len(os.path.commonprefix([list(held), list(whole[:-1])]))
+        # LongRoPE's keys have other factors in a shorter text.
+        if self.run is None or (same < seen and self._model.config.short_context is not None):
+            return 0
+        joint = self.end(same, seen=seen)
+        return 0 if joint is None else max(joint.tokens, same if same >= seen else 0)
+
+    def end(self, held: int, *, seen: int) -> Joint | None:
+        """Returns where the cache of `seen` tokens ends for a text behind the first `held` tokens; None: it has to be empty."""
+        if held >= seen:
+            return Joint(seen, int(self.run.state.cache.lengths.next_page))
+        return last_joint(self.plan, self.joints, same=held, seen=seen)
+
+    def enter(
+        self, held: list[int], new: list[int], answer: AnswerOptions, *, seen: int, progress: Callable[[int], None] | None
+    ) -> Run:
+        """Computes the tokens `new` behind `held`, and returns the run that chooses the first token of an answer.
+
+        Args:
+            held: tokens before; empty: the cache is made anew.
+            seen: number of tokens in the cache.
+            progress: called with the number of layers done.
+        """
+        if not held:
+            self.empty()  # frees the old cache before the new one is made
+            self.plan, self.first = self.plan_for(len(new)), len(new)
+            options = dict(sampling=[answer.sampling], draws=[(answer.seed, 0)])
+            options |= dict(progress=progress, host_memory_limit=self._limit)
+            results = prefill(self._model, [new], self.plan, **options)
+        else:
+            sampling, penalties = row_options([answer.sampling], [held], self._model.config.vocab_size)
+            key = row_keys([(answer.seed, 0)])
+            end, state = self.end(len(held), seen=seen), self.run.state
+            self._add_joint()
+            if end.tokens < seen:
+                state = trim(state, self.plan, end)
+                self.joints = [joint for joint in self.joints if joint.tokens <= end.tokens]
+            state = replace(state, key=key, sampling=sampling, penalties=penalties)
+            results = extend(self._model, (held + new)[end.tokens :], self.plan, state, self.run.pool, progress=progress)
+        self.run = Run(DecodePrograms(self._model, self.plan), *results)
+        self._add_joint()
+        return self.run
+
+    def _add_joint(self) -> None:
+        joint = joint_of(self.plan, self.run.state.cache)
+        if joint is not None and joint not in self.joints:
+            self.joints.append(joint)
