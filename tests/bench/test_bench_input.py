@@ -35,6 +35,10 @@ BAD = {
     "prefill --dtype int3": "--dtype must be one of float32, bfloat16, float16, got 'int3'",
     "prefill --lengths 0": "--lengths must be at least 1, got 0",
     "prefill --shape qwen3-30b-a3b --policies transformers": "transformers is timed with Llama's layers, and this shape is qwen3_moe's",
+    "start --caches some": "--caches must be of ",
+    "start --repeats 0": "--repeats must be at least 1, got 0",
+    "start --new-tokens 2": "--new-tokens must be at least 3, got 2",
+    "start --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
     "weights --shape attention --dtype int3": "dtype must be one of float32, bfloat16, float16, got 'int3'",
 }
 
