@@ -161,9 +161,15 @@ class Plan:
 
 
 def reports(plan: Plan, cache: KVCache) -> list[Report]:
-    """Returns every layer's report, with shapes in place of arrays."""
-    pairs = zip(plan.policies, cache.layers, strict=True)
-    return [jax.eval_shape(policy.report, state, cache.lengths) for policy, state in pairs]
+    """Returns every layer's report, with shapes in place of arrays; layers of one kind are traced once."""
+    layers, reports_by_kind = [], {}
+    for policy, state in zip(plan.policies, cache.layers, strict=True):
+        leaves, tree = jax.tree.flatten(state)
+        kind = policy, tree, *((x.shape, x.dtype) for x in leaves)
+        if kind not in reports_by_kind:
+            reports_by_kind[kind] = jax.eval_shape(policy.report, state, cache.lengths)
+        layers.append(reports_by_kind[kind])
+    return layers
 
 
 def make_plan(
