@@ -186,6 +186,8 @@ FAULTS = (
     ("cache/pool/extents.py", "np.flatnonzero(self._users == 0)", "np.flatnonzero(self._users < 9)", "engine/test_batch.py::test_a_row_that_joins_at_any_step_goes_on_as_alone"),
     ("cache/bases/window.py", "first = jnp.maximum(state.first, lengths.seen - self.fill)", "first = state.first", "engine/test_batch.py::test_a_row_that_joins_at_any_step_goes_on_as_alone"),
     ("engine/plan.py", "-(-spec.new_capacity // every) * every", "spec.new_capacity", "engine/test_batch.py::test_pages_for_new_tokens_are_whole_rounds_of_compaction"),
+    ("engine/decode_step.py", "shared if layer.policy.follows else None", "None", "engine/test_prefill_and_decode.py::test_a_step_by_layers_equals_one_program[followed]"),
+    ("engine/decode_layer.py", "donate_argnums=1", "donate_argnums=()", "engine/test_prefill_and_decode.py::test_a_step_by_layers_equals_one_program[followed]"),
     ("engine/decode_step.py", "done=state.done | ended", "done=state.done", "engine/test_prefill_and_decode.py::test_rows_that_have_ended_cost_no_fetches[True]"),
     ("text/tokenizer.py", "if not _reads_as_its_file(tokenizer, folder):", "if False:", "text/test_tokenizer_file.py::test_token_ids_are_the_files[byte level-qwen2-Qwen2Tokenizer]"),
     ("text/token_text.py", "if name.startswith(SPACE) and", "if False and", "text/test_detokenize.py::test_a_token_is_told_with_its_space_and_its_bytes[llama-2]"),

@@ -1,7 +1,7 @@
 """One layer of a decode step, as a program that is traced once for all layers of its kind; `decode_step` calls it.
 
-On a CPU the programs run one after another, so that each is also compiled once. On other platforms they are parts of one
-program, which XLA compiles whole: there a step is one CUDA graph. Through a layer goes the newest token of each row, [B, 1, D].
+On a CPU the programs run one after another, so that each is also compiled once. On other platforms, and in a model of few
+layers, they are parts of one program, which XLA compiles whole. Through a layer goes the newest token of each row, [B, 1, D].
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def view_of(layer: DecoderLayer, lengths: Lengths, pages: PoolLayer | None, shar
 
 
 def by_layer_options(plan: Plan) -> dict[str, str | bool] | None:
-    """Returns the compiler options of a program that may also be a part of another: then it has none."""
-    return compiler_options.OPTIONS.get("cpu") if plan.platform == "cpu" else None
+    """Returns the compiler options of a layer's program; None where it is a part of the step's program, which has them."""
+    return compiler_options.OPTIONS.get(plan.platform) if plan.by_layers else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,9 +3,9 @@
 The decode loop calls `DecodePrograms.step`. Through the layers goes the newest token of each row, [B, 1, D]; out come tokens
 i32[B], counters i32[8, B] and logits f32[B, V].
 
-On a CPU a step is a program per layer, with one more before the first layer and one behind the last: each kind of layer is
-compiled once, and starting a program takes microseconds. On other platforms a step is one program, of which XLA:GPU makes one
-CUDA graph.
+On a CPU a step is a program per layer, with one more before the first layer and one behind the last, so that each kind of
+layer is compiled once. On other platforms, and in a model of few layers, a step is one program, of which XLA:GPU makes one CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class DecodePrograms:
     """
 
     def __init__(self, model: CausalLM, plan: Plan) -> None:
-        self.programs = (StepParts if plan.platform == "cpu" else WholeStep).of(model, plan)
+        self.programs = (StepParts if plan.by_layers else WholeStep).of(model, plan)
         self._between = between_steps(plan)
         self.model, self._plan = model, plan
         self.clock = 0

@@ -22,7 +22,7 @@ from icejax.engine import extend, prefill
 from icejax.engine.between_steps import between_steps
 from icejax.engine.buckets import bucket
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms, StepLayer, StepParts, WholeStep, end_programs
+from icejax.engine.decode_step import DecodePrograms, StepLayer, StepParts, WholeStep, step_program
 from icejax.engine.plan import make_plan
 from icejax.engine.sampling import Sampling
 from icejax.models.registry import family
@@ -51,27 +51,25 @@ def test_equal_plans_share_their_programs(tmp_path):
     programs.drop()
     for policy in (Clustered(budget=64), Clustered(budget=64), Full()):
         greedy(model, policy, [prompt], 20)
-    assert end_programs.cache_info().misses == between_steps.cache_info().misses == 2
+    assert step_program.cache_info().misses == between_steps.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
     flush, flushed, compact = between_steps(plan)
-    assert num_compiled(StepParts.of(model, plan)) == [1, 1, 1]
-    assert flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
-
-
-def num_compiled(parts: StepParts) -> list[int]:
-    """Returns how often each program of a step is compiled: the first, each kind of layer, the last."""
-    layers = dict.fromkeys(layer.program for layer in parts.layers)
-    return [program._cache_size() for program in (parts.begin, *layers, parts.finish)]
+    step, _ = WholeStep.of(model, plan)
+    assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
 
 
 @pytest.mark.slow
-def test_growth_compiles_each_program_once(tmp_path):
+def test_growth_compiles_each_program_once(tmp_path, monkeypatch):
+    """The programs of a step: the first, each kind of layer, the last."""
+    monkeypatch.setattr("icejax.engine.plan.LEAST_LAYERS", 1)
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
     greedy(model, policy, [prompt], 200)
     plan = plan_for(model, policy, [prompt], 200)
-    assert num_compiled(StepParts.of(model, plan)) == [1, 1, 1]
-    assert [program._cache_size() for program in between_steps(plan)] == [1, 1, 1]
+    parts = StepParts.of(model, plan)
+    programs_of_layers = {layer.program for layer in parts.layers}
+    programs_of_a_run = (parts.begin, *programs_of_layers, parts.finish, *between_steps(plan))
+    assert len(programs_of_layers) == 1 and {program._cache_size() for program in programs_of_a_run} == {1}
 
 
 def test_one_program_extends_all_layers(tmp_path):
@@ -129,31 +127,37 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, r
             np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=tolerances.EXACT)
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory):
-    """A model, a plan, and the state and pool after two prompts, of which one has pages."""
-    model = families.load(families.build(families.row("llama-gqa")), tmp_path_factory.mktemp("model"))
-    prompts = [families.tokens(300), families.tokens(9)]
-    plan = plan_for(model, Clustered(budget=64, dense_layers=1), prompts, 20)
-    state, _, pool = prefill.prefill(model, prompts, plan)
-    return model, plan, state, pool
-
-
 def num_aliased(program: Callable, *arguments: Any) -> int:
     hlo = program.lower(*arguments).compile().as_text()
     return re.search(r"input_output_alias={(.*?)}, entry", hlo.splitlines()[0])[1].count("alias)")
 
 
-def test_a_step_leaves_all_of_its_state_where_it_is(begun):
+def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     """A buffer whose address changed at every step would have to be updated in the CUDA graph, kernel by kernel."""
-    model, plan, state, pool = begun
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
+    state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
     program, leaves = WholeStep.of(model, plan)
     assert num_aliased(program, leaves, state, pool) == len(jax.tree.leaves(state))
 
 
-def test_a_step_by_layers_equals_one_program(begun):
+BY_LAYERS = {  # the cache, and its kinds of layers
+    "dense-and-clustered": (Clustered(budget=64, dense_layers=1), 2),
+    "followed": (Clustered(budget=64, reuse=2), 2),
+    "guessed": (Clustered(budget=64, prefetch=True), 1),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "followed" else x for x in BY_LAYERS])
+def test_a_step_by_layers_equals_one_program(tmp_path, name):
     """Each kind of layer is one program, which copies no cache; the state, the counters and the logits are those of a step."""
-    model, plan, state, pool = begun
+    policy, kinds = BY_LAYERS[name]
+    model, prompts = (
+        families.load(families.build(families.row("llama-gqa")), tmp_path),
+        [families.tokens(300), families.tokens(9)],
+    )
+    plan = plan_for(model, policy, prompts, 20)
+    state, _, pool = prefill.prefill(model, prompts, plan)
     aliased = {}
 
     def checked(layer: StepLayer) -> StepLayer:
@@ -165,7 +169,6 @@ def test_a_step_by_layers_equals_one_program(begun):
         return layer._replace(program=program)
 
     parts, whole = StepParts.of(model, plan), WholeStep.of(model, plan)
-    assert len({layer.program for layer in parts.layers}) == 2 < len(parts.layers)
     parts = parts._replace(layers=[checked(layer) for layer in parts.layers])
     states = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     for _ in range(3):
@@ -177,7 +180,7 @@ def test_a_step_by_layers_equals_one_program(begun):
         for x, y in zip(*map(jax.tree.leaves, states), strict=True):
             if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 np.testing.assert_allclose(x, y, atol=tolerances.EXACT)
-    assert [*aliased.values()] == [True, True]
+    assert len(parts.layers) == 3 and [*aliased.values()] == [True] * kinds
 
 
 @pytest.mark.slow
