@@ -70,7 +70,7 @@ class LayerResults:
 
     Attributes:
         x: the layer's output.
-        shared: what later layers may follow.
+        shared: what later layers follow; None where no layer follows another.
         counts: what the layer counts.
     """
 
@@ -124,7 +124,8 @@ def layer_program(tree: jax.tree_util.PyTreeDef, policy: CachePolicy, plan: Plan
         if pages is not None:
             report = policy.report(outcome.state, replace(lengths, clock=lengths.clock + 1))
             counts = replace(counts, pages=report.pages, estimates=report.estimates)
-        return outcome.state, LayerResults(x, outcome.shared, counts)
+        shared = outcome.shared if any(other.follows for other in plan.policies) else None
+        return outcome.state, LayerResults(x, shared, counts)
 
     layer.__name__ = f"{type(policy).__name__.lower()}_layer"  # profiles tell the kinds apart by it
     return jax.jit(layer, donate_argnums=1, keep_unused=True, compiler_options=by_layer_options(plan))
