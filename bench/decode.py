@@ -96,7 +96,7 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
     """Traces 16 steps of a subject into `folder`; returns a step's milliseconds by named scope, and Python's."""
     subject = make(**sizes | dict(steps=TURN))
     scopes = subject.scopes()
-    for _ in range(subject.warm_up):
+    for _ in range(subject.warm_up - 1):
         subject.step()
     subject.rest()
     with jax.profiler.trace(str(folder)):
@@ -104,7 +104,7 @@ def profile(make: Callable, folder: Path, sizes: dict) -> dict:
             subject.step()
         subject.rest()
     events = traced(folder)
-    return dict(scope_ms=by_scope(events, scopes, module="jit_step", steps=TURN), python_ms=python_ms(events))
+    return dict(scope_ms=by_scope(events, scopes, steps=TURN), python_ms=python_ms(events))
 
 
 def _table(printed: list[dict]) -> Table:

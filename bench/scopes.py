@@ -48,14 +48,18 @@ def traced(folder: Path) -> list[dict]:
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
-def by_scope(events: list[dict], scopes: dict[str, str], *, module: str, steps: int) -> dict[str, float]:
-    """Returns milliseconds per step by scope of the program `module`; the time of other programs is `between steps`."""
+def by_scope(events: list[dict], scopes: dict[str, dict[str, str]], *, steps: int) -> dict[str, float]:
+    """Returns milliseconds per step by scope; the time of programs that `scopes` lacks is `between steps`.
+
+    Args:
+        scopes: scope of every instruction, by program and instruction.
+    """
     total: Counter[str] = Counter()
     for event in events:
         operation = event.get("args", {}).get("hlo_op")
         if operation is not None:
-            in_module = event["args"]["hlo_module"] == module
-            total[scopes.get(operation, "other") if in_module else "between steps"] += event["dur"]
+            program = scopes.get(event["args"]["hlo_module"])
+            total["between steps" if program is None else program.get(operation, "other")] += event["dur"]
     return {scope: round(total[scope] / 1000 / steps, 3) for scope in (*SCOPES, "other", "between steps")}
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode_step import DecodePrograms, StepParts
 from icejax.engine.plan import Plan, make_plan, reports
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
@@ -79,12 +82,32 @@ class Icejax:
         """Waits until the last started step is done."""
         jax.block_until_ready(self._brought)
 
-    def scopes(self) -> dict[str, str]:
-        """Returns the named scope of every instruction of a step's program, by instruction."""
-        step, weights = self._decoding._programs[0], nnx.split(self._model)[1]
-        hlo = step.lower(self._decoding._leaves, self._state, self._pool).compile().as_text()
-        paths = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
-        return scope_of(hlo, list(paths))
+    def scopes(self) -> dict[str, dict[str, str]]:
+        """Takes a step; returns the named scope of every instruction of its programs, by program and instruction."""
+        scopes, programs_read, programs, model = {}, set(), self._decoding.programs, self._model
+
+        def read(program: Callable, paths: list[str]) -> Callable:
+            def run(*arguments: Any) -> Any:
+                if program not in programs_read:
+                    programs_read.add(program)
+                    hlo = program.lower(*arguments).compile().as_text()
+                    scopes[re.match(r"HloModule ([\w.]+)", hlo)[1]] = scope_of(hlo, paths)
+                return program(*arguments)
+
+            return run
+
+        if isinstance(programs, StepParts):
+            layers = [
+                part._replace(program=read(part.program, _paths(layer)))
+                for part, layer in zip(programs.layers, model.model.layers, strict=True)
+            ]
+            ends = dict(begin=read(programs.begin, _paths(model.ends)), finish=read(programs.finish, _paths(model.ends)))
+            self._decoding.programs = programs._replace(layers=layers, **ends)
+        else:
+            self._decoding.programs = programs._replace(program=read(programs.program, _paths(nnx.state(model))))
+        self.step()
+        self._decoding.programs = programs
+        return scopes
 
     def row(self) -> dict:
         """Returns sizes in bytes over the whole batch, and mean numbers of device slots per row, layer and KV head."""
@@ -96,7 +119,7 @@ class Icejax:
             budget=self._policy.budget,
             ttft_s=self.ttft_s,
             fill_s=self.fill_s,
-            weight_bytes=nbytes(self._decoding._leaves),
+            weight_bytes=nbytes(jax.tree.leaves(self._model)),
             device_kv_bytes=sum(x.nbytes for x in jax.tree.leaves(layers)) - digests,
             digest_bytes=digests,
             slots_used=float(np.mean(used)) * len(layers) / heads,
@@ -106,6 +129,11 @@ class Icejax:
             dtype=self._model.dtype,
             version=f"jax {jax.__version__}",
         )
+
+
+def _paths(module: Any) -> list[str]:
+    """Returns the paths of a module's weights, in the order of a program's parameters."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(module)]
 
 
 def _warm_up(plan: Plan, steps: int) -> int:

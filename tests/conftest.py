@@ -43,7 +43,7 @@ shapes.install()  # before icejax is imported
 
 import icejax
 from icejax.commands import phases
-from icejax.engine import decode_step
+from tests.helpers import programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -94,8 +94,7 @@ def programs_are_few():
 
 
 def drop_programs() -> None:
-    decode_step._programs.cache_clear()
-    jax.clear_caches()
+    programs.drop()
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system

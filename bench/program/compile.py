@@ -27,9 +27,8 @@ from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks.errors import InputError, suggestion
-from icejax.engine import decode_step as decoding
 from icejax.engine.batch import empty_batch
-from icejax.engine.decode_step import DecodeState
+from icejax.engine.decode_step import DecodeState, step_program
 from icejax.engine.plan import Plan, make_plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
@@ -169,7 +168,7 @@ def decode_step(
         plan = dataclasses.replace(plan, fetch_backend=backend)
     paths = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(weights))
     flat = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) for x in leaves]
-    program = decoding._programs(graph, tree, plan)[0]
+    program = step_program(graph, tree, plan)
     return Step(plan, program, (flat, abstract_state(plan), abstract_pool(plan)), paths)
 
 

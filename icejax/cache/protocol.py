@@ -203,6 +203,8 @@ class CachePolicy(abc.ABC):
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
     dense_layers: int | None = 0  # first layers with the full cache; None: 2 in a model of 16 or more, as in IceCache, else 0
     rerotates: bool = False  # whether the policy calls `View.rerotate`, which not every RoPE allows
+    prefetch: bool = False  # whether a decode step calls `View.guess`
+    follows: bool = False  # whether the policy reads `View.shared`, and so follows an earlier layer
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
         """Returns the policy with open options settled for a platform (cpu, gpu or tpu) and for latent or other layers."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from icejax.checkpoint import aligned
 from icejax.checkpoint.quantized.cpu_codes import for_cpu
 from icejax.checkpoint.quantized.float4 import doubled
 from icejax.checkpoint.quantized.layouts import QuantizedMatrix
@@ -74,7 +75,7 @@ class TensorMapping:
             leaf = for_cpu(leaf) if codes and on_cpu else leaf
             if not self.experts:
                 return leaf
-            stacks = stacks or [np.empty((self.experts, *array.shape), array.dtype) for array in _arrays(leaf)]
+            stacks = stacks or [aligned.empty((self.experts, *array.shape), array.dtype) for array in _arrays(leaf)]
             for stack, array in zip(stacks, _arrays(leaf), strict=True):
                 stack[i] = array
         return _like(leaf, stacks)
@@ -91,7 +92,7 @@ class TensorMapping:
             matrix = method.rounded(matrix)
         if isinstance(matrix, QuantizedMatrix) and codes:
             return _grouped(matrix if self.experts else doubled(matrix))
-        return np.asarray(matrix.weights() if isinstance(matrix, QuantizedMatrix) else matrix, dtype, order="C")
+        return aligned.cast(matrix.weights() if isinstance(matrix, QuantizedMatrix) else matrix, dtype)
 
 
 def _grouped(matrix: QuantizedMatrix) -> QuantizedMatrix:

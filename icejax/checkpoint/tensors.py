@@ -20,7 +20,7 @@ from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.formats import EMBEDDING, HEAD, Source
 from icejax.checkpoint.quantized.layouts import FLOATS, Part, QuantizedMatrix
 from icejax.checkpoint.quantized.rounding import METHODS
-from icejax.checkpoint.readers import huggingface, orbax
+from icejax.checkpoint.readers import huggingface
 from icejax.checkpoint.tensor_mapping import TensorMapping, tensor_mappings
 from icejax.checks import numbers
 from icejax.checks.errors import InputError, listed
@@ -190,6 +190,8 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
     """Yields the key and tensor of everything that a folder of either form holds."""
     path = folder / ORBAX
     if path.is_dir():
+        from icejax.checkpoint.readers import orbax  # takes most of a second to import
+
         for key, about in orbax.stored(path).items():
             dtype = NAMES.get(str(about.dtype), str(about.dtype))
             yield key, Stored(tuple(about.shape), dtype, functools.partial(orbax.read, path, key, about))

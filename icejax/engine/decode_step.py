@@ -1,33 +1,36 @@
-"""The decode step: one jitted program over all layers, which chooses the next token of every row of a batch.
+"""The decode step: runs all layers, and chooses the next token of every row of a batch.
 
 The decode loop calls `DecodePrograms.step`. Through the layers goes the newest token of each row, [B, 1, D]; out come tokens
 i32[B], counters i32[8, B] and logits f32[B, V].
 
-Between steps two more programs change the pool. With pages of 8 tokens and `compact_every=32`, after steps 8, 16, 24 and 32
-`flush` writes the window's oldest page to the pool, and after step 32 `compact` packs the newest 32 / 8 = 4 pages anew.
+On a CPU a step is a program per layer, with one more before the first layer and one behind the last, so that each kind of
+layer is compiled once. On other platforms, and in a model of few layers, a step is one program, of which XLA:GPU makes one CUDA
+graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
-from icejax.cache.protocol import Heads, KVCache, Lengths, Report, Shared, View
+from icejax.cache.protocol import CachePolicy, KVCache
+from icejax.engine.between_steps import between_steps
 from icejax.engine.counters import MILLION, NOT_FINITE, pack
-from icejax.engine.layers import LayerPlace, run_layers
+from icejax.engine.decode_layer import LayerCounts, LayerInputs, LayerProgram, by_layer_options, layer_program
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, choose, fold_in
-from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.ops.experts.offloaded_experts import with_live_tokens
+from icejax.models.decoder import CausalLM
 from icejax.runtime import compiler_options
 
 
@@ -91,34 +94,18 @@ def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeStat
     return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, penalties=penalties)
 
 
-def view_of(
-    layer: DecoderLayer, lengths: Lengths, seen: Int[Array, " B"], pages: host_pool.PoolLayer | None,
-    shared: Shared | None, guess=None,
-) -> View:  # fmt: skip
-    """Returns the view that a layer's policy gets.
-
-    Args:
-        lengths: token counts before the new tokens.
-        seen: tokens of each row, the new ones included.
-        pages: the layer's pages in the pool; None for a layer without pages.
-        shared: what earlier layers pass on.
-        guess: returns this layer's queries as projected from the previous layer's input; None if there is no guess.
-    """
-    return View(lengths, pages, shared, guess, lambda heads, by: layer.rerotate(heads, by, seen), layer.project)
-
-
 class DecodePrograms:
-    """The decode programs of one model and plan. Weights are passed flat, because walking a module takes longer than a step.
+    """The decode programs of one model and plan.
 
     Attributes:
         model, plan: the model and the plan.
+        programs: the programs of a step and the model's weights.
         clock: steps taken with these programs; equal to `lengths.clock` of the state.
     """
 
     def __init__(self, model: CausalLM, plan: Plan) -> None:
-        graph, state = nnx.split(model)
-        self._leaves, tree = jax.tree.flatten(state)
-        self._programs = _programs(graph, tree, plan)
+        self.programs = (StepParts if plan.by_layers else WholeStep).of(model, plan)
+        self._between = between_steps(plan)
         self.model, self.plan = model, plan
         self.clock = 0
 
@@ -127,8 +114,8 @@ class DecodePrograms:
 
         Donates `state`, and also `pool` after steps that flush a window page to it.
         """
-        step, flush, flushed, compact = self._programs
-        state, results = step(self._leaves, state, pool)
+        flush, flushed, compact = self._between
+        state, results = self.programs.run(state, pool)
         self.clock += 1
         if self.plan.page_size and self.clock % self.plan.page_size == 0:
             pages, updates, first = flush(state.cache)
@@ -140,108 +127,125 @@ class DecodePrograms:
         return state, results, pool
 
 
-def _mean_estimates(reports: list[Report], batch: int) -> Int[Array, "2 B"]:
+class StepLayer(NamedTuple):
+    """A layer of a step.
+
+    Attributes:
+        leaves: the layer's weights, flat, because walking a module takes longer than a layer.
+        number: the layer's index in the pool; None without pages.
+    """
+
+    program: LayerProgram
+    leaves: list[jax.Array]
+    policy: CachePolicy
+    number: jax.Array | None
+
+
+class StepParts(NamedTuple):
+    """A step as a program per layer, one before the first layer and one behind the last.
+
+    Attributes:
+        ends: the weights of `CausalLM.ends`.
+        begin: program from `ends` and tokens to the first layer's input.
+        finish: program from `ends`, the last layer's output, the state without layers and the layers' counts to the new state
+            without layers, and the step's results.
+    """
+
+    layers: list[StepLayer]
+    ends: list[jax.Array]
+    begin: Callable
+    finish: Callable
+
+    @classmethod
+    def of(cls, model: CausalLM, plan: Plan) -> StepParts:
+        """Returns the parts of a model's step; layers of one kind have one program."""
+        layers = []
+        for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
+            leaves, tree = jax.tree.flatten(layer)
+            number = jnp.asarray(np.int32(plan.pooled.index(i))) if i in plan.pooled else None
+            layers.append(StepLayer(layer_program(tree, policy, plan), leaves, policy, number))
+        ends, tree = jax.tree.flatten(model.ends)
+        return cls(layers, ends, *end_programs(tree, plan))
+
+    def run(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
+        """Returns the state after a step, and the step's results. Donates `state`."""
+        cache, x = state.cache, self.begin(self.ends, state.last_tokens)
+        before, shared, states, counts = None, None, [], []
+        for layer, layer_state in zip(self.layers, cache.layers, strict=True):
+            # What a layer does not read is None, so that layers of one kind have inputs of one structure.
+            guessed_from, followed = before if layer.policy.prefetch else None, shared if layer.policy.follows else None
+            pages = (None, None) if layer.number is None else (pool, cache.table)
+            inputs = LayerInputs(x, guessed_from, followed, cache.lengths, state.done, *pages, layer.number)
+            layer_state, results = layer.program(layer.leaves, layer_state, inputs)
+            before, x, shared = x, results.x, results.shared or shared
+            states.append(layer_state)
+            counts.append(results.counts)
+        rest = dataclasses.replace(state, cache=dataclasses.replace(cache, layers=()))
+        rest, results = self.finish(self.ends, x, rest, counts)
+        return dataclasses.replace(rest, cache=dataclasses.replace(rest.cache, layers=tuple(states))), results
+
+
+@functools.lru_cache(maxsize=16)
+def end_programs(tree: jax.tree_util.PyTreeDef, plan: Plan) -> tuple[Callable, Callable]:
+    """Returns the programs `begin` and `finish` of `StepParts`; `tree` is the structure of `CausalLM.ends`."""
+
+    @functools.partial(jax.jit, compiler_options=by_layer_options(plan))
+    def begin(ends: list[jax.Array], tokens: jax.Array) -> jax.Array:
+        return jax.tree.unflatten(tree, ends).embed_tokens(tokens[:, None])
+
+    @functools.partial(jax.jit, donate_argnums=2, keep_unused=True, compiler_options=by_layer_options(plan))
+    def finish(ends: list[jax.Array], x: jax.Array, state: DecodeState, counts: list[LayerCounts]) -> tuple[DecodeState, Step]:
+        logits, lengths = jax.tree.unflatten(tree, ends).logits(x)[:, 0], state.cache.lengths
+        cache = dataclasses.replace(state.cache, lengths=dataclasses.replace(lengths, clock=lengths.clock + 1))
+        state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
+        batch = len(state.last_tokens)
+        pages = sum((x.pages for x in counts if x.pages is not None), jnp.zeros((3, batch), jnp.int32))
+        experts = sum((x.experts for x in counts if x.experts is not None), jnp.zeros((2, batch), jnp.int32))
+        estimates = _mean_estimates([x.estimates for x in counts if x.estimates is not None], batch)
+        return state, Step(pack(state.last_tokens, pages, experts, estimates), logits)
+
+    return begin, finish
+
+
+def _mean_estimates(estimates: list[jax.Array], batch: int) -> Int[Array, "2 B"]:
     """Returns the estimated error in millionths, and tokens attended exactly, means over layers; 0 without estimates."""
-    estimates = [report.estimates for report in reports if report.estimates is not None]
     if not estimates:
         return jnp.zeros((2, batch), jnp.int32)
     scale = jnp.asarray([MILLION, 1.0])[:, None]
     return jnp.clip(jnp.round(sum(estimates) / len(estimates) * scale), 0, 1e9).astype(jnp.int32)
 
 
-def _expert_counts(layer: DecoderLayer, expert_ids: jax.Array | None, live: jax.Array) -> Int[Array, "2 B"]:
-    """Returns the number of experts that live rows take, and the number fetched from the host for them.
+class WholeStep(NamedTuple):
+    """A step as one program, of which XLA:GPU makes one CUDA graph.
 
-    Args:
-        expert_ids: i32[B, 1, k], the experts of each row's token.
+    Attributes:
+        leaves: the model's weights, flat.
     """
-    if layer.offloaded is None:
-        return jnp.zeros((2, len(live)), jnp.int32)
-    missing = layer.offloaded.missing(expert_ids[:, 0]).sum(1, dtype=jnp.int32)
-    return jnp.stack([jnp.where(live, expert_ids.shape[-1], 0), missing])
 
+    program: Callable
+    leaves: list[jax.Array]
 
-def _flushed_pages(cache: KVCache, plan: Plan) -> list[tuple[jax.Array, Any]]:
-    """Returns the result of `flush` for every pooled layer.
-
-    Layers with equal policies and shapes run in one call, as rows of it: 3 such layers of 2 rows are 6 rows.
-    """
-    states = {i: plan.policies[i].flush_slice(cache.layers[i], cache.lengths) for i in plan.pooled}
-    groups: dict[Any, list[int]] = {}
-    for i, state in states.items():
+    @classmethod
+    def of(cls, model: CausalLM, plan: Plan) -> WholeStep:
+        """Returns the program of a model's step."""
+        graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
-        groups.setdefault((plan.policies[i], tree, *((x.shape, x.dtype) for x in leaves)), []).append(i)
-    results = {}
-    for (policy, *_), layers in groups.items():
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *(states[i] for i in layers))
-        rows, origin = len(cache.lengths.origin), jnp.tile(cache.lengths.origin, len(layers))
-        flushed = policy.flush(joined, dataclasses.replace(cache.lengths, origin=origin))
-        for group, i in enumerate(layers):
-            results[i] = jax.tree.map(lambda x, group=group, rows=rows: x[group * rows : (group + 1) * rows], flushed)
-    return [results[i] for i in plan.pooled]
+        return cls(step_program(graph, tree, plan), leaves)
+
+    def run(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
+        """Returns the state after a step, and the step's results. Donates `state`."""
+        return self.program(self.leaves, state, pool)
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan):
+def step_program(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan) -> Callable:
+    """Returns the program of a whole step, from weights, state and pool; each kind of layer is traced once."""
+
     # Unused arguments are kept too: without them buffers move at every step, and a CUDA graph is updated kernel by kernel.
     @functools.partial(
         jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler_options.OPTIONS.get(plan.platform)
     )
     def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
-        # A single row always counts as live: a session continues after its end, whose eos token still enters the cache.
-        ended = state.done if len(state.done) > 1 else None
-        live = jnp.ones_like(state.done) if ended is None else ~ended
-        model = nnx.merge(graph, with_live_tokens(jax.tree.unflatten(tree, leaves), live))
-        lengths = state.cache.lengths
-        positions = lengths.seen[:, None], lengths.seen + 1
+        return StepParts.of(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), plan).run(state, pool)
 
-        def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
-            guess = None if place.before is None else lambda: layer.enter(place.before, *positions).q
-            heads = Heads(*layer.enter(x, *positions)[:3], jnp.ones_like(state.last_tokens), layer.scoring)
-            pages = plan.pages(place.number, pool, state.cache.table, ended)
-            view = view_of(layer, lengths, positions[1], pages, place.shared, guess)
-            outcome = plan.policies[place.number].decode(state.cache.layers[place.number], heads, view)
-            x, expert_ids = layer.leave(x, outcome.attended)
-            return x, (outcome.state, _expert_counts(layer, expert_ids, live)), outcome.shared or place.shared
-
-        outputs, results = zip(*run_layers(model, model.model.embed_tokens(state.last_tokens[:, None]), run), strict=True)
-        states, expert_counts = zip(*results, strict=True)
-        logits = model.logits(outputs[-1])[:, 0]
-        cache = KVCache(states, dataclasses.replace(lengths, clock=lengths.clock + 1), state.cache.table)
-        state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
-        pages = jnp.zeros((3, len(state.last_tokens)), jnp.int32)
-        reports = [plan.policies[i].report(states[i], cache.lengths) for i in plan.pooled]
-        pages = sum((report.pages for report in reports), pages)
-        estimates = _mean_estimates(reports, len(state.last_tokens))
-        return state, Step(pack(state.last_tokens, pages, sum(expert_counts), estimates), logits)
-
-    @jax.jit
-    def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
-        pages, updates = zip(*_flushed_pages(cache, plan), strict=True)
-        return jnp.stack(pages)[None], list(updates), cache.lengths.next_page
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def flushed(cache: KVCache, updates: list) -> KVCache:
-        states = list(cache.layers)
-        for i, update in zip(plan.pooled, updates, strict=True):
-            states[i] = plan.policies[i].after_flush(states[i], update, cache.lengths)
-        next_page = cache.lengths.next_page + 1
-        # The pages for new tokens are a ring: with 32 prompt pages of 64, page 63 is followed by page 32.
-        next_page = jnp.where(next_page < plan.pool.pages, next_page, plan.prompt_pages)
-        return KVCache(tuple(states), dataclasses.replace(cache.lengths, next_page=next_page), cache.table)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
-        states, packed, shared = list(cache.layers), [], None
-        count = plan.compact_every // plan.page_size
-        # Where the ring has just wrapped, the newest pages are the last ones of the pool.
-        end = jnp.where(cache.lengths.next_page == plan.prompt_pages, plan.pool.pages, cache.lengths.next_page)
-        first, lengths = end - count, dataclasses.replace(cache.lengths, next_page=end)
-        for i in plan.pooled:
-            newest = plan.pages(i, pool, cache.table).run(first, count)
-            outcome = plan.policies[i].compact(states[i], newest, View(lengths, shared=shared))
-            states[i], shared = outcome.state, outcome.shared or shared
-            packed.append(outcome.pages)
-        return KVCache(tuple(states), cache.lengths, cache.table), jnp.stack(packed, axis=1), first
-
-    return step, flush, flushed, compact
+    return step

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from icejax.engine.counters import pack_token
 from icejax.engine.decode_step import DecodeState, Step, choose_next
 from icejax.engine.plan import Plan
-from icejax.models.decoder import CausalLM
+from icejax.models.decoder import CausalLM, Ends
 from icejax.runtime import devices
 
 
@@ -30,17 +30,13 @@ def choose_first(
         lengths: number of tokens of each row.
         state: the state after the texts, before any token was chosen.
     """
-    logits = _last_logits(model, x, lengths)
+    state, step = _choose(model.ends, x, lengths, state, plan=plan)
     # A step's results are committed to the device, so the first state must be too, or the step's program compiles twice.
-    state = jax.device_put(_choose(logits, state, plan=plan), devices.device())
-    return state, Step(pack_token(state.last_tokens), logits)
-
-
-@jax.jit
-def _last_logits(model: CausalLM, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    return model.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+    return jax.device_put(state, devices.device()), step
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def _choose(logits: jax.Array, state: DecodeState, *, plan: Plan) -> DecodeState:
-    return choose_next(logits, state, plan)
+def _choose(ends: Ends, x: jax.Array, lengths: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[DecodeState, Step]:
+    logits = ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+    state = choose_next(logits, state, plan)
+    return state, Step(pack_token(state.last_tokens), logits)

@@ -36,6 +36,9 @@ from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend
 
 LOG = logging.getLogger(__name__)
+# Layers from which on a step on a CPU is a program per layer: starting a program takes some 20 us, which layers of a small
+# model do not outweigh, and the programs of few layers compile in seconds as one.
+LEAST_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,11 @@ class Plan:
     def pool(self) -> PoolSpec | None:
         """The pool's sizes for one layer, equal in all pooled layers; None without a pool."""
         return self.policies[self.pooled[0]].pool(self.spec) if self.pooled else None
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether each layer of a step is a program of its own, so that each kind of layer is compiled once."""
+        return self.platform == "cpu" and len(self.policies) >= LEAST_LAYERS
 
     @property
     def page_size(self) -> int:
@@ -166,9 +174,15 @@ class Plan:
 
 
 def reports(plan: Plan, cache: KVCache) -> list[Report]:
-    """Returns every layer's report, with shapes in place of arrays."""
-    pairs = zip(plan.policies, cache.layers, strict=True)
-    return [jax.eval_shape(policy.report, state, cache.lengths) for policy, state in pairs]
+    """Returns every layer's report, with shapes in place of arrays; layers of one kind are traced once."""
+    layers, reports_by_kind = [], {}
+    for policy, state in zip(plan.policies, cache.layers, strict=True):
+        leaves, tree = jax.tree.flatten(state)
+        kind = policy, tree, *((x.shape, x.dtype) for x in leaves)
+        if kind not in reports_by_kind:
+            reports_by_kind[kind] = jax.eval_shape(policy.report, state, cache.lengths)
+        layers.append(reports_by_kind[kind])
+    return layers
 
 
 def make_plan(

@@ -22,7 +22,8 @@ from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
-from icejax.engine.decode_step import DecodeState, Step, view_of
+from icejax.engine.decode_layer import view_of
+from icejax.engine.decode_step import DecodeState, Step
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_exact_with_experts, run_layers
 from icejax.engine.penalties import row_options
@@ -139,15 +140,15 @@ def first_state(
         x: the last layer's output over the prompts.
         states: the layers' states after the prompts.
     """
-    lengths = _lengths(prompts)
-    cache = KVCache(states, Lengths.of(lengths, plan.prompt_pages), table)
-    zeros, options = jnp.zeros(len(prompts), jnp.int32), row_options(sampling, prompts, model.config.vocab_size)
-    state = DecodeState(cache, zeros, zeros > 0, row_keys(draws), jnp.copy(lengths), *options)
-    return choose_first(model, x, lengths, state, plan)
+    cache = KVCache(states, Lengths.of(_lengths(prompts), plan.prompt_pages), table)
+    zeros, options = np.zeros(len(prompts), np.int32), row_options(sampling, prompts, model.config.vocab_size)
+    # NumPy's arrays and `_lengths` are copied to the device; each eager operation of JAX would be a program to compile.
+    state = DecodeState(cache, zeros, zeros > 0, row_keys(draws), _lengths(prompts), *options)
+    return choose_first(model, x, _lengths(prompts), state, plan)
 
 
 def _lengths(prompts: Sequence[Sequence[int]]) -> Int[Array, " B"]:
-    return jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    return jnp.asarray(np.asarray([len(prompt) for prompt in prompts], np.int32))
 
 
 def padded_prompts(prompts: Sequence[Sequence[int]], spec: CacheSpec) -> np.ndarray:

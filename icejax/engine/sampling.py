@@ -190,7 +190,11 @@ def nucleus(order: UInt32[Array, "B V"], weights: Float[Array, "B V"], p: Float[
 
 def row_keys(draws: Sequence[tuple[int, int]]) -> Key[Array, " B"]:
     """Returns the random key of each pair of a seed and an index, both below 2^32."""
-    seeds, indices = (np.asarray(x, np.uint32) for x in zip(*draws, strict=True))
+    return _folded_keys(*(np.asarray(x, np.uint32) for x in zip(*draws, strict=True)))
+
+
+@jax.jit
+def _folded_keys(seeds: UInt32[Array, " B"], indices: UInt32[Array, " B"]) -> Key[Array, " B"]:
     return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
 
 

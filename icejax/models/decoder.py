@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -247,6 +248,29 @@ class Decoder(nnx.Module):
         self.norm = norm_of(config, config.hidden_size, dtype=dtype)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["embed_tokens", "norm", "head"], meta_fields=["final_logit_softcapping"]
+)
+@dataclass(frozen=True)
+class Ends:
+    """A model without its layers: what comes before the first one and behind the last one.
+
+    Attributes:
+        head: the matrix of the output head.
+        final_logit_softcapping: as in `ModelConfig`.
+    """
+
+    embed_tokens: Embedding
+    norm: nnx.Module
+    head: nnx.Param
+    final_logit_softcapping: float | None
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Returns the fp32 logits of the last layer's output."""
+        logits, cap = product(self.norm(x), self.head.get_value()), self.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 class CausalLM(nnx.Module):
     """A language model: read-only weights, no cache, no random state.
 
@@ -261,8 +285,12 @@ class CausalLM(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
+    @property
+    def ends(self) -> Ends:
+        """The embedding, the final norm and the output head."""
+        head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return Ends(self.model.embed_tokens, self.model.norm, head, self.config.final_logit_softcapping)
+
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""
-        head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        logits, cap = product(self.model.norm(x), head.get_value()), self.config.final_logit_softcapping
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return self.ends.logits(x)

@@ -25,9 +25,10 @@ from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
 from icejax.cache.pool import host_pool
 from icejax.engine import batch as rows
-from icejax.engine import decode_step
 from icejax.engine import extend as extending
 from icejax.engine import prefill as prefilling
+from icejax.engine.between_steps import between_steps
+from icejax.engine.decode_step import step_program
 from icejax.engine.plan import make_plan
 from icejax.runtime import compiler_options
 
@@ -44,7 +45,7 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     plan = make_plan(model, policy, platform=target.platform, **sizes)
     plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
     state, pool = abstract_state(plan), abstract_pool(plan)
-    step, flush, flushed, compact = decode_step._programs(graph, tree, plan)
+    step, (flush, flushed, compact) = step_program(graph, tree, plan), between_steps(plan)
     page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
     layer, extent_pages = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
     scalar, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table

@@ -40,6 +40,10 @@ BAD = {
     "followup --behind 0": "--behind must be at least 1, got 0",
     "followup --policies quest": "--policies must be of full, clustered, coded, got 'quest'",
     "followup --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
+    "start --caches some": "--caches must be of ",
+    "start --repeats 0": "--repeats must be at least 1, got 0",
+    "start --new-tokens 2": "--new-tokens must be at least 3, got 2",
+    "start --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
     "weights --shape attention --dtype int3": "dtype must be one of float32, bfloat16, float16, got 'int3'",
 }
 

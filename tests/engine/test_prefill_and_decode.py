@@ -2,9 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,16 +18,17 @@ from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.cache.registry import Clustered, Full, layer_policies
-from icejax.engine import decode_step, extend, prefill
+from icejax.engine import extend, prefill
+from icejax.engine.between_steps import between_steps
 from icejax.engine.buckets import bucket
 from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode_step import DecodePrograms, StepLayer, StepParts, WholeStep, step_program
 from icejax.engine.plan import make_plan
 from icejax.engine.sampling import Sampling
 from icejax.models.registry import family
 from icejax.ops.pages import tree
 from tests import tolerances
-from tests.helpers import families
+from tests.helpers import families, programs
 from tests.helpers.policies import POLICIES, by_row
 from tests.helpers.run import greedy, plan_for
 
@@ -44,22 +48,28 @@ def test_padded_sizes_hold_the_prompt_and_divide_into_pages(tokens):
 def test_equal_plans_share_their_programs(tmp_path):
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     prompt = families.tokens(50)
-    decode_step._programs.cache_clear()
+    programs.drop()
     for policy in (Clustered(budget=64), Clustered(budget=64), Full()):
         greedy(model, policy, [prompt], 20)
-    assert decode_step._programs.cache_info().misses == 2
+    assert step_program.cache_info().misses == between_steps.cache_info().misses == 2
     plan = plan_for(model, Clustered(budget=64), [prompt], 20)
-    step, flush, flushed, compact = DecodePrograms(model, plan)._programs
+    flush, flushed, compact = between_steps(plan)
+    step, _ = WholeStep.of(model, plan)
     assert step._cache_size() == flush._cache_size() == flushed._cache_size() == 1 and compact._cache_size() == 0
 
 
 @pytest.mark.slow
-def test_growth_compiles_each_program_once(tmp_path):
+def test_growth_compiles_each_program_once(tmp_path, monkeypatch):
+    """The programs of a step: the first, each kind of layer, the last."""
+    monkeypatch.setattr("icejax.engine.plan.LEAST_LAYERS", 1)
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     policy, prompt = Clustered(budget=64, compact_every=32), families.tokens(20)
     greedy(model, policy, [prompt], 200)
-    programs = DecodePrograms(model, plan_for(model, policy, [prompt], 200))._programs
-    assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+    plan = plan_for(model, policy, [prompt], 200)
+    parts = StepParts.of(model, plan)
+    programs_of_layers = {layer.program for layer in parts.layers}
+    programs_of_a_run = (parts.begin, *programs_of_layers, parts.finish, *between_steps(plan))
+    assert len(programs_of_layers) == 1 and {program._cache_size() for program in programs_of_a_run} == {1}
 
 
 def test_one_program_extends_all_layers(tmp_path):
@@ -87,7 +97,7 @@ def test_a_flush_copies_no_level_of_the_tree(tmp_path):
     state = jax.eval_shape(lambda: tuple(policy.init(plan.spec) for policy in plan.policies))
     assert [len(layer.index.levels) for layer in state] == [2] * len(state)
     cache = KVCache(state, jax.eval_shape(lambda: Lengths.none(1)))
-    _, flush, flushed, _ = DecodePrograms(model, plan)._programs
+    flush, flushed, _ = between_steps(plan)
     memory = flushed.lower(cache, jax.eval_shape(flush, cache)[1]).compile().memory_analysis()
     size = sum(math.prod(x.shape) * x.dtype.itemsize for layer in state for x in jax.tree.leaves(layer.index))
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < state[0].index.levels[0].mean.data.size
@@ -104,8 +114,8 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, r
     decoding = DecodePrograms(model, plan)
     for _ in range(2 * plan.page_size - 1):  # the first page to leave the window begins a new node
         state, _, pool = decoding.step(state, pool)
-    step, flush, *_ = decoding._programs
-    cache = step(decoding._leaves, state, pool)[0].cache
+    flush, *_ = between_steps(plan)
+    cache = decoding.programs.run(state, pool)[0].cache
     pages, updates, _ = flush(cache)
     assert len(updates) > 1
     indexes = [cache.layers[i].index for i in plan.pooled]
@@ -117,15 +127,60 @@ def test_layers_give_up_their_pages_as_each_would_alone(tmp_path, monkeypatch, r
             np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=tolerances.EXACT)
 
 
+def num_aliased(program: Callable, *arguments: Any) -> int:
+    hlo = program.lower(*arguments).compile().as_text()
+    return re.search(r"input_output_alias={(.*?)}, entry", hlo.splitlines()[0])[1].count("alias)")
+
+
 def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     """A buffer whose address changed at every step would have to be updated in the CUDA graph, kernel by kernel."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
     plan = plan_for(model, Clustered(budget=64), [families.tokens(300)], 20)
     state, _, pool = prefill.prefill(model, [families.tokens(300)], plan)
-    decoding = DecodePrograms(model, plan)
-    program = decoding._programs[0].lower(decoding._leaves, state, pool).compile()
-    aliased = re.search(r"input_output_alias={(.*?)}, entry", program.as_text().splitlines()[0])[1]
-    assert aliased.count("alias)") == len(jax.tree.leaves(state))
+    program, leaves = WholeStep.of(model, plan)
+    assert num_aliased(program, leaves, state, pool) == len(jax.tree.leaves(state))
+
+
+BY_LAYERS = {  # the cache, and its kinds of layers
+    "dense-and-clustered": (Clustered(budget=64, dense_layers=1), 2),
+    "followed": (Clustered(budget=64, reuse=2), 2),
+    "guessed": (Clustered(budget=64, prefetch=True), 1),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "followed" else x for x in BY_LAYERS])
+def test_a_step_by_layers_equals_one_program(tmp_path, name):
+    """Each kind of layer is one program, which copies no cache; the state, the counters and the logits are those of a step."""
+    policy, kinds = BY_LAYERS[name]
+    model, prompts = (
+        families.load(families.build(families.row("llama-gqa")), tmp_path),
+        [families.tokens(300), families.tokens(9)],
+    )
+    plan = plan_for(model, policy, prompts, 20)
+    state, _, pool = prefill.prefill(model, prompts, plan)
+    aliased = {}
+
+    def checked(layer: StepLayer) -> StepLayer:
+        def program(leaves, cache, inputs):
+            if layer.program not in aliased:
+                aliased[layer.program] = num_aliased(layer.program, leaves, cache, inputs) == len(jax.tree.leaves(cache))
+            return layer.program(leaves, cache, inputs)
+
+        return layer._replace(program=program)
+
+    parts, whole = StepParts.of(model, plan), WholeStep.of(model, plan)
+    parts = parts._replace(layers=[checked(layer) for layer in parts.layers])
+    states = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    for _ in range(3):
+        (states[0], by_layer), (states[1], at_once) = (
+            step.run(x, pool) for step, x in zip((parts, whole), states, strict=True)
+        )
+        assert (by_layer.counters == at_once.counters).all() and by_layer.counters[1:4].any(1).all()
+        np.testing.assert_allclose(by_layer.logits, at_once.logits, atol=tolerances.EXACT)
+        for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(x, y, atol=tolerances.EXACT)
+    assert len(parts.layers) == 3 and [*aliased.values()] == [True] * kinds
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ from jax.experimental import pallas
 
 import icejax
 from icejax.cache.pool import host_pool
-from icejax.engine import decode_step
 from icejax.engine.plan import make_plan
 from icejax.ops import slots, topk
 from icejax.ops.attention import dense
 from icejax.ops.pages import digests, tree
 from icejax.runtime.host_reads import backends, choose
 from tests import tolerances
+from tests.helpers import programs
 
 
 @pytest.fixture
@@ -31,14 +31,11 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     monkeypatch.setattr(choose, "ORDER", {"cpu": ("triton",)})
     monkeypatch.setattr(choose, "PROBED_BACKENDS", ())
-    caches = (decode_step._programs, choose.fetch_backend)
-    for cache in caches:
-        cache.cache_clear()
-    jax.clear_caches()
+    choose.fetch_backend.cache_clear()
+    programs.drop()
     yield
-    for cache in caches:
-        cache.cache_clear()
-    jax.clear_caches()
+    choose.fetch_backend.cache_clear()
+    programs.drop()
 
 
 def tied_scores(rows: int, size: int) -> np.ndarray:

@@ -10,7 +10,6 @@ import pytest
 import icejax
 from bench.needle import task
 from icejax.cache.registry import Clustered, Full, SnapKV
-from icejax.engine import decode_step
 from icejax.engine.decode_loop import Row, run_constants
 from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import Claim, claim
@@ -19,7 +18,7 @@ from icejax.session import session as module
 from icejax.session import text_cache
 from icejax.session.session import Session
 from icejax.session.storage import ABOUT, ARRAYS
-from tests.helpers import families
+from tests.helpers import families, programs
 from tests.helpers.documents import document
 from tests.helpers.layer import assert_digests, stored
 from tests.helpers.letters import Letters
@@ -176,7 +175,7 @@ def test_digests_equal_the_pages_after_any_sequence_of_steps(bundled, tmp_path):
 def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
     """Bit for bit: both programs are compiled as for users, since conftest's cheaper options change the order of rounding."""
     monkeypatch.setitem(compiler_options.OPTIONS, "cpu", {"xla_cpu_use_fusion_emitters": True})
-    decode_step._programs.cache_clear()
+    programs.drop()
     text, questions = document()
     plain, with_resident = (
         Session(*bundled, cache=Clustered(budget=64, keys_first=False, resident=resident), context_length=3000)

@@ -70,7 +70,6 @@ class Retrieval(CachePolicy):
     by_slot: bool = False  # whether it selects and fetches single slots of pages
     per_query_head: bool = False  # whether every query head selects pages of its own
     shares: bool = False  # whether later layers may follow it
-    follows: bool = False  # whether it follows an earlier layer
 
     @property
     @abc.abstractmethod

@@ -17,6 +17,7 @@ import ml_dtypes  # noqa: F401 (registers bfloat16 and fp8 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from icejax.checkpoint import aligned
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, listed, quoted
 
@@ -84,8 +85,10 @@ def read_tensor(file: Path, key: str) -> np.ndarray:
         (size,) = struct.unpack("<Q", stream.read(8))
         about = json.loads(stream.read(size))[key]
         stream.seek(8 + size + about["data_offsets"][0])
-        shape = about["shape"]
-        return np.fromfile(stream, np.dtype(DTYPES[about["dtype"]]), math.prod(shape)).reshape(shape)
+        tensor = aligned.empty(tuple(about["shape"]), np.dtype(DTYPES[about["dtype"]]))
+        if stream.readinto(tensor.reshape(-1).view(np.uint8)) < tensor.nbytes:
+            raise InputError(f"{file} is not a whole safetensors file (it ends within {key}): fetch it again")
+        return tensor
 
 
 def _open(file: Path):
