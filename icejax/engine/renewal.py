@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.engine.batch import extract
@@ -50,6 +49,6 @@ def renewed(
     LOG.info("a text of %d tokens outgrows the model's original context: it is prefilled anew", len(text))
     plan = replace(plan, spec=replace(plan.spec, batch_size=1))
     x, layers, pool = keep_layers(prefill_layers(model, [text], plan), plan, pool, row.cache.table)
-    lengths = np.asarray([len(text)], np.int32)  # the state's own copy is donated
-    cache = KVCache(layers, Lengths.of(jnp.asarray(lengths), plan.prompt_pages), row.cache.table)
+    lengths = jnp.asarray([len(text)], jnp.int32)
+    cache = KVCache(layers, Lengths.of(jnp.copy(lengths), plan.prompt_pages), row.cache.table)  # the cache's own are donated
     return *choose_first(model, x, lengths, replace(row, cache=cache), plan), pool
