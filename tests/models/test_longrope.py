@@ -10,7 +10,7 @@ from flax import nnx
 
 import icejax
 from icejax.cache.registry import Clustered, ExpectedAttention, Full, Streaming
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode_step import WholeStep
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.evaluation.attention_map import Explanation
@@ -117,7 +117,7 @@ def test_the_decode_step_compiles_once(models, cache, rows):
     prompts = [prompt_of(n) for n in (41, 43)[:rows]]
     icejax.generate(ours, Letters(), prompts, cache=cache, max_new_tokens=57)
     plan = make_plan(ours, cache, batch_size=rows, prompt_tokens=max(map(len, prompts)), new_tokens=57)
-    step, *_ = DecodePrograms(ours, plan)._programs
+    step, _ = WholeStep.of(ours, plan)
     assert plan.renewal == 65 and step._cache_size() == 1
 
 
