@@ -111,7 +111,8 @@ def stream_generate(
     ]
     with prefilling(progress, model.config.num_hidden_layers) as layer_done:
         options = dict(sampling=sampling, draws=draws, progress=layer_done, host_memory_limit=host_memory_limit)
-        run = Run(DecodePrograms(model, plan), *prefill(model, ids, plan, **options), watch)
+        results = prefill(model, ids, plan, **options)  # moves experts to the device, before the programs take the weights
+        run = Run(DecodePrograms(model, plan), *results, watch)
         yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started)
 
 

@@ -29,6 +29,7 @@ from icejax.runtime.host_reads.choose import fetch_backend
 from icejax.runtime.host_reads.reader import Reader
 from tests import tolerances
 from tests.helpers import families
+from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 from tests.ops.test_mixture import CHOSEN, COUNT, HIDDEN, INNER, drawn, plain
 
@@ -143,6 +144,18 @@ def test_experts_are_brought_as_tokens_take_them(name, tmp_path):
                 expected_counts[step + 1, :, row] += len(expert_ids), len({*expert_ids} - available)
                 available |= {*expert_ids}
     np.testing.assert_array_equal(counts, expected_counts)
+
+
+def test_generate_decodes_with_the_experts_that_prefill_moved(tmp_path):
+    """A session takes the weights after the prefill; so must generate, or it fetches what is on the device."""
+    families.save(families.build(families.row("qwen3_moe-plain"), num_hidden_layers=1), tmp_path)
+    options = dict(cache=icejax.Full(), context_length=60)
+    (answer,) = icejax.generate(
+        load_model(tmp_path, experts_on_host=RESIDENT), Letters(), "abcab" * 6, max_new_tokens=12, **options
+    )
+    session = icejax.Session(load_model(tmp_path, experts_on_host=RESIDENT), Letters(), **options)
+    expected = session.ask("abcab" * 6, max_new_tokens=12)
+    assert answer.token_ids == expected.token_ids and 0 < answer.expert_hit_rate == expected.expert_hit_rate
 
 
 @pytest.mark.slow
