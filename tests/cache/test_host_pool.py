@@ -168,7 +168,7 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
         raise NotImplementedError("not here")
 
     def wrong(table, rows):
-        return tuple(x + jnp.uint16(1) for x in BACKENDS["gather"](table, rows))
+        return tuple(x + jnp.ones((), x.dtype) for x in BACKENDS["gather"](table, rows))
 
     monkeypatch.setitem(BACKENDS, "refusing", refuse)
     monkeypatch.setitem(BACKENDS, "wrong", wrong)

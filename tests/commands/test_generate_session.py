@@ -7,7 +7,7 @@ import pytest
 
 from icejax.commands import generate as command
 from icejax.files.atomic_folder import claim
-from icejax.session import session, storage
+from icejax.session import storage, text_cache
 from tests.helpers.commands import SHORT, run
 from tests.helpers.crash import file_limit
 
@@ -41,14 +41,14 @@ def test_the_folder_is_held_while_the_command_runs(capsys, tmp_path, monkeypatch
         assert os.listdir(tmp_path) == [".kept.lock"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "prefill", interrupted_prefill)
+    monkeypatch.setattr(text_cache, "prefill", interrupted_prefill)
     with pytest.raises(KeyboardInterrupt):
         run(capsys, *line(tmp_path / "kept"))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_disk_too_small_is_told_before_the_prompt_runs(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "prefill", lambda *_, **__: pytest.fail("the prompt ran"))
+    monkeypatch.setattr(text_cache, "prefill", lambda *_, **__: pytest.fail("the prompt ran"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 2**20))
     status, out, err = run(capsys, *line(tmp_path / "kept"))
     assert (status, out, err.count("\n")) == (2, "", 1) and "GiB and 0.000977 GiB is free on its disk: make room" in err
