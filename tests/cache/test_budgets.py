@@ -69,6 +69,7 @@ def test_budgets_of_a_pyramid_sum_up_to_what_was_asked():
             assert policies == [SnapKV(budget=size, **options) for size in sizes]
 
 
+@pytest.mark.slow
 def test_pyramid_of_a_model_keeps_what_snapkv_keeps_per_layer(bundled):
     model, prompt = bundled[0], np.random.default_rng(0).integers(0, 256, 200).tolist()
     sizes = [102, 77, 51, 26]

@@ -28,6 +28,7 @@ def test_200_steps_equal_the_reference(monkeypatch, options):
     assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, levels=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", [1, 7, 24, 63])
 def test_rows_that_join_late_equal_the_reference(monkeypatch, clock):
     """Rows join inside a page and inside a round of compaction, and decode over the next two rounds."""

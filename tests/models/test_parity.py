@@ -63,7 +63,9 @@ def test_greedy_text_equals_transformers(row, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", DYNAMIC, "mistral-window", "qwen3-layer-types"])
-@pytest.mark.parametrize("policy", [Full(), Clustered(budget=512)], ids=["full", "clustered"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(Full(), id="full"), pytest.param(Clustered(budget=512), id="clustered", marks=pytest.mark.slow)]
+)
 def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
     theirs = families.build(families.row(name))
     ours = families.load(theirs, tmp_path)
@@ -80,7 +82,7 @@ def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
     np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=tolerances.LOGITS)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", DYNAMIC, "mistral-window"])
+@pytest.mark.parametrize("name", [pytest.param("llama-gqa", marks=pytest.mark.slow), DYNAMIC, "mistral-window"])
 @pytest.mark.parametrize("policy", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
 def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
     ours = families.load(families.build(families.row(name)), tmp_path)
@@ -92,6 +94,7 @@ def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
         np.testing.assert_allclose(logits[:, i], alone_logits[:, 0], rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param(dict(page_size=8, sinks=4, window=20), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (5, 30, 60)), 300])
 def test_clustered_with_budget_for_all_equals_full(length, options, tmp_path):

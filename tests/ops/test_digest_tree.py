@@ -29,6 +29,7 @@ def small_top(monkeypatch):
     monkeypatch.setattr(tree, "TOP", 512)
 
 
+@pytest.mark.slow
 def test_every_level_stays_exact_when_pages_are_put_in(small_top):
     keys, values, mask = pages_of(np.random.default_rng(4), 603)
     mask[:, :, 570:] = False

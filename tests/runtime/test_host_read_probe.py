@@ -107,6 +107,7 @@ def test_probe_runs_ahead_only_with_cuda_and_before_jax_starts(machine, monkeypa
     assert probed == ["triton"]
 
 
+@pytest.mark.slow
 def test_the_process_tells_what_is_wrong_here(monkeypatch, tmp_path):
     """On this CPU Triton fails and slices pass; neither result is stored, as it holds for no GPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
