@@ -23,6 +23,7 @@ from icejax.text.chat_messages import template_variables
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
 LOG = logging.getLogger(__name__)
+SHORT_FLAGS = {"temperature": ["--temp"]}  # llama.cpp's name
 OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of the cache
 
 
@@ -121,7 +122,8 @@ def _add_answer(parser: Parser) -> None:
     greedy = Sampling()
     for name in (field.name for field in dataclasses.fields(Sampling) if field.name != "logit_bias"):
         default = getattr(greedy, name)
-        group.add_argument("--" + name.replace("_", "-"), type=type(default), metavar="X", help=f"default: {default}")
+        flags = ["--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, [])]
+        group.add_argument(*flags, type=type(default), metavar="X", help=f"default: {default}")
     bias_help = "add BIAS, from -100 to 100, to the logit of the token with this id; repeatable"
     group.add_argument("--logit-bias", action="append", default=[], metavar="ID=BIAS", help=bias_help)
     model_help = "take the sampling of the model's generation_config.json; the options above override it"
