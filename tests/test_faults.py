@@ -226,6 +226,8 @@ FAULTS = (
     ("checkpoint/folder.py", "isinstance(cause, OfflineModeIsEnabled)", "False", "checkpoint/test_folder.py::test_without_a_network_the_line_says_so"),
     ("session/session.py", "self.token_ids += piece.token_ids", "pass", "session/test_session.py::test_questions_follow_one_another"),
     ("session/session.py", "and not self._outdated:", ":", "text/test_chat_turns.py::test_a_stop_string_does_not_stay_in_a_chat"),
+    ("engine/request.py", "if name in [field.name for field in fields(Sampling)]:", "if False:", "engine/test_request.py::test_an_unknown_option_is_told_with_the_right_one[temperature]"),
+    ("session/room.py", "        if not held:\n            raise\n", "        raise\n", "session/test_session.py::test_a_full_session_says_so_and_stays_as_it_was"),
     ("session/messages.py", "del messages[-2:]", "del messages[-1:]", "commands/test_chat.py::test_undo_takes_the_last_turn_back"),
     ("text/reasoning.py", "_channel(header) == THOUGHTS, True", "False, True", "text/test_reasoning.py::test_channels_come_apart"),
     ("text/encode.py", "own = _outside(names, spans_of(text))", "own = names", "text/test_encode.py::test_names_in_messages_are_text[llama-2]"),

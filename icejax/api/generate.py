@@ -15,7 +15,7 @@ from icejax.engine.decode_loop import Row, Run, decode_rows, run_constants
 from icejax.engine.decode_step import DecodePrograms, DecodeState
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
-from icejax.engine.request import AnswerOptions, Prompt, Request, requests
+from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
 from icejax.models.decoder import CausalLM
@@ -91,7 +91,7 @@ def stream_generate(
         InputError: before anything runs, if a prompt is empty or too long, an option is out of range, or the host has too
             little memory. Later, as soon as logits are not finite; the message names the weight or the layer.
     """
-    cache, answer = checked_policy(cache), AnswerOptions(**options)
+    cache, answer = checked_policy(cache), answer_options(options)
     devices.check_limit(host_memory_limit)
     prompt_requests = requests(prompts)
     answers = [request.options(answer) for request in prompt_requests]

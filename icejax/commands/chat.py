@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from icejax.api.prompts import ContextFull, first_messages
-from icejax.checks.errors import InputError, suggestion
+from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start, with_model_sampling
@@ -68,6 +68,9 @@ def _run(argv: list[str] | None, name: str) -> None:
         for text in typed() if sys.stdin.isatty() else piped(lambda: chat.context_length):
             if not chat.take(text):
                 break
+
+
+WITH_ARGUMENT = ("/file", "/save", "/load", "/help")
 
 
 class Ended(Exception):
@@ -140,6 +143,8 @@ class Chat:
             raise InputError(f"there is no {word}: expected a message or one of {', '.join(known)}{suggestion(word, known)}")
         if "\0" in rest:
             raise InputError(f"{word} takes the name of a file, which has no zero byte")
+        if rest.rstrip() and word not in WITH_ARGUMENT:
+            raise InputError(f"{word} stands alone on its line, got {quoted(rest.rstrip())} after it")
         self._commands[word](rest.rstrip())
 
     def _reply(self, text: str, answer: AnswerOptions) -> bool:

@@ -23,6 +23,7 @@ from icejax.text.chat_messages import template_variables
 
 DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
 LOG = logging.getLogger(__name__)
+SHORT_FLAGS = {"temperature": ["--temp"]}  # llama.cpp's name
 OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of the cache
 
 
@@ -61,7 +62,7 @@ def parser(name: str) -> Parser:
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("text", nargs="*", metavar="PROMPT", help="the prompt, as --prompt takes it")
     prompts.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="repeatable; - reads stdin")
-    prompts.add_argument("--prompt-file", type=Path, metavar="FILE", help="text, or .jsonl with an object per line")
+    prompts.add_argument("-f", "--prompt-file", type=Path, metavar="FILE", help="text, or .jsonl with an object per line")
     prompts.add_argument("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     prompts.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     prompts.add_argument("--session", type=Path, metavar="DIR", help="put the prompts to the session kept there, or a new one")
@@ -115,13 +116,14 @@ def _add_model(parser: Parser) -> None:
 def _add_answer(parser: Parser) -> None:
     group = parser.add_argument_group("answer")
     group.add_argument(
-        "-n", "--max-new-tokens", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
+        "-n", "--max-new-tokens", "--n-predict", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     greedy = Sampling()
     for name in (field.name for field in dataclasses.fields(Sampling) if field.name != "logit_bias"):
         default = getattr(greedy, name)
-        group.add_argument("--" + name.replace("_", "-"), type=type(default), metavar="X", help=f"default: {default}")
+        flags = ["--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, [])]
+        group.add_argument(*flags, type=type(default), metavar="X", help=f"default: {default}")
     bias_help = "add BIAS, from -100 to 100, to the logit of the token with this id; repeatable"
     group.add_argument("--logit-bias", action="append", default=[], metavar="ID=BIAS", help=bias_help)
     model_help = "take the sampling of the model's generation_config.json; the options above override it"
@@ -140,7 +142,7 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: the cache's own)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
     group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
-    group.add_argument("--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    group.add_argument("-c", "--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
     group.add_argument("--host-memory-limit", type=float, metavar="GIB", help="for the cache (default: what is free)")
 
 

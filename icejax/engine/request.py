@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
+from typing import Any
 
-from icejax.checks.errors import InputError, quoted
+from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.checks.numbers import integer
 from icejax.engine.sampling import Sampling, checked_sampling
 from icejax.text.detokenize import stop_strings
@@ -50,6 +51,22 @@ class AnswerOptions:
         _check_flags(special_tokens=self.special_tokens, parse_special=self.parse_special)
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
+
+
+def answer_options(options: dict[str, Any]) -> AnswerOptions:
+    """Returns the keyword arguments of a call as answer options.
+
+    Raises:
+        InputError: an option is out of range.
+        TypeError: there is no such option; the message names the closest one, or the place of an option of `Sampling`.
+    """
+    known = [field.name for field in fields(AnswerOptions)]
+    for name in options:
+        if name in [field.name for field in fields(Sampling)]:
+            raise TypeError(f"{name!r} is an option of sampling: give sampling=icejax.Sampling({name}=...)")
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}: expected one of {', '.join(known)}{suggestion(name, known)}")
+    return AnswerOptions(**options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,18 @@ def of_whole_chat(messages: list[dict[str, str]]) -> Iterator[None]:
         raise _full(f"and the text have {error.new} tokens", error.context_length, **counts) from None
 
 
+@contextlib.contextmanager
+def behind(held: int, *, chat: bool) -> Iterator[None]:
+    """Makes the error of a text that is too long by itself tell of the `held` tokens before it."""
+    try:
+        yield
+    except ContextFull as error:
+        if not held:
+            raise
+        counts = dict(held=held, new=error.new, chat=chat)
+        raise _full(f"holds {held} tokens and the text has {error.new}", error.context_length, **counts) from None
+
+
 def _full(count: str, context_length: int, *, held: int, new: int, chat: bool) -> ContextFull:
     """Returns the error of a text without room; the turns of a chat can be taken back."""
     ways = "take a turn back (undo), or load the saved chat" if chat else "or begin a session"

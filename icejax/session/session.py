@@ -14,7 +14,7 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError
 from icejax.engine.decode_loop import Row, decode_rows, run_constants
-from icejax.engine.request import AnswerOptions, Request
+from icejax.engine.request import AnswerOptions, Request, answer_options
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
 from icejax.files.atomic_folder import Claim, as_path, claim
@@ -25,7 +25,7 @@ from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
 from icejax.session.fingerprint import check_registered, fingerprint
 from icejax.session.messages import grow, has_answer, take_back, warn_anew
-from icejax.session.room import answer_limit, of_whole_chat, outgrows, pool_is_full, saved_size
+from icejax.session.room import answer_limit, behind, of_whole_chat, outgrows, pool_is_full, saved_size
 from icejax.session.text_cache import TextCache
 from icejax.text.chat_messages import template_variables
 from icejax.text.chat_template import render
@@ -118,7 +118,7 @@ class Session:
         """
         if self.messages:
             raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
-        started, answer = Mark.now(), AnswerOptions(**options)
+        started, answer = Mark.now(), answer_options(options)
         new = self._encode(text, answer, continues=bool(self.token_ids))
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
             yield from self._answer(self.token_ids, new, [], answer, started=started, progress=layer_done, save_to=save_to)
@@ -143,7 +143,7 @@ class Session:
         """
         if self.token_ids and not self.messages:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
-        started, answer = Mark.now(), AnswerOptions(**options)
+        started, answer = Mark.now(), answer_options(options)
         turn, held, new = self._chat_turn(text, answer)
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
             yield from self._answer(held, new, turn, answer, started=started, progress=layer_done, save_to=save_to)
@@ -180,8 +180,9 @@ class Session:
 
     def _encode(self, text: str, answer: AnswerOptions, *, continues: bool = False) -> list[int]:
         flags = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special, continues=continues)
-        request = Request(prompt=text, index=0)
-        return encode_prompts(self._model, self._tokenizer, [request], context_length=self.context_length, **flags)[0]
+        flags |= dict(context_length=self.context_length)
+        with behind(len(self.token_ids) if continues else 0, chat=bool(self.messages)):
+            return encode_prompts(self._model, self._tokenizer, [Request(prompt=text, index=0)], **flags)[0]
 
     def _answer(
         self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,

@@ -136,6 +136,7 @@ def test_a_folder_holds_the_conversation_after_every_answer(talk, chatting, tmp_
 
 WRONG = {
     "unknown": ("/rest", "there is no /rest: expected a message or one of /file, /save, /load, /undo, /regen, /reset, /stats, /help, /quit (did you mean /reset?)"),
+    "number": ("/undo 3", "/undo stands alone on its line, got '3' after it"),
     "no folder": ("/save", "/save needs a folder: /save DIR"),
     "nothing to load": ("/load", "/load needs a folder: /load DIR"),
     "nothing to keep": ("/save {tmp}/x", "the session is empty: ask something before saving it"),

@@ -8,7 +8,7 @@ import pytest
 
 import icejax
 from icejax.cache.registry import Full
-from icejax.commands import chat
+from icejax.commands import chat, options
 from icejax.commands import generate as command
 from tests.helpers.commands import run
 
@@ -44,6 +44,11 @@ def test_flags_of_penalties_and_biases_reach_the_answer(answer, bundled):
     options = dict(presence_penalty=1.5, frequency_penalty=-0.5, logit_bias={97: 3, 10: -100})
     assert answer(None, *flags) == (expected(bundled, **options), "")
     assert expected(bundled, **options) != expected(bundled)
+
+
+@pytest.mark.parametrize("parser", [options.parser, options.chat_parser])
+def test_temp_is_another_name_of_temperature(parser):
+    assert parser("x").parse_args(["--temp", "0.7"]).temperature == 0.7
 
 
 CASES = {

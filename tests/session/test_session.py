@@ -211,6 +211,9 @@ def test_a_full_session_says_so_and_stays_as_it_was(bundled):
     assert (error.value.context_length, error.value.held, error.value.new) == (300, 220, 100)
     copied = pickle.loads(pickle.dumps(error.value))  # it may cross processes
     assert (str(copied), copied.held) == (str(error.value), 220)
+    with pytest.raises(icejax.ContextFull, match="holds 220 tokens and the text has 400") as error:
+        session.ask("y" * 400)  # too long by itself
+    assert (error.value.held, error.value.new) == (220, 400)
     with pytest.raises(icejax.ContextFull):
         session.ask("y" * 80)
     assert (session.token_ids, session.room) == (before, 80)
