@@ -36,9 +36,13 @@ def prompts(monkeypatch):
 
     def record(model, tokenizer, requests, **options):
         seen.extend((str(request.prompt), options["parse_special"]) for request in requests)
+        return [[0]] * len(requests)
+
+    def end(*_, **__):
         raise InputError("seen")
 
     monkeypatch.setattr(command, "encode_prompts", record)
+    monkeypatch.setattr(command, "stream_generate", end)
     return seen
 
 
