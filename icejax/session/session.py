@@ -17,7 +17,7 @@ from icejax.engine.decode_loop import Row, decode_rows, run_constants
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
-from icejax.files.atomic_folder import Claim, as_path, claim
+from icejax.files.atomic_folder import Claim, as_claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
@@ -204,7 +204,7 @@ class Session:
             held, new, tokens, end = [], held + new, held + new, None
         if save_to is not None:
             plan = self._cache.plan if held else self._cache.plan_for(len(new))
-            save_to.check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
+            as_claim(save_to).check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
         counts = dict(fed=len(tokens), logprobs=answer.logprobs)
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
         self._newest, self._outdated = None, False
