@@ -91,13 +91,12 @@ def stream_generate(
         InputError: before anything runs, if a prompt is empty or too long, an option is out of range, or the host has too
             little memory. Later, as soon as logits are not finite; the message names the weight or the layer.
     """
-    cache, answer = checked_policy(cache), answer_options(options)
+    cache, answer, context_length = checked_policy(cache), answer_options(options), check_context(model, context_length)
     devices.check_limit(host_memory_limit)
     prompt_requests = requests(prompts)
     answers = [request.options(answer) for request in prompt_requests]
     for request, row_answer in zip(prompt_requests, answers, strict=True):
         check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
-    context_length = check_context(model, context_length)
     started = Mark.now()
     texts = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special)
     ids = encode_prompts(model, tokenizer, prompt_requests, context_length=context_length, **texts)

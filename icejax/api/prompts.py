@@ -176,8 +176,10 @@ def check_context(model: CausalLM, context_length: int | None) -> int:
     """Returns the context length in tokens, by default the model's own; logs a warning if it is longer than that.
 
     Raises:
-        InputError: `context_length` is out of range.
+        InputError: `context_length` is out of range, or `model` is no model.
     """
+    if not hasattr(getattr(model, "config", None), "context_length"):
+        raise InputError(f"model must be one that icejax.load returns, got {quoted(model)}")
     length, model_length = _context(model, context_length), model.config.context_length
     if length > model_length:
         LOG.warning("a context length of %d is beyond the model's own %d: expect worse answers there", length, model_length)

@@ -147,8 +147,8 @@ class Chat:
             raise InputError(f"{word} stands alone on its line, got {quoted(rest.rstrip())} after it")
         self._commands[word](rest.rstrip())
 
-    def _reply(self, text: str, answer: AnswerOptions) -> bool:
-        """Streams the answer to a message and saves it; says whether there was one. `answer`: its options.
+    def _reply(self, text: str | None, answer: AnswerOptions) -> bool:
+        """Streams the answer to a message, None being the last one, and saves it; says whether there was one.
 
         Where somebody types, Ctrl-C ends the answer: its text so far is then the answer.
         """
@@ -175,7 +175,7 @@ class Chat:
                         break
             except Ended:
                 phases.stop()
-                self._tell("ended before there was an answer: the message is not part of the conversation")
+                self._tell("ended before there was an answer: the conversation is as it was")
                 return False
             self._last = join(pieces)
             printer.end(self._last)
@@ -234,9 +234,9 @@ class Chat:
         complete = self._last is not None and self._last.finish_reason is not None
         if complete and not self._answer.sampling.temperature:
             raise InputError("a greedy answer is the same again: start with --temperature 0.8, or /undo and ask otherwise")
-        message = self._session.undo()
-        self._retries += 1
-        self._reply(message, replace(self._answer, seed=(self._answer.seed + self._retries) % 2**32))
+        retries = self._retries + 1
+        if self._reply(None, replace(self._answer, seed=(self._answer.seed + retries) % 2**32)):
+            self._retries = retries
 
     def _reset(self, _: str) -> None:
         self._session, self._last, self._files = self._session.fresh_copy(), None, []

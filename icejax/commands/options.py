@@ -116,7 +116,13 @@ def _add_model(parser: Parser) -> None:
 def _add_answer(parser: Parser) -> None:
     group = parser.add_argument_group("answer")
     group.add_argument(
-        "-n", "--max-new-tokens", "--n-predict", type=int, default=AnswerOptions.max_new_tokens, metavar="N", help="default: %(default)s"
+        "-n",
+        "--max-new-tokens",
+        "--n-predict",
+        type=int,
+        default=AnswerOptions.max_new_tokens,
+        metavar="N",
+        help="default: %(default)s",
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this string; repeatable")
     greedy = Sampling()
@@ -142,7 +148,9 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: the cache's own)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
     group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
-    group.add_argument("-c", "--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    group.add_argument(
+        "-c", "--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)"
+    )
     group.add_argument("--host-memory-limit", type=float, metavar="GIB", help="for the cache (default: what is free)")
 
 

@@ -42,6 +42,13 @@ def as_path(path: str | os.PathLike) -> Path:
     return Path(path)
 
 
+def as_claim(value: object) -> Claim:
+    """Returns `value` if it is a claim on a folder; InputError for anything else, such as the folder's path."""
+    if not isinstance(value, Claim):
+        raise InputError(f"save_to must be a claim on a folder, from icejax.files.atomic_folder.claim, got {quoted(value)}")
+    return value
+
+
 def current_folder(path: Path) -> Path:
     """Returns `path`, or its .old name if a writer was killed between the two renames, so that only .old exists."""
     target = Path(os.path.realpath(path))

@@ -167,17 +167,18 @@ def _shown(value: Any) -> str:
 
 
 class Damaged(InputError):
-    """Raised for a session at `path` whose files are not as they were saved.
+    """Raised for a session whose files are not as they were saved.
 
     Attributes:
         fault: the damage, in one line.
     """
 
-    def __init__(self, path: Path, fault: str) -> None:
-        self.fault = " ".join(fault.split())
-        super().__init__(f"{path} is a damaged session ({self.fault}): use a copy of it, or begin anew in another folder")
+    def __init__(self, message: str, *, fault: str = "") -> None:  # pickle needs a default
+        super().__init__(message)
+        self.fault = fault
 
 
 def damaged(path: Path, fault: str) -> NoReturn:
     """Raises `Damaged` for the session at `path`."""
-    raise Damaged(path, fault)
+    fault = " ".join(fault.split())
+    raise Damaged(f"{path} is a damaged session ({fault}): use a copy of it, or begin anew in another folder", fault=fault)

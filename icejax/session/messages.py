@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from icejax.api.prompts import message
 from icejax.checks.errors import InputError
 from icejax.engine.response import GenerationResponse
 from icejax.text.chat_messages import template_variables
@@ -35,9 +36,22 @@ def take_back(messages: list[dict[str, str]]) -> str:
     return question
 
 
+def asked(messages: list[dict[str, str]], text: str | None) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Returns the messages before the user's message `text`, and this message; None: the last one, to be answered again.
+
+    Raises:
+        InputError: the text is empty, or there is no answer yet.
+    """
+    if text is not None:
+        return messages, message("user", text)
+    before = [*messages]
+    question = take_back(before)
+    return before, message("user", question)
+
+
 def has_answer(messages: list[dict[str, str]]) -> bool:
     """Says whether a chat has an answer."""
-    return any(message["role"] == "assistant" for message in messages)
+    return any(item["role"] == "assistant" for item in messages)
 
 
 def warn_anew(outdated: bool) -> None:
@@ -47,8 +61,16 @@ def warn_anew(outdated: bool) -> None:
     LOG.warning("%s: the conversation is prefilled anew", reason)
 
 
-def is_message(value: Any) -> bool:
-    """Says whether a value from a file is a message."""
+def is_chat(value: Any) -> bool:
+    """Says whether a value from a file is a chat: perhaps a system message, then questions, each with its answer."""
+    if not isinstance(value, list) or not all(map(_is_message, value)):
+        return False
+    roles = [item["role"] for item in value]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    return turns == ["user", "assistant"] * (len(turns) // 2)
+
+
+def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         return False
     return {"role", "content"} <= value.keys() <= {"role", "content", "reasoning"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from icejax.api.prompts import ContextFull, check_context, encode_prompts, first_messages, message
+from icejax.api.prompts import ContextFull, check_context, encode_prompts, first_messages
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError
@@ -17,14 +17,14 @@ from icejax.engine.decode_loop import Row, decode_rows, run_constants
 from icejax.engine.request import AnswerOptions, Request, answer_options
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
-from icejax.files.atomic_folder import Claim, as_path, claim
+from icejax.files.atomic_folder import Claim, as_claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
 from icejax.session.fingerprint import check_registered, fingerprint
-from icejax.session.messages import grow, has_answer, take_back, warn_anew
+from icejax.session.messages import asked, grow, has_answer, take_back, warn_anew
 from icejax.session.room import answer_limit, behind, of_whole_chat, outgrows, pool_is_full, saved_size
 from icejax.session.text_cache import TextCache
 from icejax.text.chat_messages import template_variables
@@ -128,40 +128,43 @@ class Session:
         return join(list(self.stream_chat(text, **options)))
 
     def stream_chat(
-        self, text: str, *, progress: Progress | None = None, save_to: Claim | None = None, **options: Any
+        self, text: str | None, *, progress: Progress | None = None, save_to: Claim | None = None, **options: Any
     ) -> Iterator[GenerationResponse]:
-        """Appends `text` to the chat as the user's next message and yields the answer.
+        """Appends `text` to the chat as the user's next message and yields the answer; None: answers the last message again.
 
-        Options are those of `stream`; the template writes its own special tokens. The session's tokens stay, and the text that
-        the template writes after the last answer is appended, even if that answer was cut off. If the template rewrites earlier
-        turns, or the last answer had thoughts or ended at a stop string, the tokens before the first one that differs stay; a
-        cache that has evicted tokens is prefilled anew, and the log warns once.
+        Options are those of `stream`; the template writes its own special tokens. The session's tokens stay, and the text
+        behind the last answer is appended, even if that answer was cut off. If the template rewrites turns, or the last answer
+        had thoughts, ended at a stop string or is given again, the tokens before the first one that differs stay; a cache that
+        has evicted tokens is prefilled anew, and the log warns once. A refusal leaves the session as it was.
 
         Raises:
             ContextFull: as in `stream`.
-            InputError: the message is empty, the template fails, or the session holds plain text.
+            InputError: the message is empty, the template fails, the session holds plain text, or there is no answer yet.
         """
         if self.token_ids and not self.messages:
             raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
         started, answer = Mark.now(), answer_options(options)
-        turn, held, new = self._chat_turn(text, answer)
+        messages, held, new = self._chat_turn(text, answer)
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
-            yield from self._answer(held, new, turn, answer, started=started, progress=layer_done, save_to=save_to)
+            yield from self._answer(held, new, messages, answer, started=started, progress=layer_done, save_to=save_to)
 
-    def _chat_turn(self, text: str, answer: AnswerOptions) -> tuple[list[dict[str, str]], list[int], list[int]]:
-        """Returns the messages of a turn, the tokens that stay, and the tokens to append."""
-        turn = [message("user", text), {"role": "assistant", "content": ""}]
-        whole, added = next_turn(self._tokenizer, self.messages, turn[0], self.template_variables, now=self.started)
-        if self._cache.run is not None and added is not None and not self._outdated:
-            ends = self._model.config.eos_token_ids
-            return turn, *with_one_end(self.token_ids, self._encode(added, answer, continues=True), seen=self._seen, ends=ends)
-        with of_whole_chat(self.messages):
+    def _chat_turn(self, text: str | None, answer: AnswerOptions) -> tuple[list[dict[str, str]], list[int], list[int]]:
+        """Returns the messages with the turn, the tokens that stay, and the tokens to append."""
+        before, question = asked(self.messages, text)
+        messages, outdated = [*before, question, {"role": "assistant", "content": ""}], self._outdated or text is None
+        whole, added = next_turn(self._tokenizer, before, question, self.template_variables, now=self.started)
+        if self._cache.run is not None and added is not None and not outdated:
+            ends, addition = self._model.config.eos_token_ids, self._encode(added, answer, continues=True)
+            return messages, *with_one_end(self.token_ids, addition, seen=self._seen, ends=ends)
+        with of_whole_chat(before):
             tokens = self._encode(whole, answer)
+        if text is None and not has_answer(before):
+            return messages, [], tokens
         num_same = self._cache.num_same(self.token_ids, tokens, seen=self._seen)
         if self._cache.run is not None and not num_same and not self._warned:
-            warn_anew(self._outdated)
+            warn_anew(outdated)
             self._warned = True
-        return turn, tokens[:num_same], tokens[num_same:]
+        return messages, tokens[:num_same], tokens[num_same:]
 
     def undo(self) -> str:
         """Takes the last question and its answer out of the chat and returns the question.
@@ -185,12 +188,12 @@ class Session:
             return encode_prompts(self._model, self._tokenizer, [Request(prompt=text, index=0)], **flags)[0]
 
     def _answer(
-        self, held: list[int], new: list[int], turn: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
+        self, held: list[int], new: list[int], messages: list[dict[str, str]], answer: AnswerOptions, *, started: Mark,
         progress: Callable[[int], None] | None, save_to: Claim | None,
     ) -> Iterator[GenerationResponse]:  # fmt: skip
-        """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, `turn`'s last message."""
+        """Appends `new` to the tokens `held`, or prefills it if none are held; yields the answer, the last of `messages`."""
         check_bias(answer.sampling, self._model.config.vocab_size)
-        sizes = dict(context_length=self.context_length, held=len(held), new=len(new), chat=bool(turn))
+        sizes = dict(context_length=self.context_length, held=len(held), new=len(new), chat=bool(messages))
         limit = answer_limit(answer.max_new_tokens, **sizes)
         if held and (self._cache.run is None or outgrows(self._model, self._seen, len(held) + len(new))):
             held, new = [], held + new
@@ -202,20 +205,18 @@ class Session:
             held, new, tokens, end = [], held + new, held + new, None
         if save_to is not None:
             plan = self._cache.plan if held else self._cache.plan_for(len(new))
-            save_to.check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
+            as_claim(save_to).check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
         counts = dict(fed=len(tokens), logprobs=answer.logprobs)
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
         self._newest, self._outdated = None, False
         run = self._cache.enter(held, new, answer, seen=self._seen, progress=progress)
-        self.token_ids = held + new
-        self.messages += turn
-        self._newest = row
+        self.token_ids, self.messages, self._newest = held + new, messages, row
         try:
             constants = run_constants(self._model, self._cache.policy, self._cache.plan, run)
             for piece in decode_rows([row], constants, run, started):
                 self.token_ids += piece.token_ids
-                if turn:
-                    grow(turn[-1], piece)
+                if messages:
+                    grow(messages[-1], piece)
                     self._outdated = self._outdated or row.holds_more
                 yield piece
                 if self._newest is not row and row.finish_reason is None:
@@ -245,9 +246,8 @@ class Session:
             InputError: the session is empty, its cache policy is not registered, another process writes `path`, `path` is not
                 a session, or it cannot be written. Files that were at `path` before are then kept.
         """
-        if self._cache.run is None:
+        if not self._seen:
             raise InputError("the session is empty: ask something before saving it")
-        self._cache.run.check(len(self.token_ids))
         check_registered(self._cache.policy)
         cache = self._cache.run.state.cache
         about = storage.SessionInfo(

@@ -39,7 +39,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.session.array_names import named_arrays
 from icejax.session.fingerprint import check_same, damaged, fingerprint, policy_of
-from icejax.session.messages import is_message, is_template_variables
+from icejax.session.messages import is_chat, is_template_variables
 from icejax.session.stored_arrays import ArrayFile, StoredArray, described_arrays, write_arrays
 
 VERSION = 16
@@ -242,8 +242,8 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
     about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name not in later})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
-    if not isinstance(about.messages, list) or not all(map(is_message, about.messages)):
-        damaged(path, "messages are no list of roles and contents")
+    if not is_chat(about.messages):
+        damaged(path, "messages are no list of turns")
     if not isinstance(about.joints, list) or not all(map(is_joint, about.joints)):
         damaged(path, "joints are no list of tokens and pages")
     if not isinstance(about.outdated, bool):

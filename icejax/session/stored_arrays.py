@@ -20,6 +20,7 @@ from icejax.session.fingerprint import damaged
 OPTIONAL = "kept."  # prefix of the names of arrays that a reader may skip
 BLOCK = 2**25  # bytes that are read at once to verify an array
 MOST_BYTES = 2**63  # bytes of one array, exclusive
+MOST_AXES = 64  # as in numpy; the product of a million sizes would take hours
 
 
 class StoredArray(NamedTuple):
@@ -64,7 +65,8 @@ def described_arrays(path: Path, described: Any) -> dict[str, StoredArray]:
         try:
             dtype, shape, checksum = (about[key] for key in StoredArray._fields)
             array = StoredArray(str(jnp.dtype(dtype)), tuple(shape), checksum)
-            valid = all(type(x) is int and x >= 0 for x in (*array.shape, checksum)) and array.size < MOST_BYTES
+            valid = len(array.shape) <= MOST_AXES and all(type(x) is int and x >= 0 for x in (*array.shape, checksum))
+            valid = valid and max(array.shape, default=0) < MOST_BYTES and array.size < MOST_BYTES
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid:

@@ -41,7 +41,7 @@ def _message(name: str, item: Message) -> Message:
     texts = [message[key] for key in message.keys() & {*KEYS} - {"content", "tool_calls"}]
     for part in content if isinstance(content, list) else []:
         _check_part(name, part)
-    has_content = isinstance(content, str) or bool(content) or (content is None and bool(calls))
+    has_content = isinstance(content, str) or (isinstance(content, list) and bool(content)) or (content is None and bool(calls))
     thoughts = message.keys() & {"reasoning", "reasoning_content"}
     if not ("role" in message and has_content and len(thoughts) < 2 and all(isinstance(text, str) for text in texts)):
         raise InputError(f"{name} must be {EXPECTED}, got {quoted([item])}")

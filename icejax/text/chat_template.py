@@ -63,7 +63,7 @@ def render(
 
 def _template(tokenizer: Any, *, with_tools: bool) -> str:
     """Returns the tokenizer's chat template: of several the default one, or the one for tools."""
-    template = tokenizer.chat_template
+    template = getattr(tokenizer, "chat_template", None)  # not all tokenizers have the attribute
     if isinstance(template, dict):
         name = "tool_use" if with_tools and "tool_use" in template else "default"
         if name not in template:

@@ -18,7 +18,7 @@ from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.commands import chat, lines, printer, process
 from icejax.files.atomic_folder import claim
-from icejax.session import storage
+from icejax.session import session, storage
 from icejax.session.session import Session
 from tests.helpers import families
 from tests.text.test_chat_turns import BUNDLED
@@ -294,7 +294,7 @@ def test_ctrl_c_in_a_prefill_leaves_the_message_out(talk, chatting, monkeypatch)
     monkeypatch.setattr(chat, "typed", lambda: lines.piped(lambda: 600))
     status, out, err = talk("stop", "a", "stop", "b")
     assert (status, "\n".join(out)) == (0, "\n".join(expected))
-    assert err == ["ended before there was an answer: the message is not part of the conversation"]
+    assert err == ["ended before there was an answer: the conversation is as it was"]
 
 
 def _record_handler(handlers, action):
@@ -335,7 +335,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, tmp_path):
         os.write(terminal, b"first\r")
         wait_until(lambda output: b"prefill layers" in output)
         os.write(terminal, b"\x03")
-        wait_until(lambda output: b"\x1b[?2004h" in output.partition(b"the message is not part of the conversation")[2])
+        wait_until(lambda output: b"\x1b[?2004h" in output.partition(b"the conversation is as it was")[2])
         shown = b""
         os.write(terminal, b"import\r")
         wait_until(
@@ -403,3 +403,22 @@ def test_regen_of_a_greedy_answer_is_refused(talk, chatting):
         "icejax chat: error: there is no answer to take back: ask something first",
         "icejax chat: error: a greedy answer is the same again: start with --temperature 0.8, or /undo and ask otherwise",
     ]
+
+
+def test_a_refused_regen_keeps_the_message_and_its_answer(talk, chatting, tmp_path, monkeypatch):
+    saved, next_turn, refusals = tmp_path / "kept", session.next_turn, [None, None, "the template refuses", None, None]
+
+    def refusing(*arguments, **options):
+        refusal = refusals.pop(0)
+        if refusal is not None:
+            raise icejax.InputError(refusal)
+        return next_turn(*arguments, **options)
+
+    monkeypatch.setattr(session, "next_turn", refusing)
+    options = [*OPTIONS, "--temperature", "1.5", "--seed", "3", "--session", str(saved)]
+    status, out, err = talk("a", "b", "/regen", f"/save {tmp_path / 'whole'}", "/regen", "c", options=options)
+    assert status == 0 and "icejax chat: error: the template refuses" in err
+    whole, kept = (Session.load(folder, *chatting).messages for folder in (tmp_path / "whole", saved))
+    assert [message["content"] for message in whole[::2]] == ["a", "b"]
+    assert [message["content"] for message in kept[::2]] == ["a", "b", "c"]
+    assert "\n".join(out) == "\n".join(message["content"] for message in [*whole[1::2], *kept[3::2]])

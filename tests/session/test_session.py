@@ -358,6 +358,16 @@ WRONG = {
         lambda session, path: Session(*session).ask("x", special_tokens="no"),
         "special_tokens must be true or false, got 'no'",
     ),
+    "a folder to save to": (
+        lambda session, path: Session(*session, context_length=300).ask("x", save_to="kept"),
+        "save_to must be a claim on a folder, from icejax.files.atomic_folder.claim, got 'kept'",
+    ),
+    "no model": (lambda session, path: Session("m", session[1]), "model must be one that icejax.load returns, got 'm'"),
+    "a tokenizer as the model": (
+        lambda session, path: icejax.generate(session[1], session[0], "x"),
+        "model must be one that icejax.load returns, got ",
+    ),
+    "no tokenizer": (lambda session, path: icejax.chat(None, "x"), "the tokenizer has no chat template"),
 }
 
 

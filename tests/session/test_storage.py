@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import zlib
@@ -20,6 +21,7 @@ import icejax
 from icejax.cache.registry import Clustered
 from icejax.files.atomic_folder import claim
 from icejax.session import storage, stored_arrays
+from icejax.session.fingerprint import Damaged
 from icejax.session.session import Session
 from tests.helpers.crash import Killed, file_limit, killed_at
 
@@ -182,6 +184,12 @@ LIES = {
     "a deep template variable": (
         lambda f: f.update(template_variables={"a": json.loads("[" * 99 + "]" * 99)}), "template_variables are no tools"),
     "outdated as a number": (lambda f: f.update(outdated=1), "outdated is 1"),
+    "an answer without a question": (lambda f: f.update(messages=f["messages"][1:]), "messages are no list of turns"),
+    "a question without an answer": (lambda f: f.update(messages=f["messages"] + f["messages"][:1]), "messages are no list of turns"),
+    "an array of a million axes": (
+        lambda f: f["arrays"].update(x=dict(dtype="int8", shape=[2**62] * 10**6, crc32=0)), "does not say what x is"),
+    "an array of long sizes": (
+        lambda f: f["arrays"].update(x=dict(dtype="int8", shape=[10**4000] * 60, crc32=0)), "does not say what x is"),
     "no identity": (lambda f: f.update(identity=[]), "does not say what it was saved with"),
     "no arrays": (lambda f: f.update(arrays=None), "does not say which arrays it has"),
     "an array without a checksum": (lambda f: f["arrays"]["token_ids"].pop("crc32"), "does not say what token_ids is"),
@@ -214,6 +222,15 @@ LIES = {
         OTHER,
     ),
 }  # fmt: skip
+
+
+def test_the_error_of_a_damaged_session_crosses_processes(copy, bundled):
+    (copy / storage.ARRAYS).write_bytes(b"")
+    with pytest.raises(Damaged) as error:
+        Session.load(copy, *bundled)
+    copied = pickle.loads(pickle.dumps(error.value))
+    assert (type(copied), str(copied), copied.fault) == (Damaged, str(error.value), error.value.fault)
+    assert error.value.fault.startswith("arrays has 0 bytes, expected ")
 
 
 def test_what_is_kept_besides_is_passed_over(session, copy, bundled):
@@ -314,7 +331,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, saved_fold
     shutil.copytree(saved_folder, target)
     old = Session.load(target, *bundled)
     new = Session.load(target, *bundled)
-    new.messages = [*MESSAGES, MESSAGES[0]]
+    new.messages = [*MESSAGES, *MESSAGES]
     seen_lengths = set()
     for step in itertools.count(1, 3):
         with monkeypatch.context() as patch:
@@ -328,10 +345,10 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(session, saved_fold
         if len(messages) not in seen_lengths:
             assert_same(Session.load(target, *bundled), old if messages == MESSAGES else new)
         seen_lengths.add(len(messages))
-        assert messages == new.messages or (died and 3 not in seen_lengths)
+        assert messages == new.messages or (died and 4 not in seen_lengths)
         if not died:
             break
-    assert seen_lengths == {2, 3} and os.listdir(tmp_path) == ["kept"]
+    assert seen_lengths == {2, 4} and os.listdir(tmp_path) == ["kept"]
 
 
 def test_a_save_that_fails_late_keeps_the_old_session(session, saved_folder, bundled, tmp_path):

@@ -29,6 +29,8 @@ WRONG = {
     "none": ([], LIST + "[]"),
     "no role": ([{"content": "x"}], LIST + "[{'content': 'x'}]"),
     "no content": ([{"role": "assistant", "content": None}], LIST + "[{'content': None, 'role': 'assistant'}]"),
+    "a number": ([{"role": "assistant", "content": 3}], LIST + "[{'content': 3, 'role': 'assistant'}]"),
+    "an object": ([{"role": "assistant", "content": {"a": 1}}], LIST + "[{'content': {'a': 1}, 'role': 'assistant'}]"),
     "no parts": ([{"role": "user", "content": []}], LIST + "[{'content': [], 'role': 'user'}]"),
     "another key": ([{"role": "user", "contents": "x"}], "messages: a message has no 'contents': expected role, content, reasoning, reasoning_content, name, tool_calls, tool_call_id (did you mean content?)"),
     "an image": ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages: a content has a part of type 'image_url': expected text, the only type that is read"),
