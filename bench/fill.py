@@ -13,7 +13,7 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import Lengths
-from icejax.engine.decode_step import DecodeState
+from icejax.engine.decode.step import DecodeState
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM

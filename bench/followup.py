@@ -35,7 +35,7 @@ from icejax.cache.options import make_policy
 from icejax.checkpoint.load import load_model
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill

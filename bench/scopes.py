@@ -67,7 +67,7 @@ def python_ms(events: list[dict]) -> float:
     """Returns the median milliseconds of a traced decode step outside the compiled programs that it calls."""
     events = [event for event in events if event.get("ph") == "X"]
     called = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("PjitFunction("))
-    steps, durations = [e for e in events if re.fullmatch(r"\$decode_step\.py:\d+ step", e["name"])], []
+    steps, durations = [e for e in events if re.fullmatch(r"\$step\.py:\d+ step", e["name"])], []
     for step in steps:
         duration, last_end = step["dur"], step["ts"]
         for start, end in called:

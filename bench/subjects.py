@@ -22,8 +22,8 @@ from bench.sizes import fetched_bytes, nbytes
 from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
-from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms, StepParts
+from icejax.engine.decode.counters import StepCounters
+from icejax.engine.decode.step import DecodePrograms, StepParts
 from icejax.engine.plan import Plan, make_plan, reports
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
@@ -72,7 +72,7 @@ class Icejax:
         self._brought, self._fetched = None, []
 
     def step(self) -> None:
-        """Starts a step and then reads the counters of the step before, as `icejax.engine.decode_loop` does."""
+        """Starts a step and then reads the counters of the step before, as `icejax.engine.decode.loop` does."""
         previous_step = self._brought
         self._state, self._brought, self._pool = self._decoding.step(self._state, self._pool)
         if previous_step is not None:

@@ -16,7 +16,7 @@ from bench.needle.reader import Reader
 from bench.sizes import fetched_bytes
 from icejax.cache.pool.extents import SCRATCH_EXTENT
 from icejax.cache.protocol import CachePolicy, Heads, KVCache
-from icejax.engine.decode_layer import view_of
+from icejax.engine.decode.layer import view_of
 from icejax.engine.plan import Plan, reports
 from icejax.models.decoder import CausalLM
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import icejax
 from icejax.api.generate import ASSETS
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.runtime import devices

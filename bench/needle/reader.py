@@ -14,8 +14,8 @@ import icejax
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents, extents_for
 from icejax.engine.batch import fork
-from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.counters import StepCounters
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import first_state, keep_layers, prefill
 from icejax.runtime import devices

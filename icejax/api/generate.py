@@ -11,8 +11,8 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import load_model, open_checkpoint
-from icejax.engine.decode_loop import Row, Run, decode_rows, run_constants
-from icejax.engine.decode_step import DecodePrograms, DecodeState
+from icejax.engine.decode.loop import Row, Run, decode_rows, run_constants
+from icejax.engine.decode.step import DecodePrograms, DecodeState
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import Prompt, Request, answer_options, requests

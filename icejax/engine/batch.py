@@ -19,7 +19,7 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.engine.decode_step import DecodeState
+from icejax.engine.decode.step import DecodeState
 from icejax.engine.penalties import with_same_arrays
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys

@@ -18,8 +18,8 @@ import numpy as np
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths
 from icejax.engine.buckets import text_bucket
-from icejax.engine.decode_layer import view_of
-from icejax.engine.decode_step import DecodeState, Step
+from icejax.engine.decode.layer import view_of
+from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_layers
 from icejax.engine.plan import Plan

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from icejax.engine.counters import pack_token
-from icejax.engine.decode_step import DecodeState, Step, choose_next
+from icejax.engine.decode.counters import pack_token
+from icejax.engine.decode.step import DecodeState, Step, choose_next
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM, Ends
 from icejax.runtime import devices

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.engine.batch import extract
-from icejax.engine.decode_step import DecodeState, Step
+from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.first_token import choose_first
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import keep_layers, prefill_layers

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from icejax.cache.protocol import KVCache, Lengths
-from icejax.engine.decode_step import DecodeState
+from icejax.engine.decode.step import DecodeState
 from icejax.engine.plan import Plan
 
 

@@ -22,7 +22,7 @@ from icejax.cache.bases.retrieval import PagedState
 from icejax.cache.protocol import CachePolicy, Heads, Outcome
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
-from icejax.engine.decode_step import DecodeState
+from icejax.engine.decode.step import DecodeState
 from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import padded_prompts, prefill_outcome

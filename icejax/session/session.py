@@ -13,7 +13,7 @@ from icejax.api.prompts import ContextFull, check_context, encode_prompts, first
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError
-from icejax.engine.decode_loop import Row, decode_rows, run_constants
+from icejax.engine.decode.loop import Row, decode_rows, run_constants
 from icejax.engine.request import AnswerOptions, Request, answer_options
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias

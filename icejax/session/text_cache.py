@@ -13,8 +13,8 @@ from dataclasses import replace
 import jax
 
 from icejax.cache.protocol import CachePolicy, KVCache
-from icejax.engine.decode_loop import Run, resumed_run
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.loop import Run, resumed_run
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan

@@ -1,4 +1,4 @@
-"""Thoughts of a model: takes the pieces of an answer apart into text and reasoning. `engine.decode_loop.Row` calls it.
+"""Thoughts of a model: takes the pieces of an answer apart into text and reasoning. `engine.decode.loop.Row` calls it.
 
 Two forms are known: marks around the thoughts at the beginning of an answer, and harmony (gpt-oss), whose answers are messages
 in channels. Example: in both answers below the reasoning is "A sum." and the text is "4".

@@ -27,8 +27,8 @@ from icejax.cache.pool import host_pool
 from icejax.engine import batch as rows
 from icejax.engine import extend as extending
 from icejax.engine import prefill as prefilling
-from icejax.engine.between_steps import between_steps
-from icejax.engine.decode_step import step_program
+from icejax.engine.decode.between_steps import between_steps
+from icejax.engine.decode.step import step_program
 from icejax.engine.plan import make_plan
 from icejax.runtime import compiler_options
 

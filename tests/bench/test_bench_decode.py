@@ -85,7 +85,7 @@ def test_python_is_what_a_step_takes_beside_the_programs():
     def event(name: str, ts: float, dur: float) -> dict:
         return dict(ph="X", name=name, ts=ts, dur=dur)
 
-    steps = [event("$decode_step.py:212 step", start, 1000.0) for start in (0.0, 2000.0)]
+    steps = [event("$step.py:212 step", start, 1000.0) for start in (0.0, 2000.0)]
     twice = [event("PjitFunction(step)", start + skew, 800.0 - skew) for start in (100.0, 2100.0) for skew in (0.0, 5.0)]
     flush = [event("PjitFunction(flush)", 2950.0, 20.0), event("PjitFunction(other)", 3500.0, 400.0)]
     assert python_ms([*flush, *twice, *steps, dict(ph="M", name="thread")]) == pytest.approx((0.2 + 0.18) / 2)

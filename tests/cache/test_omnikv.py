@@ -9,7 +9,7 @@ import icejax
 from icejax.cache.policies.follower import PositionFollower
 from icejax.cache.registry import Full, OmniKV
 from icejax.engine import prefill as prefilling
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from tests import tolerances
 from tests.engine import test_batch as test_rows
 from tests.helpers import families

@@ -16,7 +16,7 @@ from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared, View
 from icejax.cache.registry import Clustered, Full, Quest, Streaming, layer_policies, name_of
 from icejax.config import RopeScaling
 from icejax.engine import prefill as prefilling
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import make_plan, reports
 from tests import tolerances
 from tests.helpers import families

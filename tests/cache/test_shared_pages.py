@@ -11,7 +11,7 @@ from icejax.cache.protocol import Heads, Lengths, View
 from icejax.cache.registry import Clustered, Full
 from icejax.cache.sizes import CacheSpec
 from icejax.engine import prefill as prefilling
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.layers import LayerPlace, run_layers
 from icejax.models.decoder import DecoderLayer
 from icejax.ops.attention.dense import Attended, Scoring

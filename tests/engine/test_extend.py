@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from icejax.cache.registry import Clustered, Full
 from icejax.engine import extend, prefill
 from icejax.engine.buckets import bucket, text_bucket
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import all_logits, greedy, plan_for

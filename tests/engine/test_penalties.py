@@ -6,7 +6,7 @@ import pytest
 
 import icejax
 from icejax.cache.registry import Full
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.penalties import RowPenalties, row_options, with_same_arrays
 from icejax.engine.plan import make_plan

@@ -19,10 +19,10 @@ from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.cache.registry import Clustered, Full, layer_policies
 from icejax.engine import extend, prefill
-from icejax.engine.between_steps import between_steps
 from icejax.engine.buckets import bucket
-from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms, StepLayer, StepParts, WholeStep, step_program
+from icejax.engine.decode.between_steps import between_steps
+from icejax.engine.decode.counters import StepCounters
+from icejax.engine.decode.step import DecodePrograms, StepLayer, StepParts, WholeStep, step_program
 from icejax.engine.plan import make_plan
 from icejax.engine.sampling import Sampling
 from icejax.models.registry import family

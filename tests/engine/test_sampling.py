@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax.checks.errors import InputError
-from icejax.engine import decode_step, first_token
+from icejax.engine import first_token
+from icejax.engine.decode import step as decode_step
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.sampling import RowSampling, Sampling, candidates, choose, kth_largest, row_keys
 from icejax.ops.threshold import ordered

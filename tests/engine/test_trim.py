@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Quest, SnapKV
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.prefill import prefill
 from icejax.engine.trim import joint_of, last_joint, trim

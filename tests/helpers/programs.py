@@ -2,9 +2,9 @@
 
 import jax
 
-from icejax.engine.between_steps import between_steps
-from icejax.engine.decode_layer import layer_program
-from icejax.engine.decode_step import end_programs, step_program
+from icejax.engine.decode.between_steps import between_steps
+from icejax.engine.decode.layer import layer_program
+from icejax.engine.decode.step import end_programs, step_program
 
 CACHES = (layer_program, end_programs, step_program, between_steps)
 

@@ -17,8 +17,8 @@ import numpy as np
 from icejax.cache.protocol import CachePolicy
 from icejax.engine import extend as extending
 from icejax.engine import prefill as prefilling
-from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.counters import StepCounters
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.layers import LayerPlace, embed, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill

@@ -13,7 +13,7 @@ from bench.sizes import fetched_bytes
 from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
 from icejax.engine import prefill
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.models.registry import family
 from tests import tolerances

@@ -10,7 +10,7 @@ from flax import nnx
 
 import icejax
 from icejax.cache.registry import Clustered, ExpectedAttention, Full, Streaming
-from icejax.engine.decode_step import WholeStep
+from icejax.engine.decode.step import WholeStep
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.evaluation.attention_map import Explanation

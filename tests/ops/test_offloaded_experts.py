@@ -20,8 +20,8 @@ from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
 from icejax.commands.show import table
-from icejax.engine.counters import StepCounters
-from icejax.engine.decode_step import DecodePrograms
+from icejax.engine.decode.counters import StepCounters
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.prefill import prefill
 from icejax.ops.experts import mixture, offloaded_experts
 from icejax.ops.quantized.products import Grouped

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from icejax.cache.registry import Full
 from icejax.checkpoint import load, load_model
-from icejax.engine.nonfinite import not_finite
+from icejax.engine.decode.nonfinite import not_finite
 from icejax.ops.quantized import products
 from icejax.ops.quantized.products import MOST_ROWS, Grouped, at_once, by_blocks, rows
 from icejax.runtime import devices

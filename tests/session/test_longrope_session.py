@@ -8,7 +8,7 @@ import torch
 
 from icejax import InputError
 from icejax.cache.registry import Clustered, Full
-from icejax.engine import decode_loop
+from icejax.engine.decode import loop as decode_loop
 from icejax.engine.renewal import renewed
 from icejax.session import storage
 from icejax.session.session import Session

@@ -10,7 +10,7 @@ import pytest
 import icejax
 from bench.needle import task
 from icejax.cache.registry import Clustered, Full, SnapKV
-from icejax.engine.decode_loop import Row, run_constants
+from icejax.engine.decode.loop import Row, run_constants
 from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime import compiler_options

@@ -15,8 +15,8 @@ import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Clustered, Full
 from icejax.commands import generate as command
-from icejax.engine.counters import NOTHING
-from icejax.engine.decode_loop import Row
+from icejax.engine.decode.counters import NOTHING
+from icejax.engine.decode.loop import Row
 from icejax.engine.trim import Joint
 from icejax.session import session as module
 from icejax.session import text_cache

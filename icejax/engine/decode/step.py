@@ -24,9 +24,9 @@ from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import CachePolicy, KVCache
-from icejax.engine.between_steps import between_steps
-from icejax.engine.counters import MILLION, NOT_FINITE, pack
-from icejax.engine.decode_layer import LayerCounts, LayerInputs, LayerProgram, by_layer_options, layer_program
+from icejax.engine.decode.between_steps import between_steps
+from icejax.engine.decode.counters import MILLION, NOT_FINITE, pack
+from icejax.engine.decode.layer import LayerCounts, LayerInputs, LayerProgram, by_layer_options, layer_program
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, choose, fold_in

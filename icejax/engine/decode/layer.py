@@ -1,4 +1,4 @@
-"""One layer of a decode step, as a program that is traced once for all layers of its kind; `decode_step` calls it.
+"""One layer of a decode step, as a program that is traced once for all layers of its kind; `step` calls it.
 
 On a CPU the programs run one after another, so that each is also compiled once. On other platforms, and in a model of few
 layers, they are parts of one program, which XLA compiles whole. Through a layer goes the newest token of each row, [B, 1, D].

@@ -20,10 +20,10 @@ from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.engine.batch import insert, without_row
-from icejax.engine.counters import MILLION, NOT_FINITE, NOTHING, StepCounters, pack_token
-from icejax.engine.decode_step import DecodePrograms, DecodeState, Step
-from icejax.engine.logprobs import token_logprobs
-from icejax.engine.nonfinite import not_finite
+from icejax.engine.decode.counters import MILLION, NOT_FINITE, NOTHING, StepCounters, pack_token
+from icejax.engine.decode.logprobs import token_logprobs
+from icejax.engine.decode.nonfinite import not_finite
+from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import Plan, reports
 from icejax.engine.renewal import renewed, without_cache
 from icejax.engine.response import GenerationResponse, RunReport, TokenLogprobs

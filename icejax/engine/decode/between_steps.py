@@ -1,6 +1,6 @@
 """The programs between decode steps that change the pool: pages of the window go to it, and its newest pages are packed anew.
 
-`decode_step.DecodePrograms` calls them. With pages of 8 tokens and `compact_every=32`, after steps 8, 16, 24 and 32 `flush`
+`step.DecodePrograms` calls them. With pages of 8 tokens and `compact_every=32`, after steps 8, 16, 24 and 32 `flush`
 writes the window's oldest page to the pool, and after step 32 `compact` packs the newest 32 / 8 = 4 pages anew.
 """
 
