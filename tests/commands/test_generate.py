@@ -22,7 +22,7 @@ from icejax.commands import generate as command
 from icejax.commands import printer, process
 from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.engine.response import GenerationResponse, RunReport
-from icejax.session import session
+from icejax.session import text_cache
 from tests.helpers.commands import SHORT, run
 
 FIELDS = set(
@@ -362,7 +362,7 @@ def test_out_of_memory_is_one_line_and_leaves_the_session(capsys, tmp_path, monk
             raise type(error)(*error.args)  # a new instance: a traceback would keep arrays alive
 
         with monkeypatch.context() as patch:
-            patch.setattr(session, "extend", fail)
+            patch.setattr(text_cache, "extend", fail)
             status, _, err = run(capsys, "--prompt", "Pass key ab:", *options)
         assert status == 2 and len(err.splitlines()) == 1
         assert f"out of memory on {side}" in err

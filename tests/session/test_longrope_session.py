@@ -10,6 +10,7 @@ from icejax import InputError
 from icejax.cache.registry import Clustered, Full
 from icejax.engine.decode import loop as decode_loop
 from icejax.engine.renewal import renewed
+from icejax.files.atomic_folder import Claim
 from icejax.session import storage
 from icejax.session.session import Session
 from tests.helpers import families
@@ -93,7 +94,10 @@ def test_the_disk_is_checked_for_all_that_is_saved(models, tmp_path):
     theirs, ours = models
     wanted = []
 
-    class Folder:
+    class Folder(Claim):
+        def __init__(self):
+            pass
+
         def check_room(self, size):
             wanted.append(size)
 

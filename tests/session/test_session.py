@@ -120,7 +120,9 @@ def test_an_end_mark_that_is_left_out_is_not_penalised(bundled, monkeypatch):
     monkeypatch.setattr(
         text_cache, "row_options", lambda rows, ids, size: texts.append(list(ids[0])) or row_options(rows, ids, size)
     )
-    monkeypatch.setattr(Session, "_chat_turn", lambda self, text: ([], self.token_ids[:-1], list(text.encode())))
+    monkeypatch.setattr(
+        Session, "_chat_turn", lambda self, text, _: ([dict(content="")], self.token_ids[:-1], list(text.encode()))
+    )
     session = Session(*bundled, cache=Full(), context_length=3000)
     session.ask("a = 1\nb =", max_new_tokens=4)
     held = session.token_ids[:-1]
