@@ -94,7 +94,7 @@ def with_checksum(text: bytes) -> bytes:
 
 TOKENS = bytes(20)
 SESSION = dict(
-    version=storage.VERSION, context_length=100, first=3, tokens=5, pages=0, started=1.5, messages=[{"role": "user", "content": "x"}],
+    version=storage.VERSION, context_length=100, first=3, tokens=5, pages=0, started=1.5, messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
     identity={"config.model_type": "llama", "dtype": "float32", "weights": 1, "cache.name": "clustered", "cache.budget": 64},
     arrays={"token_ids": dict(dtype="int32", shape=[5], crc32=zlib.crc32(TOKENS))},
 )  # fmt: skip
