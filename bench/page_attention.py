@@ -91,7 +91,7 @@ def look_again(
     q,
     codes: key_codes.KeyCodes,
     index: Digested,
-    found: tree_walk.WalkResult,
+    walk: tree_walk.WalkResult,
     *,
     page_size: int,
     bits: int,
@@ -101,30 +101,30 @@ def look_again(
     """Ranks the tokens of the chosen pages by codes; returns the tokens or pages to fetch, and the tail with the others."""
 
     def take(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
+        return jnp.take_along_axis(x, walk.page_ids.reshape(*walk.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
 
-    pages = replace(jax.tree.map(take, index.levels[0]), count=found.counts[0])
+    pages = replace(jax.tree.map(take, index.levels[0]), count=walk.counts[0])
     keys = key_codes.decode_keys(jax.tree.map(lambda x: take(x)[None], codes), page_size, bits)[0]
-    tail, fit = Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
+    tail, fit = Attended(walk.tail_out[0], walk.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
     return rerank_by_codes(q[0], keys, pages, tail, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
 
 
-def of_pages(found: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.WalkResult:
+def of_pages(walk: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.WalkResult:
     """Returns the walk's result with only the pages that ranking by codes has kept."""
-    ids = jnp.take_along_axis(found.page_ids, looked.best[None], axis=2)
+    ids = jnp.take_along_axis(walk.page_ids, looked.best[None], axis=2)
     return replace(
-        found, page_ids=ids, counts=looked.counts[None], tail_out=looked.tail.out[None], tail_lse=looked.tail.lse[None]
+        walk, page_ids=ids, counts=looked.counts[None], tail_out=looked.tail.out[None], tail_lse=looked.tail.lse[None]
     )
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.WalkResult, looked: RerankedTokens, *, budget: int):
+def attention_of_tokens(q, k_all, v_all, pages, walk: tree_walk.WalkResult, looked: RerankedTokens, *, budget: int):
     """Returns output and scores as `attention` does, where single tokens are fetched."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
 
     def take(x: jax.Array) -> jax.Array:
-        x = jnp.take_along_axis(x, found.page_ids[..., None, None], axis=2)[0].reshape(heads, -1, size)
+        x = jnp.take_along_axis(x, walk.page_ids[..., None, None], axis=2)[0].reshape(heads, -1, size)
         return jnp.take_along_axis(x, looked.best[..., None], axis=1)
 
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
@@ -136,19 +136,19 @@ def attention_of_tokens(q, k_all, v_all, pages, found: tree_walk.WalkResult, loo
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.WalkResult, *, budget: int):
+def attention_of_keys(q, k_all, v_all, pages, index: Digested, walk: tree_walk.WalkResult, *, budget: int):
     """Returns output and scores as `attention` does, where the keys of the chosen pages are fetched first."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
 
     def take(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
+        return jnp.take_along_axis(x, walk.page_ids.reshape(*walk.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
 
     near, near_values = (jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all))
     keys, values = (take(x) for x in pages[:2])
     ranked = rank_tokens(
-        q[0], (near, jnp.ones(near.shape[:2], bool)), keys, replace(jax.tree.map(take, index.levels[0]), count=found.counts[0]),
-        Attended(found.tail_out[0], found.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index)),
+        q[0], (near, jnp.ones(near.shape[:2], bool)), keys, replace(jax.tree.map(take, index.levels[0]), count=walk.counts[0]),
+        Attended(walk.tail_out[0], walk.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index)),
         scoring=Scoring(size**-0.5), room=jnp.full(heads, budget - sinks - window), most=budget - sinks - window,
     )  # fmt: skip
     flat = values.reshape(heads, -1, size)
@@ -159,17 +159,17 @@ def attention_of_keys(q, k_all, v_all, pages, index: Digested, found: tree_walk.
 
 
 @jax.jit(static_argnames=("budget", "tail"))
-def attention(q, k_all, v_all, pages, found: tree_walk.WalkResult, from_keys: FromKeys | None, *, budget: int, tail: bool):
+def attention(q, k_all, v_all, pages, walk: tree_walk.WalkResult, from_keys: FromKeys | None, *, budget: int, tail: bool):
     """Returns the output [K, G, H], and the scores [K, G, tokens] of page tokens; -inf where not attended exactly."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
     fetched_pages = [
-        jnp.take_along_axis(x, found.page_ids.reshape(*found.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0] for x in pages
+        jnp.take_along_axis(x, walk.page_ids.reshape(*walk.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0] for x in pages
     ]
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
     room = jnp.full(heads, budget - sinks - window)
     attended, weights, _ = attend_paged(
-        q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(fetched_pages), (found.tail_out[0], found.tail_lse[0]),
+        q[0], (*resident, jnp.ones(resident[0].shape[:2], bool)), tuple(fetched_pages), (walk.tail_out[0], walk.tail_lse[0]),
         jax.tree.map(lambda x: x[0], from_keys), scoring=Scoring(size**-0.5), room=room, most=budget - sinks - window,
         tail=tail,
     )  # fmt: skip
@@ -198,6 +198,6 @@ def exact(q, k, v, *, budget: int):
     return out, middle_scores, threshold, top_out, sharp
 
 
-def error(found: jax.Array, expected: jax.Array) -> jax.Array:
+def error(actual: jax.Array, expected: jax.Array) -> jax.Array:
     """Returns the relative L2 error along the last axis; of (3, 4) for (3, 0) it is 4 / 3."""
-    return jnp.linalg.norm(found - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
+    return jnp.linalg.norm(actual - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)

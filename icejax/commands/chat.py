@@ -19,7 +19,6 @@ from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.commands import options
 from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start, with_model_sampling
-from icejax.commands.memory import report_out_of_memory
 from icejax.commands.phases import Phases
 from icejax.commands.printer import Printer
 from icejax.commands.process import OutputError, ending, instead_of_ending, uncut
@@ -29,6 +28,7 @@ from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime import heap
+from icejax.runtime.out_of_memory import report_out_of_memory
 from icejax.runtime.progress import PREFILL
 from icejax.session.messages import has_answer
 from icejax.session.session import Session

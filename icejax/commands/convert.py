@@ -11,10 +11,10 @@ from rich.console import Console
 
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
-from icejax.commands.memory import report_out_of_memory
 from icejax.commands.options import Parser
 from icejax.commands.phases import progress
 from icejax.commands.process import ending
+from icejax.runtime.out_of_memory import report_out_of_memory
 
 HF = "Hugging Face folder or hub id SRC -> icejax (Orbax) folder DST"
 BACK = "icejax (Orbax) folder SRC -> Hugging Face folder DST"

@@ -18,7 +18,6 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
 from icejax.commands.loading import load, resume_or_start, with_model_sampling
-from icejax.commands.memory import report_out_of_memory
 from icejax.commands.phases import Phases
 from icejax.commands.process import ending
 from icejax.commands.requests import PromptLine, check_template_use, read_prompts
@@ -29,6 +28,7 @@ from icejax.engine.sampling import check_bias
 from icejax.evaluation.attention_map import Explanation, check_picture
 from icejax.files.atomic_folder import Claim, claim
 from icejax.models.decoder import CausalLM
+from icejax.runtime.out_of_memory import report_out_of_memory
 from icejax.session.storage import ABOUT
 
 

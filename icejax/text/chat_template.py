@@ -116,7 +116,7 @@ def _continue(message: Message, end: str) -> None:
 
 def _cut(text: str, end: str) -> str:
     """Returns a rendered text up to the end of the message to continue; without spaces there if the template drops them."""
-    before, found, behind = text.rpartition(end)
-    if not found:
+    before, mark, behind = text.rpartition(end)
+    if not mark:
         raise InputError("the chat template leaves the last message out, which is the assistant's and would be continued")
     return before if behind.startswith(" ") else before.rstrip()

@@ -1,4 +1,4 @@
-"""The error line of a command that runs out of memory. `icejax.commands.generate`, `chat` and `convert` call it."""
+"""The error line of a command that runs out of memory. `generate`, `chat` and `convert` call it."""
 
 from __future__ import annotations
 
