@@ -11,13 +11,14 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import load_model, open_checkpoint
-from icejax.engine.decode.loop import Row, Run, decode_rows, run_constants
-from icejax.engine.decode.step import DecodePrograms, DecodeState
-from icejax.engine.plan import make_plan
-from icejax.engine.prefill import prefill
-from icejax.engine.request import Prompt, Request, answer_options, requests
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import integer
+from icejax.engine.decode.row import Row
+from icejax.engine.decode.step import DecodeState
+from icejax.engine.request import AnswerOptions, Prompt, Request, answer_options, requests
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
+from icejax.engine.serving.core import Core, CoreSizes, Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
@@ -68,6 +69,7 @@ def stream_generate(
     prompts: Prompt | Request | Sequence[Prompt | Request],
     *,
     cache: CachePolicy | None = None,
+    batch_size: int | None = None,
     context_length: int | None = None,
     host_memory_limit: int | None = None,
     progress: Progress | None = None,
@@ -77,9 +79,9 @@ def stream_generate(
     """Yields each row's text piece by piece; a row's last piece has a `finish_reason`.
 
     Args:
-        prompts: one or several prompts, run as one batch; lengths may differ. Each is text, token ids, or a `Request` with its
-            own options.
+        prompts: one or several prompts, whose lengths may differ. Each is text, token ids, or a `Request` with its own options.
         cache: the cache policy; None: `Clustered()`.
+        batch_size: rows that decode at once; the next prompt takes the place of a row that has ended. None: all prompts.
         context_length: maximum number of tokens of a prompt and its answer together; None: the model's own.
         host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
         progress: called with "prefill", the number of layers done, and the number in all; and with "compiling", the number of
@@ -93,26 +95,45 @@ def stream_generate(
     """
     cache, answer, context_length = checked_policy(cache), answer_options(options), check_context(model, context_length)
     devices.check_limit(host_memory_limit)
-    prompt_requests = requests(prompts)
-    answers = [request.options(answer) for request in prompt_requests]
-    for request, row_answer in zip(prompt_requests, answers, strict=True):
+    places = None if batch_size is None else integer("batch_size", batch_size, most=2**63)
+    jobs = _jobs(model, tokenizer, requests(prompts), answer, context_length=context_length)
+    lengths = sorted((len(job.row.prompt) for job in jobs), reverse=True)
+    places = min(places or len(jobs), len(jobs))
+    sizes = CoreSizes(
+        places=places,
+        prompt_tokens=lengths[0],
+        new_tokens=max(job.row.limit for job in jobs),
+        prompts=tuple(lengths[:places]),
+        joins=places < len(jobs),
+    )
+    with prefilling(progress, places * model.config.num_hidden_layers) as layer_done:
+        core = Core(model, cache, sizes, host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
+        for job in jobs:
+            core.submit(job)
+        while core.busy:
+            for _, outcome in core.step():
+                if isinstance(outcome, InputError):
+                    raise outcome
+                yield outcome
+
+
+def _jobs(
+    model: CausalLM, tokenizer: Any, prompts: Sequence[Request], answer: AnswerOptions, *, context_length: int
+) -> list[Job]:
+    """Returns the jobs of prompts, all of which have been checked; `answer` has the options of the call."""
+    answers = [request.options(answer) for request in prompts]
+    for request, row_answer in zip(prompts, answers, strict=True):
         check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
-    started = Mark.now()
+    started, ends = Mark.now(), model.config.eos_token_ids
     texts = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special)
-    ids = encode_prompts(model, tokenizer, prompt_requests, context_length=context_length, **texts)
-    limits = [min(row_answer.max_new_tokens, context_length - len(row)) for row_answer, row in zip(answers, ids, strict=True)]
-    plan = make_plan(model, cache, batch_size=len(ids), prompt_tokens=max(map(len, ids)), new_tokens=max(limits))
-    draws = [(answer.seed, request.index) if request.seed is None else (request.seed, 0) for request in prompt_requests]
-    sampling, ends = [row_answer.sampling for row_answer in answers], model.config.eos_token_ids
-    rows = [
-        Row(tokenizer, row_answer.stop, ends, row, limit, number=request.index + 1, logprobs=row_answer.logprobs)
-        for request, row_answer, row, limit in zip(prompt_requests, answers, ids, limits, strict=True)
-    ]
-    with prefilling(progress, model.config.num_hidden_layers) as layer_done:
-        options = dict(sampling=sampling, draws=draws, progress=layer_done, host_memory_limit=host_memory_limit)
-        results = prefill(model, ids, plan, **options)  # moves experts to the device, before the programs take the weights
-        run = Run(DecodePrograms(model, plan), *results, watch)
-        yield from decode_rows(rows, run_constants(model, cache, plan, run), run, started)
+    ids, jobs = encode_prompts(model, tokenizer, prompts, context_length=context_length, **texts), []
+    for i, (request, row_answer, tokens) in enumerate(zip(prompts, answers, ids, strict=True)):
+        limit = min(row_answer.max_new_tokens, context_length - len(tokens))
+        places = dict(index=i, number=request.index + 1, logprobs=row_answer.logprobs, started=started)
+        row = Row(tokenizer, row_answer.stop, ends, tokens, limit, **places)
+        draw = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
+        jobs.append(Job(row, row_answer.sampling, draw))
+    return jobs
 
 
 def generate(

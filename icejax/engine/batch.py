@@ -52,9 +52,10 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
         plan: the batch's plan.
 
     Raises:
-        InputError: the place is not free, the row has decoded, or the plan has no room for rows that join.
+        InputError: the place is not free, the row has decoded, or the batch has decoded and its plan has no room for rows that
+            join.
     """
-    if plan.joining_tokens < 1:
+    if plan.joining_tokens < 1 and int(state.cache.lengths.clock):
         raise InputError(f"rows cannot join a batch with room for {plan.spec.new_capacity} new tokens: plan for more")
     if not bool(state.done[at]) or (plan.pooled and (np.asarray(state.cache.table[at]) != SCRATCH_EXTENT).any()):
         raise InputError(f"row {at} of the batch is taken: end it first, or take it out")

@@ -193,6 +193,7 @@ def make_plan(
     prompt_tokens: int,
     new_tokens: int,
     extends: bool = False,
+    joins: bool = False,
     platform: str | None = None,
 ) -> Plan:
     """Returns the plan for prompts of at most `prompt_tokens` tokens and at most `new_tokens` tokens after them.
@@ -200,17 +201,19 @@ def make_plan(
     Args:
         extends: whether `extend` will add texts among the new tokens. Each text is padded and begins a new page, so a pool gets
             room for half as many tokens again, and for 512 more.
+        joins: whether rows may join after the batch has decoded, which needs room for a page and a round of compaction more.
         platform: cpu, gpu or tpu, for programs that are compiled here and run elsewhere; the pool is then read by that
             platform's first backend, without a self-test. None: the platform that JAX runs on.
 
     Raises:
         InputError: the policies do not fit each other, the model or the platform.
     """
-    target, renewal = platform or devices.platform(), _renewal(model.config, batch_size, prompt_tokens, new_tokens)
+    target, several = platform or devices.platform(), batch_size > 1 or joins
+    renewal = _renewal(model.config, prompt_tokens, new_tokens, several=several)
     spec = _spec(model, batch_size, max(prompt_tokens, renewal), new_tokens)
     policies = layer_policies(policy, model.config, capacity=spec.capacity)
     policies = tuple(layer_policy.for_platform(target, latent=spec.latent) for layer_policy in policies)
-    spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=renewal > 0 and batch_size > 1)
+    spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=batch_size > 1 and (joins or renewal > 0))
     _check(policies, spec, policy, model.config, target)
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
@@ -236,12 +239,11 @@ def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int)
     )
 
 
-def _renewal(config: ModelConfig, batch_size: int, prompt_tokens: int, new_tokens: int) -> int:
-    """Returns the tokens at which LongRoPE's factors change, if a row can decode from so many; else 0."""
+def _renewal(config: ModelConfig, prompt_tokens: int, new_tokens: int, *, several: bool) -> int:
+    """Returns the tokens at which LongRoPE's factors change, if a row can decode from so many, one of `several` perhaps; else 0."""
     if config.short_context is None or prompt_tokens + new_tokens <= config.short_context + 1:
         return 0
-    # The lengths of a batch's shorter prompts are unknown.
-    return 0 if batch_size == 1 and prompt_tokens > config.short_context else config.short_context + 1
+    return 0 if not several and prompt_tokens > config.short_context else config.short_context + 1
 
 
 def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, extends: bool, joins: bool) -> CacheSpec:
@@ -256,7 +258,9 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
     pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
     every = max((pool.compact_every for pool in pools), default=0)
     if joins and pools:
-        room = room_for(new_tokens + every + pools[0].page_size, prompt=spec.prompt_capacity)
+        room = room_for(new_tokens + pools[0].page_size, prompt=spec.prompt_capacity)
+        if room >= every > 0:  # so much room is packed anew
+            room = room_for(new_tokens + every + pools[0].page_size, prompt=spec.prompt_capacity)
         spec = dataclasses.replace(spec, new_capacity=room)
     if spec.new_capacity > every > 0:
         spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)

@@ -13,7 +13,8 @@ from icejax.api.prompts import ContextFull, check_context, encode_prompts, first
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError
-from icejax.engine.decode.loop import Row, decode_rows, run_constants
+from icejax.engine.decode.loop import decode_row
+from icejax.engine.decode.row import Row
 from icejax.engine.request import AnswerOptions, Request, answer_options
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
@@ -206,14 +207,13 @@ class Session:
         if save_to is not None:
             plan = self._cache.plan if held else self._cache.plan_for(len(new))
             as_claim(save_to).check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
-        counts = dict(fed=len(tokens), logprobs=answer.logprobs)
+        counts = dict(fed=len(tokens), logprobs=answer.logprobs, started=started)
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
         self._newest, self._outdated = None, False
         run = self._cache.enter(held, new, answer, seen=self._seen, progress=progress)
         self.token_ids, self.messages, self._newest = held + new, messages, row
         try:
-            constants = run_constants(self._model, self._cache.policy, self._cache.plan, run)
-            for piece in decode_rows([row], constants, run, started):
+            for piece in decode_row(row, run, self._cache.policy):
                 self.token_ids += piece.token_ids
                 if messages:
                     grow(messages[-1], piece)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 
 from icejax.cache.protocol import CachePolicy, KVCache
-from icejax.engine.decode.loop import Run, resumed_run
+from icejax.engine.decode.run import Run, resumed_run
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.penalties import row_options

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from icejax.engine.decode.loop import Run
+from icejax.engine.decode.run import Run
 from icejax.engine.plan import Plan
 from icejax.session.session import Session
 

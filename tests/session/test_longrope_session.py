@@ -8,7 +8,7 @@ import torch
 
 from icejax import InputError
 from icejax.cache.registry import Clustered, Full
-from icejax.engine.decode import loop as decode_loop
+from icejax.engine.decode import run as decode_run
 from icejax.engine.renewal import renewed
 from icejax.files.atomic_folder import Claim
 from icejax.session import storage
@@ -120,7 +120,7 @@ def test_an_interrupt_while_keys_are_made_anew_loses_nothing(models, monkeypatch
 
     session = Session(ours, Letters(), cache=Full(), context_length=400)
     with monkeypatch.context() as patched:
-        patched.setattr(decode_loop, "renewed", interrupted)
+        patched.setattr(decode_run, "renewed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.ask(text_of(60), max_new_tokens=20)
     assert len(session.token_ids) == 65

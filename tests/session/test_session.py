@@ -10,7 +10,8 @@ import pytest
 import icejax
 from bench.needle import task
 from icejax.cache.registry import Clustered, Full, SnapKV
-from icejax.engine.decode.loop import Row, run_constants
+from icejax.engine.decode.row import Row
+from icejax.engine.decode.run import run_constants
 from icejax.engine.plan import Plan
 from icejax.files.atomic_folder import Claim, claim
 from icejax.runtime import compiler_options
@@ -94,7 +95,7 @@ def test_a_policy_is_known_by_the_name_it_is_registered_by(bundled, tmp_path, mo
         session.save(tmp_path / "kept")
     with monkeypatch.context() as patch:
         patch.setitem(icejax.POLICIES, "another-name", Mine)
-        assert run_constants(bundled[0], Mine(), session._cache.plan, session._cache.run).report.cache == "another-name"
+        assert run_constants(session._cache.run, Mine()).report.cache == "another-name"
         session.save(tmp_path / "kept")
         loaded = Session.load(tmp_path / "kept", *bundled, cache=Mine())
         assert loaded._cache.policy == Mine() and loaded.token_ids == session.token_ids

@@ -16,7 +16,7 @@ from icejax.api.generate import ASSETS
 from icejax.cache.registry import Clustered, Full
 from icejax.commands import generate as command
 from icejax.engine.decode.counters import NOTHING
-from icejax.engine.decode.loop import Row
+from icejax.engine.decode.row import Row
 from icejax.engine.trim import Joint
 from icejax.session import session as module
 from icejax.session import text_cache
@@ -110,12 +110,11 @@ class Scripted:
         monkeypatch.setattr(text_cache, "extend", self.extend)
         monkeypatch.setattr(text_cache, "trim", self.trim)
         monkeypatch.setattr(text_cache, "last_joint", lambda *_, same, seen: Joint(same, 0) if trims and same else None)
-        monkeypatch.setattr(module, "decode_rows", self.stream)
+        monkeypatch.setattr(module, "decode_row", self.stream)
         for room, name in (
             (text_cache, "session_plan"),
             (text_cache, "DecodePrograms"),
             (text_cache, "joint_of"),
-            (module, "run_constants"),
         ):
             monkeypatch.setattr(room, name, lambda *_, **__: None)
         monkeypatch.setattr(Session, "_seen", property(lambda _: len(self.cache)))
@@ -134,15 +133,15 @@ class Scripted:
         del self.cache[joint.tokens :]
         return state
 
-    def stream(self, rows, *_, **__):
+    def stream(self, row, *_, **__):
         """Yields token by token; the last `leaves` tokens of an answer do not enter the cache."""
         ids = self.answers.pop(0)
         for i, token in enumerate(ids):
             if i < len(ids) - self.leaves:
                 self.cache.append(token)
-            parts = rows[0].take(NOTHING._replace(token=token))
+            parts = row.take(NOTHING._replace(token=token))
             yield SimpleNamespace(token_ids=(token,), **parts._asdict())
-            if rows[0].finish_reason is not None:
+            if row.finish_reason is not None:
                 return
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from icejax.engine.decode.counters import NOTHING
-from icejax.engine.decode.loop import Row
+from icejax.engine.decode.row import Row
 from icejax.session.session import Session
 from icejax.text.chat_template import render
 from icejax.text.reasoning import Marked, Parts, Whole, splitter

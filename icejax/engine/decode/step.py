@@ -77,6 +77,12 @@ class Step:
         """The chosen tokens, on the device."""
         return self.counters[0]
 
+    def of_rows(self, count: int) -> Step:
+        """Returns a step of `count` rows in the form of this one, with zeros, for `with_row` to fill."""
+        return Step(
+            jnp.zeros((len(self.counters), count), jnp.int32), jnp.zeros((count, self.logits.shape[1]), self.logits.dtype)
+        )
+
     def with_row(self, at: int, row: Step) -> Step:
         """Returns the step with the results of `row`, a step of one row, at the place `at`."""
         return Step(self.counters.at[:, at].set(row.counters[:, 0]), self.logits.at[at].set(row.logits[0]))
@@ -104,10 +110,14 @@ class DecodePrograms:
     """
 
     def __init__(self, model: CausalLM, plan: Plan) -> None:
-        self.programs = (StepParts if plan.by_layers else WholeStep).of(model, plan)
-        self._between = between_steps(plan)
         self.model, self.plan = model, plan
+        self._between = between_steps(plan)
         self.clock = 0
+        self.take_weights()
+
+    def take_weights(self) -> None:
+        """Takes the model's weights as they are now: a prefill moves experts from the host to the device."""
+        self.programs = (StepParts if self.plan.by_layers else WholeStep).of(self.model, self.plan)
 
     def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
         """Puts `last_tokens` into the cache and chooses the next tokens; returns the state, the step's results and the pool.

@@ -1,0 +1,134 @@
+"""The host's record of a row while it decodes: its tokens, text and times, and the response for each token.
+
+The decode loop calls it. Tokens come from the device as integers; everything here is on the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from icejax.engine.decode.counters import MILLION, NOTHING, StepCounters
+from icejax.engine.decode.run import RunConstants
+from icejax.engine.response import GenerationResponse, TokenLogprobs
+from icejax.runtime.compile_clock import Mark
+from icejax.text.detokenize import Detokenizer
+from icejax.text.reasoning import Parts, splitter
+
+
+class Row:
+    """The host's record of one row: its tokens, its text, and why it ended.
+
+    Attributes:
+        index: `GenerationResponse.row` of its responses.
+        number: number of its prompt in error messages, from 1.
+        tokens: tokens of the answer so far.
+        totals: sums of its steps' counters.
+        limit: maximum number of answer tokens.
+        fed: number of tokens that ran before the first answer token: the prompt, or a session's newest text.
+        logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
+        finish_reason: `stop`, `length`, or None while the row goes on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        eos: tuple[int, ...],
+        prompt: Sequence[int],
+        limit: int,
+        *,
+        index: int = 0,
+        number: int = 1,
+        fed: int | None = None,
+        logprobs: int | None = None,
+        started: Mark | None = None,
+    ) -> None:
+        """Begins a row without tokens.
+
+        Args:
+            started: the start of the call, from which the time to the first token is counted; None: now.
+        """
+        self.tokenizer, self.prompt, self.logprobs = tokenizer, tuple(prompt), logprobs
+        self.index, self.number = index, number
+        self.fed = len(prompt) if fed is None else fed
+        self.tokens: list[int] = []
+        self.totals = NOTHING
+        self.finish_reason: str | None = None
+        self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
+        self._eos, self.limit = eos, limit
+        self._started, self._ready, self._read_at = started or Mark.now(), None, []
+
+    def ends_with_next(self) -> bool:
+        """Whether the row has ended, or reaches its token limit with the next token."""
+        return self.finish_reason is not None or len(self.tokens) + 1 >= self.limit
+
+    def reaches(self, tokens: int) -> bool:
+        """Whether the next token makes the text `tokens` tokens long, and the row may go on."""
+        return len(self.prompt) + len(self.tokens) + 1 == tokens and not self.ends_with_next()
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether the answer's tokens are more than its text and an end: thoughts, channels or a stop string."""
+        return self._splitter.apart or self._text.stopped
+
+    def begin(self) -> None:
+        """Takes the present moment as that of the first token."""
+        self._ready = Mark.now()
+
+    @property
+    def first_token(self) -> dict[str, float]:
+        """The seconds to the first token, and those of them that were spent on compiling."""
+        return dict(ttft_s=self._ready.time - self._started.time, compile_s=self._ready.compiling - self._started.compiling)
+
+    def take(self, counters: StepCounters) -> Parts:
+        """Adds a step's token and counters to the row; returns the text and the thoughts that the token completes."""
+        token = counters.token
+        self._read_at.append(time.perf_counter())
+        self.tokens.append(token)
+        self.totals = self.totals.plus(counters)
+        ends = token in self._eos
+        text = "" if ends else self._text.add(token)
+        special = None if ends or self._text.stopped else self._text.special(token)
+        if ends or self._text.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+        parts = self._splitter.take(text, special)
+        if self.finish_reason is None:
+            return parts
+        return parts.plus(self._splitter.take(self._text.rest())).plus(self._splitter.rest())
+
+    def response(self, parts: Parts, logprobs: TokenLogprobs | None, constants: RunConstants) -> GenerationResponse:
+        """Returns the response for the row's newest token."""
+        totals, count, tpot = self.totals, len(self.tokens), None
+        steps = count - 1  # the first token came with the prompt
+        if self.finish_reason is not None and steps:
+            tpot = float(np.median(np.diff(self._read_at)))
+        timing = self.first_token
+        return GenerationResponse(
+            row=self.index,
+            text=parts.text,
+            reasoning=parts.reasoning,
+            token_ids=(self.tokens[-1],),
+            logprobs=None if logprobs is None else (logprobs,),
+            prompt_tokens=len(self.prompt),
+            new_tokens=count,
+            finish_reason=self.finish_reason,
+            tpot_s=tpot,
+            prefill_tps=self.fed / timing["ttft_s"],
+            decode_tps=1 / tpot if tpot is not None else None,
+            full_kv_bytes=constants.token_bytes * (len(self.prompt) + count),
+            pages_selected=totals.pages_attended,
+            pages_fetched=totals.pages_fetched,
+            hit_rate=1 - totals.pages_fetched / totals.pages_needed if totals.pages_needed else None,
+            estimated_error=totals.error_millionths / MILLION / steps if totals.tokens_attended else None,
+            budget_used=totals.tokens_attended / steps if totals.tokens_attended else None,
+            expert_hit_rate=1 - totals.experts_fetched / totals.experts_taken if totals.experts_taken else None,
+            expert_bytes_per_token=constants.expert_bytes * totals.experts_fetched / steps if totals.experts_taken else None,
+            run=constants.report,
+            **timing,
+        )

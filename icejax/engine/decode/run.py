@@ -1,0 +1,146 @@
+"""A running generation: its programs, and the arrays that change from step to step. The decode loop advances it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache.protocol import CachePolicy, KVCache
+from icejax.cache.registry import display_name
+from icejax.checks.errors import InputError
+from icejax.engine.batch import insert, without_row
+from icejax.engine.decode.counters import NOT_FINITE, pack_token
+from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
+from icejax.engine.plan import Plan, reports
+from icejax.engine.renewal import renewed, without_cache
+from icejax.engine.response import RunReport
+from icejax.engine.sampling import row_keys
+from icejax.models.decoder import CausalLM
+from icejax.runtime import devices
+
+
+@dataclass
+class Run:
+    """A running generation: its programs, and the values that change from step to step.
+
+    Attributes:
+        step: the newest step, whose tokens are not yet in the cache.
+        watch: called with the state after every step.
+        fed: the step whose tokens the newest step has put into the cache; None before the first step.
+        renewing: whether a row's cache is being computed anew, or that was interrupted.
+    """
+
+    decoding: DecodePrograms
+    state: DecodeState
+    step: Step
+    pool: jax.Array | None
+    watch: Callable[[DecodeState], None] | None = None
+    fed: Step | None = None
+    renewing: bool = False
+
+    def advance(self) -> None:
+        """Takes a decode step."""
+        self.fed = self.step
+        self.state, self.step, self.pool = self.decoding.step(self.state, self.pool)
+        if self.watch is not None:
+            self.watch(self.state)
+
+    def end(self, rows: Sequence[bool]) -> None:
+        """Marks the rows where `rows` is true as ended: no pages and experts are fetched for them any more."""
+        self.state = replace(self.state, done=self.state.done | np.asarray(rows))
+
+    def take_out(self, at: int) -> DecodeState:
+        """Returns the row `at` without its cache, for `renew`; among several rows its place counts as ended until then."""
+        row, rows = without_cache(self.state, at), np.arange(len(self.state.done))
+        if len(rows) > 1:
+            self.end(rows == at)
+        return row
+
+    def renew(self, at: int, row: DecodeState, text: Sequence[int]) -> None:
+        """Prefills the whole text of a row that was taken out, and puts the row back."""
+        self.renewing, alone = True, len(self.state.done) == 1
+        if alone:
+            self.state, self.fed, self.decoding.clock = row, self.step, 0  # frees the old cache before the new one is made
+        row, step, self.pool = renewed(self.decoding.model, self.decoding.plan, row, text, self.pool)
+        self.state = row if alone else insert(without_row(self.state, at), row, at, plan=self.decoding.plan)
+        self.step, self.renewing = step if alone else self.step.with_row(at, step), False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a step or a text was interrupted: the old arrays were donated, and no new ones came back."""
+        return any(x.is_deleted() for x in (*jax.tree.leaves(self.state), self.pool) if x is not None)
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens of the first row that are in the cache."""
+        return int(self.state.cache.lengths.seen[0])
+
+    def check(self, tokens: int) -> None:
+        """Raises InputError if a fault or an interrupt left the cache incomplete; `tokens`: number of the row's tokens."""
+        if self.interrupted or self.seen > tokens:
+            raise InputError(
+                "the session's last answer was interrupted and left an incomplete cache: "
+                "load what was saved, or begin a new one"
+            )
+
+    def unread_token(self, tokens: int) -> list[int]:
+        """Returns the token that is in the cache but was not read because of an interrupt, as a list of at most one.
+
+        Args:
+            tokens: number of the row's tokens that were read.
+        """
+        if self.interrupted or self.fed is None or self.seen != tokens + 1:
+            return []
+        token = int(self.fed.tokens[0])
+        return [] if token == NOT_FINITE else [token]
+
+
+def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None) -> Run:
+    """Returns the run of one row from a saved cache, for `extend` to add text to."""
+    zeros = jnp.zeros(1, jnp.int32)
+    state = DecodeState(cache, zeros, zeros > 0, row_keys([(0, 0)]), jnp.copy(zeros))
+    return Run(DecodePrograms(model, plan), state, Step(pack_token(zeros), jnp.zeros((1, 1))), pool)
+
+
+@dataclass(frozen=True)
+class RunConstants:
+    """The values of a run that are the same for every token.
+
+    Attributes:
+        report: the measurements of the run.
+        token_bytes: bytes of a token's keys and values in all layers of a full cache.
+        expert_bytes: bytes of one expert in host memory; 0 if no experts are there.
+    """
+
+    report: RunReport
+    token_bytes: int
+    expert_bytes: int
+
+
+def run_constants(run: Run, cache: CachePolicy) -> RunConstants:
+    """Returns the constants of a run; the report's bytes are those of the run's arrays, divided by the number of rows."""
+    model, plan = run.decoding.model, run.decoding.plan
+    config, batch = model.config, plan.spec.batch_size
+    digest_bytes = sum(report.digest_bytes for report in reports(plan, run.state.cache))
+    device_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state.cache.layers))
+    report = RunReport(
+        cache=display_name(cache),
+        budget=cache.budget,
+        device_kv_bytes=(device_bytes - digest_bytes) // batch,
+        digest_bytes=digest_bytes // batch,
+        host_kv_bytes=run.pool.nbytes // batch if run.pool is not None else 0,
+        fetch_backend=plan.fetch_backend if run.pool is not None else None,
+        device=devices.device_name(),
+        dtype=model.dtype,
+    )
+    specs = map(plan.spec_of, range(config.num_hidden_layers))
+    item = jnp.dtype(model.dtype).itemsize
+    return RunConstants(
+        report=report,
+        token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item,
+        expert_bytes=max(0 if layer.experts is None else layer.experts.bytes_from_host for layer in model.model.layers),
+    )

@@ -1,0 +1,188 @@
+"""The engine's core: rows of one decoding batch come and go, and each piece of work is a call in the caller's thread.
+
+`api.generate` drives a core until all its requests are answered. `serving.engine` drives one in a thread of its own, for
+callers that come at any time. One core owns the decoding batch, the pool and its extents.
+
+    core = Core(model, policy, sizes)
+    core.submit(Job(row, sampling, (seed, index)))
+    while core.busy:
+        for job, outcome in core.step(): ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import Extents
+from icejax.cache.protocol import CachePolicy
+from icejax.engine import batch
+from icejax.engine.decode.loop import DecodeLoop, Outcome
+from icejax.engine.decode.row import Row
+from icejax.engine.decode.run import Run, run_constants
+from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import prefill
+from icejax.engine.sampling import Sampling
+from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
+from icejax.models.decoder import CausalLM
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt to answer.
+
+    Attributes:
+        row: its record, with the prompt's token ids.
+        sampling: its sampling options.
+        draw: seed and index of its random key.
+    """
+
+    row: Row
+    sampling: Sampling
+    draw: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSizes:
+    """The sizes of a core, in rows and tokens.
+
+    Attributes:
+        places: rows that decode at once.
+        prompt_tokens, new_tokens: most tokens of a prompt, and of its answer.
+        prompts: token counts of the longest prompts that the pool holds at once.
+        joins: whether a row may get the place of one that has ended.
+    """
+
+    places: int
+    prompt_tokens: int
+    new_tokens: int
+    prompts: tuple[int, ...]
+    joins: bool
+
+
+class Core:
+    """A decoding batch whose rows come and go.
+
+    Attributes:
+        plan: the plan of the batch.
+        scheduler: the queue.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        policy: CachePolicy,
+        sizes: CoreSizes,
+        *,
+        host_memory_limit: int | None = None,
+        share: float = 1.0,
+        most_waiting: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        watch: Callable[[DecodeState], None] | None = None,
+    ) -> None:
+        """Allocates the pool.
+
+        Args:
+            host_memory_limit: bytes of host memory that the pool may take; None: all free memory.
+            share, most_waiting: as in `Scheduler`.
+            progress: called with the number of layers that prompts have gone through, until the first decode step.
+            watch: called with the state after every step.
+
+        Raises:
+            InputError: the host has too little memory for the pool, or the cache does not fit the model.
+        """
+        tokens = dict(prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens)
+        self.plan = make_plan(model, policy, batch_size=sizes.places, joins=sizes.joins, **tokens)
+        self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
+        self._model, self._policy, self._progress, self._watch = model, policy, progress, watch
+        self._pool, extents = None, None
+        if self.plan.pooled:
+            has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
+            count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
+            self._pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
+            extents = Extents(count, nobodys=has_scratch)
+        self.scheduler = Scheduler(sizes.places, extents, share=share, most_waiting=most_waiting)
+        self._loop: DecodeLoop | None = None  # None while no row decodes
+        self._layers, self._has_stepped = 0, False
+        self._hosts_experts = any(layer.offloaded is not None for layer in model.model.layers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.scheduler.busy
+
+    def submit(self, job: Job) -> Ticket:
+        """Puts a job into the queue; `release` takes it out again.
+
+        Raises:
+            InputError: too many jobs wait, or the pool can never hold the row.
+        """
+        ticket = Ticket(job, self.plan.extents(len(job.row.prompt)) if self.plan.pooled else None)
+        self.scheduler.submit(ticket)
+        return ticket
+
+    def step(self) -> Iterator[tuple[Ticket, Outcome]]:
+        """Does one piece of work; yields tickets with a response, or with the error that ended them."""
+        work, started = self.scheduler.next(), time.perf_counter()
+        if work is Work.PREFILL:
+            self._prefill()
+        elif work is Work.DECODE:
+            yield from self._decode()
+        self.scheduler.ran(work, time.perf_counter() - started)
+
+    def release(self, ticket: Ticket) -> None:
+        """Takes a ticket out of the queue or the batch; a ticket that is over stays so."""
+        decoded = ticket.at in self.scheduler.decoding
+        if decoded:
+            self._loop.drop(ticket.at)
+        self.scheduler.release(ticket)
+        if decoded and not self.scheduler.decoding:
+            self._pool, self._loop = self._loop.run.pool, None
+
+    def _prefill(self) -> None:
+        ticket = self.scheduler.prefilling
+        job: Job = ticket.request
+        into = None if ticket.table is None else (self._take_pool(), ticket.table[None])
+        options = dict(sampling=[job.sampling], draws=[job.draw], progress=self._tell_layer, into=into)
+        state, step, pool = prefill(self._model, [job.row.prompt], self._row_plan, **options)
+        self._put(self.scheduler.prefilled(), state, step, pool)
+
+    def _put(self, ticket: Ticket, state: DecodeState, step: Step, pool: jax.Array | None) -> None:
+        """Puts a prefilled row into its place in the batch."""
+        places = self.plan.spec.batch_size
+        if self._loop is None:
+            programs = DecodePrograms(self._model, self.plan)
+            empty = batch.empty_batch(self.plan), step.of_rows(places)
+            run = Run(programs, *((state, step) if places == 1 else empty), pool, self._watch)
+            self._loop = DecodeLoop(run, run_constants(run, self._policy))
+        run = self._loop.run
+        run.pool = pool
+        if self._hosts_experts:  # prefill has moved some to the device
+            run.decoding.take_weights()
+        if places > 1:
+            run.state = batch.insert(run.state, state, ticket.at, plan=self.plan)
+            run.step = run.step.with_row(ticket.at, step)
+        self._loop.put(ticket.at, ticket.request.row)
+
+    def _decode(self) -> Iterator[tuple[Ticket, Outcome]]:
+        self._has_stepped = True
+        tickets = dict(self.scheduler.decoding)
+        for at, outcome in self._loop.step():
+            is_over = at not in self._loop.rows
+            yield tickets[at], outcome
+            if is_over:
+                self.release(tickets[at])
+
+    def _take_pool(self) -> jax.Array:
+        return self._pool if self._loop is None else self._loop.run.pool
+
+    def _tell_layer(self, _: int) -> None:
+        if self._progress is not None and not self._has_stepped:
+            self._layers += 1
+            self._progress(self._layers)

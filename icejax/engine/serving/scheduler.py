@@ -1,0 +1,142 @@
+"""The scheduler decides which request gets a place in the batch, and what the engine does next; it knows no device, no clock.
+
+The engine calls it, with the seconds that each piece of work took. Admission is first come, first served: a request waits until
+a place is free and the pool has extents for its prompt and its whole answer. Nothing is ever preempted.
+
+Example: a prompt is prefilled in 10 units of 150 ms while other rows decode in steps of 50 ms, at a share of 0.7. After each
+unit come one or two steps, so that 70% of the time is prefill.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from icejax.cache.pool.extents import Extents
+from icejax.checks.errors import InputError
+
+
+class Work(enum.Enum):
+    """What the engine does next."""
+
+    PREFILL = "a unit of prefill"
+    DECODE = "a decode step"
+    NOTHING = "nothing"
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way: it waits, is prefilled, decodes, and is over.
+
+    Attributes:
+        request: what the engine prefills and decodes; the scheduler does not look at it.
+        wanted: bool[X], the extents that its row needs; None without a pool.
+        at: its place in the batch; None while it waits, and when it is over.
+        table: i32[X], the extents that its row has; None without a pool, and without a place.
+    """
+
+    request: Any
+    wanted: np.ndarray | None = None
+    at: int | None = None
+    table: np.ndarray | None = field(default=None, repr=False)
+
+
+class Scheduler:
+    """The queue of a batch.
+
+    Attributes:
+        waiting: tickets without a place, in the order in which they came.
+        prefilling: the ticket whose prompt is being prefilled; None: no prompt is.
+        decoding: the tickets that decode, by place.
+        extents: the pool's extents; None without a pool.
+    """
+
+    def __init__(self, places: int, extents: Extents | None, *, share: float = 1.0, most_waiting: int | None = None) -> None:
+        """Begins with an empty queue.
+
+        Args:
+            places: rows that decode at once.
+            share: most of the time that prefill may take while other rows decode, above 0; 1: a prompt is prefilled whole
+                before the next step, so that the order of all work depends on the requests alone.
+            most_waiting: most tickets that may wait; None: any number.
+        """
+        self.waiting, self.prefilling, self.decoding = deque[Ticket](), None, dict[int, Ticket]()
+        self.extents, self._share, self._most_waiting = extents, share, most_waiting
+        self._free = list(range(places))
+        self._capacity = 0 if extents is None else extents.free
+        self._spent = {Work.PREFILL: 0.0, Work.DECODE: 0.0}  # seconds since the present prompt began
+        self._newest = Work.NOTHING
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a ticket."""
+        return bool(self.waiting or self.prefilling or self.decoding)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Puts a ticket at the end of the queue.
+
+        Raises:
+            InputError: too many tickets wait, or the pool can never hold the row.
+        """
+        if self._most_waiting is not None and len(self.waiting) >= self._most_waiting:
+            raise InputError(f"{len(self.waiting)} requests wait already, as many as may: try again later")
+        if ticket.wanted is not None and ticket.wanted.sum() > self._capacity:
+            raise InputError(
+                f"the request needs {ticket.wanted.sum()} extents of host memory and the pool has {self._capacity}: "
+                "shorten it, or give the engine more host memory"
+            )
+        self.waiting.append(ticket)
+
+    def next(self) -> Work:
+        """Returns what to do now; gives the first ticket that waits a place if there is one for it."""
+        if self.prefilling is None:
+            self._admit()
+        if self.prefilling is None:
+            return Work.DECODE if self.decoding else Work.NOTHING
+        if not self.decoding or self._share == 1:
+            return Work.PREFILL
+        prefill, decode = self._spent.values()
+        may_prefill = self._newest is Work.DECODE and prefill <= self._share * (prefill + decode)
+        return Work.PREFILL if may_prefill else Work.DECODE
+
+    def ran(self, work: Work, seconds: float) -> None:
+        """Counts the time that a piece of work took."""
+        self._newest = work
+        self._spent[work] += seconds
+
+    def prefilled(self) -> Ticket:
+        """Moves the prefilled ticket to those that decode, and returns it."""
+        ticket, self.prefilling = self.prefilling, None
+        self.decoding[ticket.at] = ticket
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """Takes a ticket out, wherever it is, with its place and its extents; a ticket that is out stays out."""
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+        if ticket.at is None:
+            return
+        if ticket is self.prefilling:
+            self.prefilling = None
+        self.decoding.pop(ticket.at, None)
+        if ticket.table is not None:
+            self.extents.give_back(ticket.table)
+        self._free.append(ticket.at)
+        self._free.sort()
+        ticket.at = ticket.table = None
+
+    def _admit(self) -> None:
+        if not (self.waiting and self._free):
+            return
+        ticket = self.waiting[0]
+        if ticket.wanted is not None:
+            if ticket.wanted.sum() > self.extents.free:
+                return
+            ticket.table = self.extents.take(ticket.wanted)
+        self.waiting.popleft()
+        ticket.at, self.prefilling = self._free.pop(0), ticket
+        self._spent, self._newest = {Work.PREFILL: 0.0, Work.DECODE: 0.0}, Work.DECODE
