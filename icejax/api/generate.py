@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from icejax.api.prompts import check_context, encode_prompts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
@@ -13,7 +15,6 @@ from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import load_model, open_checkpoint
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
-from icejax.engine.decode.row import Row
 from icejax.engine.decode.step import DecodeState
 from icejax.engine.request import AnswerOptions, Prompt, Request, answer_options, requests
 from icejax.engine.response import GenerationResponse, join
@@ -97,17 +98,18 @@ def stream_generate(
     devices.check_limit(host_memory_limit)
     places = None if batch_size is None else integer("batch_size", batch_size, most=2**63)
     jobs = _jobs(model, tokenizer, requests(prompts), answer, context_length=context_length)
-    lengths = sorted((len(job.row.prompt) for job in jobs), reverse=True)
+    lengths = sorted((len(job.tokens) for job in jobs), reverse=True)
     places = min(places or len(jobs), len(jobs))
     sizes = CoreSizes(
         places=places,
         prompt_tokens=lengths[0],
-        new_tokens=max(job.row.limit for job in jobs),
+        new_tokens=max(job.limit for job in jobs),
         prompts=tuple(lengths[:places]),
         joins=places < len(jobs),
     )
     with prefilling(progress, places * model.config.num_hidden_layers) as layer_done:
-        core = Core(model, cache, sizes, host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
+        options = dict(host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
+        core = Core(model, tokenizer, cache, sizes, **options)
         for job in jobs:
             core.submit(job)
         while core.busy:
@@ -124,15 +126,14 @@ def _jobs(
     answers = [request.options(answer) for request in prompts]
     for request, row_answer in zip(prompts, answers, strict=True):
         check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
-    started, ends = Mark.now(), model.config.eos_token_ids
-    texts = dict(special_tokens=answer.special_tokens, parse_special=answer.parse_special)
-    ids, jobs = encode_prompts(model, tokenizer, prompts, context_length=context_length, **texts), []
-    for i, (request, row_answer, tokens) in enumerate(zip(prompts, answers, ids, strict=True)):
-        limit = min(row_answer.max_new_tokens, context_length - len(tokens))
-        places = dict(index=i, number=request.index + 1, logprobs=row_answer.logprobs, started=started)
-        row = Row(tokenizer, row_answer.stop, ends, tokens, limit, **places)
+    started, jobs = Mark.now(), []
+    texts = dict(context_length=context_length, special_tokens=answer.special_tokens, parse_special=answer.parse_special)
+    for i, (request, options) in enumerate(zip(prompts, answers, strict=True)):
+        tokens = np.asarray(encode_prompts(model, tokenizer, [request], **texts)[0], np.int32)
+        limit = min(options.max_new_tokens, context_length - len(tokens))
         draw = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
-        jobs.append(Job(row, row_answer.sampling, draw))
+        numbers = dict(index=i, number=request.index + 1)
+        jobs.append(Job(tokens=tokens, options=options, limit=limit, draw=draw, started=started, **numbers))
     return jobs
 
 

@@ -110,8 +110,6 @@ def encode_prompts(
         InputError: a prompt is empty, no Unicode text or no token ids; or the tokenizer belongs to another model.
     """
     context_length = _context(model, context_length)
-    if not requests:
-        raise InputError("no prompt: expected at least one")
     options = dict(special_tokens=special_tokens, parse_special=parse_special)
     options |= dict(context_length=context_length, continues=continues)
     return [_encoded(model, tokenizer, request, **options) for request in requests]

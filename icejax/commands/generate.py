@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import array
-import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +20,6 @@ from icejax.commands.process import ending
 from icejax.commands.requests import PromptLine, check_template_use, read_prompts
 from icejax.commands.show import answer, answers, table
 from icejax.engine.request import AnswerOptions, Request
-from icejax.engine.response import GenerationResponse
 from icejax.engine.sampling import check_bias
 from icejax.evaluation.attention_map import Explanation, check_picture
 from icejax.files.atomic_folder import Claim, claim
@@ -74,37 +70,35 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             _run_session(arguments, console, session_claim, answer_options, prompts)
         return
     model, tokenizer = load(arguments, console)
-    _check_biases(model, prompts, answer_options)
     template = dict(in_template=arguments.chat, system=arguments.system, arguments=template_arguments)
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
-    texts = dict(context_length=arguments.context_length, parse_special=answer_options.parse_special)
-    ids = [_encoded(model, tokenizer, request, **texts) for request in requests]  # all, before one runs
-    requests = [dataclasses.replace(request, prompt=tokens) for request, tokens in zip(requests, ids, strict=True)]
-    explanation = _explanation(arguments, model, policy, requests) if arguments.explain is not None else None
-    responses: dict[int, GenerationResponse] = {}
-    printed, streaming = 0, len(prompts) == 1 and not arguments.json and not arguments.no_stream
-    for rows in batches(ids, arguments.batch_size):
-        with Phases(console, quiet=arguments.quiet) as phases:
-            stream = stream_generate(
-                model,
-                tokenizer,
-                [requests[row] for row in rows],
-                cache=policy,
-                context_length=arguments.context_length,
-                host_memory_limit=options.memory_limit(arguments),
-                progress=phases,
-                watch=explanation.watch if explanation is not None else None,
-                **vars(answer_options),
-            )
-            batch_responses = answers(stream, phases, rows=len(rows), limit=arguments.max_new_tokens, streaming=streaming)
-        responses |= zip(rows, batch_responses, strict=True)
-        while printed in responses and not streaming:  # in the order of the prompts
-            answer(responses[printed], arguments, console, prompts[printed].id)
-            printed += 1
+    explanation = None
+    if arguments.explain is not None:
+        texts = dict(context_length=arguments.context_length, parse_special=answer_options.parse_special)
+        explanation = _explanation(model, tokenizer, policy, requests, **texts)
+    responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
+    with Phases(console, quiet=arguments.quiet) as phases:
+        stream = stream_generate(
+            model,
+            tokenizer,
+            requests,
+            cache=policy,
+            batch_size=arguments.batch_size,
+            context_length=arguments.context_length,
+            host_memory_limit=options.memory_limit(arguments),
+            progress=phases,
+            watch=explanation.watch if explanation is not None else None,
+            **vars(answer_options),
+        )
+        sizes = dict(rows=len(prompts), limit=arguments.max_new_tokens)
+        for line, response in zip(prompts, answers(stream, phases, streaming=streaming, **sizes), strict=True):
+            if not streaming:
+                answer(response, arguments, console, line.id)
+            responses.append(response)
     if explanation is not None:
         explanation.save(arguments.explain)
     if (console.is_terminal or _is_example(arguments)) and not arguments.quiet:
-        console.print(table([responses[row] for row in sorted(responses)], console))
+        console.print(table(responses, console))
 
 
 def _check_biases(model: CausalLM, prompts: list[PromptLine], answer_options: AnswerOptions) -> None:
@@ -112,24 +106,13 @@ def _check_biases(model: CausalLM, prompts: list[PromptLine], answer_options: An
         check_bias(line.options(answer_options).sampling, model.config.vocab_size, place=f"prompt {number}: ")
 
 
-def _encoded(model: CausalLM, tokenizer: Any, request: Request, **texts: Any) -> array.array:
-    """Returns a prompt's token ids in 4 bytes each, of which a list takes nine times as many."""
-    return array.array("i", encode_prompts(model, tokenizer, [request], **texts)[0])
-
-
-def batches(ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Returns the prompts that run together, as row numbers: prompts of similar length, so that little is padded.
-
-    Example: token counts 5, 9, 4, 8 and a size of 2 give [[2, 0], [3, 1]].
-    """
-    rows = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _explanation(arguments: argparse.Namespace, model: CausalLM, policy: CachePolicy, requests: list[Request]) -> Explanation:
+def _explanation(
+    model: CausalLM, tokenizer: Any, policy: CachePolicy, requests: list[Request], *, context_length: int | None, **texts: bool
+) -> Explanation:
     if len(requests) != 1:
         raise InputError(f"--explain needs one prompt, got {len(requests)}")
-    tokens, context_length = requests[0].prompt, arguments.context_length or model.config.context_length
+    [tokens] = encode_prompts(model, tokenizer, requests, context_length=context_length, **texts)
+    context_length = context_length or model.config.context_length
     return Explanation(model, tokens, policy, new_tokens=min(requests[0].max_new_tokens, context_length - len(tokens)))
 
 
@@ -150,10 +133,10 @@ def _run_session(
         line_options = line.options(answer_options)
         with Phases(console, quiet=arguments.quiet) as phases:
             stream = respond(line.prompt, progress=phases, save_to=session_claim, **vars(line_options))
-            turn_responses = answers(stream, phases, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
+            [response] = answers(stream, phases, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
         if not streaming:
-            answer(turn_responses[0], arguments, console, line.id)
-        responses += turn_responses
+            answer(response, arguments, console, line.id)
+        responses.append(response)
         session.save(session_claim)
     if console.is_terminal and not arguments.quiet:
         console.print(table(responses, console))

@@ -23,10 +23,10 @@ WIDE = 11  # terminal columns per table column: in a narrower terminal an answer
 
 def answers(
     stream: Iterator[GenerationResponse], phases: Phases, *, rows: int, limit: int, streaming: bool
-) -> list[GenerationResponse]:
-    """Returns the whole answers of one batch; with `streaming`, prints the only answer as its pieces come."""
+) -> Iterator[GenerationResponse]:
+    """Yields the whole answers in the order of their rows; with `streaming`, prints the only answer as its pieces come."""
     pieces: dict[int, list[GenerationResponse]] = {}
-    printer = Printer(phases)
+    printer, next_row = Printer(phases), 0
     with uncut() if streaming else contextlib.nullcontext():
         for count, piece in enumerate(stream, start=1):
             if streaming:
@@ -34,11 +34,14 @@ def answers(
             else:
                 phases("tokens", count, limit * rows)
             pieces.setdefault(piece.row, []).append(piece)
-        phases.stop()
-        whole = [join(pieces[row]) for row in sorted(pieces)]
-        if streaming:
-            printer.end(whole[0])
-    return whole
+            while next_row in pieces and pieces[next_row][-1].finish_reason is not None:
+                if next_row == rows - 1:
+                    phases.stop()
+                whole = join(pieces.pop(next_row))
+                if streaming:
+                    printer.end(whole)
+                yield whole
+                next_row += 1
 
 
 def answer(response: GenerationResponse, arguments: argparse.Namespace, console: Console, name: Any = None) -> None:

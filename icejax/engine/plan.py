@@ -240,7 +240,7 @@ def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int)
 
 
 def _renewal(config: ModelConfig, prompt_tokens: int, new_tokens: int, *, several: bool) -> int:
-    """Returns the tokens at which LongRoPE's factors change, if a row can decode from so many, one of `several` perhaps; else 0."""
+    """Returns the tokens at which LongRoPE's factors change, if one of `several` rows, or the row, can reach them; else 0."""
     if config.short_context is None or prompt_tokens + new_tokens <= config.short_context + 1:
         return 0
     return 0 if not several and prompt_tokens > config.short_context else config.short_context + 1

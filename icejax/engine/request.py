@@ -120,7 +120,7 @@ def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Req
     """Returns one prompt or several as requests with an index.
 
     Raises:
-        InputError: `prompts` holds no prompts.
+        InputError: `prompts` holds no prompt, or something else.
     """
     if isinstance(prompts, (str, Request)):
         prompts = [prompts]
@@ -130,5 +130,7 @@ def requests(prompts: Prompt | Request | Sequence[Prompt | Request]) -> list[Req
         raise InputError(f"prompts must be text, token ids, or several of them, got {quoted(prompts)}") from None
     if isinstance(prompts, (bytes, bytearray, set, dict)) or (items and isinstance(items[0], Integral)):
         items = [prompts]  # the token ids of one prompt, or a type that `api.prompts` refuses
+    if not items:
+        raise InputError("no prompt: expected at least one")
     requests = [item if isinstance(item, Request) else Request(prompt=item) for item in items]
     return [request if request.index is not None else replace(request, index=i) for i, request in enumerate(requests)]

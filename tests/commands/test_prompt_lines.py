@@ -6,13 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import icejax
 from icejax.cache.registry import Full
 from icejax.commands import generate as command
-from icejax.commands.generate import batches
 from icejax.commands.requests import read_prompts
 from tests.helpers import families
 from tests.helpers.commands import run
@@ -198,14 +195,6 @@ def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
     for bad_count in (-1, 1001, 2.5):
         with pytest.raises(icejax.InputError, match="logprobs must be"):
             icejax.generate(model, Numbers(), prompt, **options | {"logprobs": bad_count})
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 9))
-def test_what_runs_together_is_of_like_length(lengths, size):
-    grouped = batches([[0] * length for length in lengths], size)
-    rows = [row for batch in grouped for row in batch]
-    assert sorted(rows) == list(range(len(lengths))) and [lengths[row] for row in rows] == sorted(lengths)
-    assert all(len(batch) == size for batch in grouped[:-1]) and 0 < len(grouped[-1]) <= size
 
 
 def test_options_of_other_types_are_refused(bundled):

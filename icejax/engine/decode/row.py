@@ -47,7 +47,7 @@ class Row:
         logprobs: int | None = None,
         started: Mark | None = None,
     ) -> None:
-        """Begins a row without tokens.
+        """Begins a row without tokens, whose prefill begins now.
 
         Args:
             started: the start of the call, from which the time to the first token is counted; None: now.
@@ -60,7 +60,8 @@ class Row:
         self.finish_reason: str | None = None
         self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
         self._eos, self.limit = eos, limit
-        self._started, self._ready, self._read_at = started or Mark.now(), None, []
+        self._started, self._prefill_from = started or Mark.now(), time.perf_counter()
+        self._ready, self._read_at = self._started, list[float]()
 
     def ends_with_next(self) -> bool:
         """Whether the row has ended, or reaches its token limit with the next token."""
@@ -119,7 +120,7 @@ class Row:
             new_tokens=count,
             finish_reason=self.finish_reason,
             tpot_s=tpot,
-            prefill_tps=self.fed / timing["ttft_s"],
+            prefill_tps=self.fed / (self._ready.time - self._prefill_from),
             decode_tps=1 / tpot if tpot is not None else None,
             full_kv_bytes=constants.token_bytes * (len(self.prompt) + count),
             pages_selected=totals.pages_attended,

@@ -3,10 +3,10 @@
 `api.generate` drives a core until all its requests are answered. `serving.engine` drives one in a thread of its own, for
 callers that come at any time. One core owns the decoding batch, the pool and its extents.
 
-    core = Core(model, policy, sizes)
-    core.submit(Job(row, sampling, (seed, index)))
+    core = Core(model, tokenizer, policy, sizes)
+    core.submit(job)
     while core.busy:
-        for job, outcome in core.step(): ...
+        for ticket, outcome in core.step(): ...
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
@@ -28,24 +30,37 @@ from icejax.engine.decode.run import Run, run_constants
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
-from icejax.engine.sampling import Sampling
+from icejax.engine.request import AnswerOptions
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.models.decoder import CausalLM
+from icejax.runtime.compile_clock import Mark
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A prompt to answer.
 
     Attributes:
-        row: its record, with the prompt's token ids.
-        sampling: its sampling options.
-        draw: seed and index of its random key.
+        tokens: the prompt, i32[T].
+        options: the options of the answer.
+        limit: maximum number of answer tokens.
+        draw: seed and index of the row's random key.
+        index, number: as in `Row`.
+        started: when the caller asked.
     """
 
-    row: Row
-    sampling: Sampling
+    tokens: np.ndarray
+    options: AnswerOptions
+    limit: int
     draw: tuple[int, int]
+    index: int
+    number: int
+    started: Mark
+
+    def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
+        """Returns the record of the row that answers the prompt, whose prefill begins now."""
+        options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
+        return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +92,7 @@ class Core:
     def __init__(
         self,
         model: CausalLM,
+        tokenizer: Any,
         policy: CachePolicy,
         sizes: CoreSizes,
         *,
@@ -100,7 +116,8 @@ class Core:
         tokens = dict(prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens)
         self.plan = make_plan(model, policy, batch_size=sizes.places, joins=sizes.joins, **tokens)
         self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
-        self._model, self._policy, self._progress, self._watch = model, policy, progress, watch
+        self._model, self._tokenizer, self._policy = model, tokenizer, policy
+        self._progress, self._watch = progress, watch
         self._pool, extents = None, None
         if self.plan.pooled:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
@@ -123,7 +140,7 @@ class Core:
         Raises:
             InputError: too many jobs wait, or the pool can never hold the row.
         """
-        ticket = Ticket(job, self.plan.extents(len(job.row.prompt)) if self.plan.pooled else None)
+        ticket = Ticket(job, self.plan.extents(len(job.tokens)) if self.plan.pooled else None)
         self.scheduler.submit(ticket)
         return ticket
 
@@ -149,11 +166,12 @@ class Core:
         ticket = self.scheduler.prefilling
         job: Job = ticket.request
         into = None if ticket.table is None else (self._take_pool(), ticket.table[None])
-        options = dict(sampling=[job.sampling], draws=[job.draw], progress=self._tell_layer, into=into)
-        state, step, pool = prefill(self._model, [job.row.prompt], self._row_plan, **options)
-        self._put(self.scheduler.prefilled(), state, step, pool)
+        row = job.row(self._tokenizer, self.plan.eos_token_ids)
+        options = dict(sampling=[job.options.sampling], draws=[job.draw], progress=self._tell_layer, into=into)
+        state, step, pool = prefill(self._model, [row.prompt], self._row_plan, **options)
+        self._put(self.scheduler.prefilled(), row, state, step, pool)
 
-    def _put(self, ticket: Ticket, state: DecodeState, step: Step, pool: jax.Array | None) -> None:
+    def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step, pool: jax.Array | None) -> None:
         """Puts a prefilled row into its place in the batch."""
         places = self.plan.spec.batch_size
         if self._loop is None:
@@ -168,7 +186,7 @@ class Core:
         if places > 1:
             run.state = batch.insert(run.state, state, ticket.at, plan=self.plan)
             run.step = run.step.with_row(ticket.at, step)
-        self._loop.put(ticket.at, ticket.request.row)
+        self._loop.put(ticket.at, row)
 
     def _decode(self) -> Iterator[tuple[Ticket, Outcome]]:
         self._has_stepped = True
