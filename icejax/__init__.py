@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from icejax.api.engine import Engine
     from icejax.api.generate import generate, load, stream_generate
     from icejax.api.model_sampling import model_sampling
     from icejax.api.prompts import ContextFull, chat
@@ -23,6 +24,7 @@ _MODULES = {
     "CachePolicy": "cache.protocol",
     "Clustered": "cache.registry",
     "ContextFull": "api.prompts",
+    "Engine": "api.engine",
     "Full": "cache.registry",
     "GenerationResponse": "engine.response",
     "InputError": "checks.errors",
@@ -41,6 +43,7 @@ __all__ = [
     "CachePolicy",
     "Clustered",
     "ContextFull",
+    "Engine",
     "Full",
     "GenerationResponse",
     "InputError",

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from icejax.api.prompts import check_context, encode_prompts
+from icejax.api.jobs import jobs_of
+from icejax.api.prompts import check_context
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
 from icejax.checkpoint.folder import resolve
@@ -16,13 +15,11 @@ from icejax.checkpoint.load import load_model, open_checkpoint
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.decode.step import DecodeState
-from icejax.engine.request import AnswerOptions, Prompt, Request, answer_options, requests
+from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.response import GenerationResponse, join
-from icejax.engine.sampling import check_bias
-from icejax.engine.serving.core import Core, CoreSizes, Job
+from icejax.engine.serving.core import Core, CoreSizes
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
-from icejax.runtime.compile_clock import Mark
 from icejax.runtime.host_reads.choose import try_ahead
 from icejax.runtime.progress import LOADING, Progress, prefilling
 from icejax.text.tokenizer import load_tokenizer
@@ -97,7 +94,7 @@ def stream_generate(
     cache, answer, context_length = checked_policy(cache), answer_options(options), check_context(model, context_length)
     devices.check_limit(host_memory_limit)
     places = None if batch_size is None else integer("batch_size", batch_size, most=2**63)
-    jobs = _jobs(model, tokenizer, requests(prompts), answer, context_length=context_length)
+    jobs = jobs_of(model, tokenizer, requests(prompts), answer, context_length=context_length)
     lengths = sorted((len(job.tokens) for job in jobs), reverse=True)
     places = min(places or len(jobs), len(jobs))
     sizes = CoreSizes(
@@ -117,24 +114,6 @@ def stream_generate(
                 if isinstance(outcome, InputError):
                     raise outcome
                 yield outcome
-
-
-def _jobs(
-    model: CausalLM, tokenizer: Any, prompts: Sequence[Request], answer: AnswerOptions, *, context_length: int
-) -> list[Job]:
-    """Returns the jobs of prompts, all of which have been checked; `answer` has the options of the call."""
-    answers = [request.options(answer) for request in prompts]
-    for request, row_answer in zip(prompts, answers, strict=True):
-        check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
-    started, jobs = Mark.now(), []
-    texts = dict(context_length=context_length, special_tokens=answer.special_tokens, parse_special=answer.parse_special)
-    for i, (request, options) in enumerate(zip(prompts, answers, strict=True)):
-        tokens = np.asarray(encode_prompts(model, tokenizer, [request], **texts)[0], np.int32)
-        limit = min(options.max_new_tokens, context_length - len(tokens))
-        draw = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
-        numbers = dict(index=i, number=request.index + 1)
-        jobs.append(Job(tokens=tokens, options=options, limit=limit, draw=draw, started=started, **numbers))
-    return jobs
 
 
 def generate(

@@ -134,22 +134,27 @@ class Core:
         """Whether a request waits or runs."""
         return self.scheduler.busy
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Job, *, owner: Any = None) -> Ticket:
         """Puts a job into the queue; `release` takes it out again.
+
+        Args:
+            owner: who gets the responses; the core does not look at it.
 
         Raises:
             InputError: too many jobs wait, or the pool can never hold the row.
         """
-        ticket = Ticket(job, self.plan.extents(len(job.tokens)) if self.plan.pooled else None)
+        ticket = Ticket(job, self.plan.extents(len(job.tokens)) if self.plan.pooled else None, owner=owner)
         self.scheduler.submit(ticket)
         return ticket
 
     def step(self) -> Iterator[tuple[Ticket, Outcome]]:
-        """Does one piece of work; yields tickets with a response, or with the error that ended them."""
+        """Does one piece of work, if there is any; yields tickets with a response, or with the error that ended them."""
         work, started = self.scheduler.next(), time.perf_counter()
+        if work is Work.NOTHING:
+            return
         if work is Work.PREFILL:
             self._prefill()
-        elif work is Work.DECODE:
+        else:
             yield from self._decode()
         self.scheduler.ran(work, time.perf_counter() - started)
 

@@ -33,14 +33,16 @@ class Ticket:
     """A request on its way: it waits, is prefilled, decodes, and is over.
 
     Attributes:
-        request: what the engine prefills and decodes; the scheduler does not look at it.
+        request: what the engine prefills and decodes; the scheduler does not look at it, nor at the owner.
         wanted: bool[X], the extents that its row needs; None without a pool.
+        owner: who gets the responses.
         at: its place in the batch; None while it waits, and when it is over.
         table: i32[X], the extents that its row has; None without a pool, and without a place.
     """
 
     request: Any
     wanted: np.ndarray | None = None
+    owner: Any = None
     at: int | None = None
     table: np.ndarray | None = field(default=None, repr=False)
 

@@ -1,0 +1,114 @@
+"""An engine for callers that come at any time: one model, one device, one batch whose rows come and go. Python callers use it.
+
+with icejax.Engine(*icejax.load(FOLDER)) as engine:
+    first, second = engine.submit("import os"), engine.submit("def f(a):", max_new_tokens=100)
+    for piece in first: print(piece.text, end="")
+    print(second.result().text)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from icejax.api.jobs import jobs_of
+from icejax.api.prompts import check_context
+from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import checked_policy
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import integer, number
+from icejax.engine.request import Prompt, Request, answer_options, requests
+from icejax.engine.serving.core import Core, CoreSizes
+from icejax.engine.serving.thread import EngineThread, Handle
+from icejax.models.decoder import CausalLM
+from icejax.runtime import devices
+
+
+class Engine:
+    """Answers the requests of any number of threads, on one device that a thread of the engine owns.
+
+    A request waits until one of `batch_size` rows is free, its prompt is prefilled in units, and its row joins the batch
+    between two decode steps of the other rows. As a context it closes at the end. Rows that sample draw the same tokens
+    whatever else runs; a cache with pages chooses its pages by when the row joined, so texts may part where two tokens are
+    about as likely.
+
+    Attributes:
+        context_length: maximum number of tokens of a prompt and its answer together.
+        max_new_tokens: maximum number of tokens of an answer.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Any,
+        *,
+        cache: CachePolicy | None = None,
+        batch_size: int = 4,
+        context_length: int | None = None,
+        max_new_tokens: int = 1024,
+        host_memory_limit: int | None = None,
+        prefill_share: float = 0.7,
+        max_queue: int = 256,
+    ) -> None:
+        """Allocates the cache and starts the thread.
+
+        Args:
+            cache: the cache policy; None: `Clustered()`.
+            batch_size: rows that decode at once.
+            context_length: maximum number of tokens of a prompt and its answer; None: the model's own.
+            max_new_tokens: maximum number of tokens of an answer, for which every row has room.
+            host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
+            prefill_share: most of the time that prefill may take while other rows decode, above 0 and up to 1; with 1 they
+                stand still while a prompt is prefilled.
+            max_queue: requests that may wait.
+
+        Raises:
+            InputError: an option is out of range, or the host has too little memory.
+        """
+        self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
+        self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
+        self.max_new_tokens = min(integer("max_new_tokens", max_new_tokens, most=2**31), self.context_length - 1)
+        integer("batch_size", batch_size, most=2**16)
+        share = number("prefill_share", prefill_share, least=0, most=1, above=True)
+        integer("max_queue", max_queue, most=2**31)
+        sizes = CoreSizes(
+            places=batch_size,
+            prompt_tokens=self.context_length - 1,
+            new_tokens=self.max_new_tokens,
+            prompts=(self.context_length - 1,) * batch_size,
+            joins=True,
+        )
+        options = dict(host_memory_limit=limit, share=share, most_waiting=max_queue)
+        self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, prompt: Prompt | Request, **options: Any) -> Handle:
+        """Puts a prompt into the queue and returns at once; the handle yields the answer's pieces.
+
+        Args:
+            prompt: text, token ids, or a `Request` with its own options.
+            options: options of `AnswerOptions`, as in `generate`.
+
+        Raises:
+            InputError: the prompt is empty or too long, an option is out of range, or it asks for more than `max_new_tokens`.
+            RuntimeError: the engine is closed, or has failed.
+        """
+        answer = answer_options(dict(max_new_tokens=min(self.max_new_tokens, 256)) | options)
+        prompts = requests(prompt)
+        if len(prompts) > 1:
+            raise InputError(f"submit takes one prompt, got {len(prompts)}: call it for each")
+        [job] = jobs_of(self._model, self._tokenizer, prompts, answer, context_length=self.context_length)
+        if job.options.max_new_tokens > self.max_new_tokens:
+            raise InputError(
+                f"max_new_tokens is {job.options.max_new_tokens} and the engine's rows have room for {self.max_new_tokens}: "
+                "ask for fewer, or start an engine with more"
+            )
+        return self._thread.submit(job)
+
+    def close(self) -> None:
+        """Ends the thread after the present piece of work; requests that are not over raise RuntimeError where they are read."""
+        self._thread.close()

@@ -1,0 +1,33 @@
+"""Requests to jobs of the engine: checks options, tokenizes prompts. `api.generate` and `api.engine` call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from icejax.api.prompts import encode_prompts
+from icejax.engine.request import AnswerOptions, Request
+from icejax.engine.sampling import check_bias
+from icejax.engine.serving.core import Job
+from icejax.models.decoder import CausalLM
+from icejax.runtime.compile_clock import Mark
+
+
+def jobs_of(
+    model: CausalLM, tokenizer: Any, prompts: Sequence[Request], answer: AnswerOptions, *, context_length: int
+) -> list[Job]:
+    """Returns the jobs of prompts, all of which have been checked; `answer` has the options of the call."""
+    answers = [request.options(answer) for request in prompts]
+    for request, row_answer in zip(prompts, answers, strict=True):
+        check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
+    started, jobs = Mark.now(), []
+    texts = dict(context_length=context_length, special_tokens=answer.special_tokens, parse_special=answer.parse_special)
+    for i, (request, options) in enumerate(zip(prompts, answers, strict=True)):
+        tokens = np.asarray(encode_prompts(model, tokenizer, [request], **texts)[0], np.int32)
+        limit = min(options.max_new_tokens, context_length - len(tokens))
+        draw = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
+        numbers = dict(index=i, number=request.index + 1)
+        jobs.append(Job(tokens=tokens, options=options, limit=limit, draw=draw, started=started, **numbers))
+    return jobs

@@ -1,0 +1,160 @@
+"""The engine: one thread owns the device and answers the requests of any number of callers.
+
+`api.engine` calls it. Callers submit jobs from their own threads and read responses from a handle; the thread alone touches
+arrays, so a caller that waits, fails or goes away stops nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from icejax.checks.errors import InputError
+from icejax.engine.decode.loop import Outcome
+from icejax.engine.response import GenerationResponse, join
+from icejax.engine.serving.core import Core, Job
+from icejax.engine.serving.scheduler import Ticket
+
+LOG = logging.getLogger(__name__)
+CLOSED = "the engine is closed: start another one"
+
+
+class Handle:
+    """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
+
+    The queue of pieces holds at most one per token of the answer, so it is bounded by the answer's limit.
+    """
+
+    def __init__(self, cancel: Callable[[Handle], None]) -> None:
+        self._pieces: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+        self._cancel, self._is_over = cancel, False
+
+    def __iter__(self) -> Iterator[GenerationResponse]:
+        """Yields the pieces of the answer; ends early if the request was cancelled.
+
+        Raises:
+            InputError: the pool can never hold the request, too many wait, or the logits are not finite.
+            RuntimeError: the engine failed or was closed; the error of a failure is its cause.
+        """
+        while not self._is_over:
+            piece = self._pieces.get()
+            self._is_over = not isinstance(piece, GenerationResponse) or piece.finish_reason is not None
+            if isinstance(piece, InputError):
+                raise piece
+            if isinstance(piece, BaseException):
+                raise RuntimeError(f"the engine has failed: {piece}") from piece
+            if piece is not None:
+                yield piece
+
+    def result(self) -> GenerationResponse:
+        """Returns the whole answer; errors are those of the iteration.
+
+        Raises:
+            InputError: the request was cancelled before its first token.
+        """
+        pieces = list(self)
+        if not pieces:
+            raise InputError("the request was cancelled before its first token: it has no answer")
+        return join(pieces)
+
+    def cancel(self) -> None:
+        """Ends the request wherever it is: in the queue, in prefill or between tokens. A request that is over stays so."""
+        self._cancel(self)
+
+    def put(self, piece: Outcome | BaseException | None) -> None:
+        """Takes the next piece, an error, or None for the end of a cancelled request; the engine's thread calls it."""
+        self._pieces.put(piece)
+
+
+class EngineThread:
+    """Drives a core in a thread of its own, until it is closed or the core fails."""
+
+    def __init__(self, make_core: Callable[[], Core]) -> None:
+        """Starts the thread, which makes the core; raises what that raises."""
+        self._changed = threading.Condition()
+        self._new: deque[tuple[Handle, Job]] = deque()
+        self._cancelled: deque[Handle] = deque()
+        self._tickets: dict[Handle, Ticket] = {}
+        self._closes, self._failure = False, None
+        self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
+        self._thread.start()
+        if (error := self._started.get()) is not None:
+            raise error
+
+    def submit(self, job: Job) -> Handle:
+        """Puts a job at the end of the queue.
+
+        Raises:
+            RuntimeError: the engine is closed, or has failed.
+        """
+        handle = Handle(self._cancel)
+        with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(f"the engine has failed: {self._failure}") from self._failure
+            if self._closes:
+                raise RuntimeError(CLOSED)
+            self._new.append((handle, job))
+            self._changed.notify()
+        return handle
+
+    def close(self) -> None:
+        """Ends the thread after the present piece of work; requests that are not over fail."""
+        with self._changed:
+            self._closes = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _cancel(self, handle: Handle) -> None:
+        with self._changed:
+            self._cancelled.append(handle)
+            self._changed.notify()
+
+    def _run(self, make_core: Callable[[], Core]) -> None:
+        try:
+            core = make_core()
+        except BaseException as error:
+            self._started.put(error)
+            return
+        self._started.put(None)
+        failure: BaseException = RuntimeError(CLOSED)
+        try:
+            while self._take_changes(core):
+                for ticket, outcome in core.step():
+                    handle = ticket.owner
+                    handle.put(outcome)
+                    if isinstance(outcome, InputError) or outcome.finish_reason is not None:
+                        self._tickets.pop(handle, None)
+        except BaseException as error:
+            LOG.error("the engine has failed: %s", error)
+            failure = error
+        with self._changed:
+            self._closes, self._failure = True, failure
+            handles = [*self._tickets, *(handle for handle, _ in self._new)]
+        for handle in handles:
+            handle.put(failure)
+
+    def _take_changes(self, core: Core) -> bool:
+        """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: core.busy or self._new or self._cancelled or self._closes)
+            new, cancelled = [*self._new], [*self._cancelled]
+            self._new.clear()
+            self._cancelled.clear()
+            if self._closes:
+                self._new.extend(new)
+                return False
+        for handle, job in new:
+            try:
+                self._tickets[handle] = core.submit(job, owner=handle)
+            except InputError as error:
+                handle.put(error)
+        for handle in cancelled:
+            ticket = self._tickets.pop(handle, None)
+            if ticket is not None:
+                core.release(ticket)
+                handle.put(None)
+        return True
