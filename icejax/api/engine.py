@@ -110,5 +110,5 @@ class Engine:
         return self._thread.submit(job)
 
     def close(self) -> None:
-        """Ends the thread after the present piece of work; requests that are not over raise RuntimeError where they are read."""
+        """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""
         self._thread.close()
