@@ -47,7 +47,7 @@ class PrefillJob:
         model: CausalLM,
         prompt: Sequence[int],
         plan: Plan,
-        table: Int[Array, "1 X"] | None,
+        table: Int[np.ndarray, "1 X"] | Int[Array, "1 X"] | None,
         *,
         sampling: Sampling,
         draw: tuple[int, int],

@@ -13,9 +13,10 @@ from icejax.cache.sizes import CacheSpec
 from icejax.config import LayerConfig, ModelConfig
 
 # Floating-point operations of a unit: at most 150 ms of two CPU cores, and some 10 ms of a GPU or TPU.
-WORK = {"cpu": 10e9}
+WORK = {"cpu": 16e9}
 WORK_ELSEWHERE = 2e12
-FEWEST, MOST = 32, 2048  # tokens; fewer would read all weights of a layer for little work
+FEWEST = 32  # tokens; fewer would read all weights of a layer for little work
+MOST_QUERIES = 2048  # tokens, which bounds the activations of an MLP
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def unit_sizes(config: ModelConfig, layer: LayerConfig, spec: CacheSpec, padded:
     of_token = 2 * config.hidden_size * spec.num_kv_heads * channels
     projections = 2 * config.hidden_size * spec.num_heads * channels
     of_query = projections + 6 * config.hidden_size * _inner_size(config, layer) + 2 * spec.num_heads * channels * keys
-    return UnitSizes(_largest(work / of_token, padded), _largest(work / of_query, padded))
+    return UnitSizes(_largest(work / of_token, padded), _largest(min(work / of_query, MOST_QUERIES), padded))
 
 
 def _inner_size(config: ModelConfig, layer: LayerConfig) -> int:
@@ -59,8 +60,8 @@ def _inner_size(config: ModelConfig, layer: LayerConfig) -> int:
 
 
 def _largest(tokens: float, padded: int) -> int:
-    """Returns the largest power of two of at most `tokens` tokens within the limits, as a divisor of `padded`.
+    """Returns the largest power of two that is at most `tokens` and divides `padded`; at least `FEWEST`.
 
     Examples: 300 of 8,192 tokens give 256, and 300 of 384 give 128.
     """
-    return math.gcd(padded, 1 << int(math.log2(min(max(tokens, FEWEST), MOST))))
+    return math.gcd(padded, 1 << int(math.log2(max(tokens, FEWEST))))
