@@ -268,6 +268,8 @@ FAULTS = (
     ("text/tokenizer_errors.py", "if not panicked:", "if True:", "text/test_tokenizer.py::test_a_command_prints_no_line_of_a_panic"),
     ("commands/process.py", "return BROKEN_PIPE", "return 1", "commands/test_process.py::test_a_closed_stdout_pipe_ends_quietly"),
     ("../bench/sandbox.py", "if os.read(reading_end, len(number)) == number:", "if True:", "bench/test_bench_sandbox.py::test_only_a_program_that_comes_to_its_end_passes"),
+    ("../bench/engine/bars.py", "ratio >= self.bound if", "ratio <= self.bound if", "bench/test_bench_engine.py::test_the_median_ratio_is_held_against_the_bar"),
+    ("../bench/engine/prefill.py", "later > start and", "earlier > start and", "bench/test_bench_engine.py::test_gaps_are_those_that_a_span_of_time_touches"),
     ("../bench/humaneval.py", "default=len(text)", "default=0", "bench/test_bench_humaneval.py::test_a_completion_ends_with_the_function"),
 )  # fmt: skip
 
