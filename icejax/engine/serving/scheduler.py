@@ -85,7 +85,8 @@ class Scheduler:
         self.extents, self._share, self._most_waiting, self._prepare = extents, share, most_waiting, prepare
         self._free = list(range(places))
         self._capacity = 0 if extents is None else extents.free
-        self._spent = {Work.PREFILL: 0.0, Work.DECODE: 0.0}  # seconds since the present prompt began
+        # share x seconds of steps - (1 - share) x seconds of units that delayed rows; below 0 the next unit waits for steps.
+        self._credit, self._delays_rows = 0.0, False
         self._newest = Work.NOTHING
 
     @property
@@ -114,16 +115,21 @@ class Scheduler:
             self._admit()
         if self.prefilling is None:
             return Work.DECODE if self.decoding else Work.NOTHING
+        self._delays_rows = bool(self.decoding)
         if not self.decoding or self._share == 1:
             return Work.PREFILL
-        prefill, decode = self._spent.values()
-        may_prefill = self._newest is Work.DECODE and prefill <= self._share * (prefill + decode)
+        may_prefill = self._newest is Work.DECODE and self._credit >= 0
         return Work.PREFILL if may_prefill else Work.DECODE
 
     def ran(self, work: Work, seconds: float) -> None:
-        """Counts the time that a piece of work took."""
+        """Counts the time that a piece of work took, which `next` returned."""
         self._newest = work
-        self._spent[work] += seconds
+        if work is Work.DECODE:
+            self._credit += self._share * seconds
+            if self.prefilling is None:  # steps without a prompt to prefill pay for past units, not for later ones
+                self._credit = min(self._credit, 0.0)
+        elif self._delays_rows:
+            self._credit -= (1 - self._share) * seconds
 
     def prefilled(self) -> Ticket:
         """Moves the prefilled ticket to those that decode, and returns it."""
@@ -161,4 +167,3 @@ class Scheduler:
                 ticket.table = np.where(ticket.wanted, ticket.table, ticket.shared)
         self.waiting.popleft()
         ticket.at, self.prefilling = self._free.pop(0), ticket
-        self._spent, self._newest = {Work.PREFILL: 0.0, Work.DECODE: 0.0}, Work.DECODE
