@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,9 @@ class Ticket:
 
     Attributes:
         request: what the engine prefills and decodes; the scheduler does not look at it, nor at the owner.
-        wanted: bool[X], the extents that its row needs; None without a pool.
+        wanted: bool[X], the extents that its row needs for itself; None without a pool.
+        shared: i32[X], extents of a kept beginning that it reads too.
+        route: how its prompt gets into a cache; set by `prepare`.
         owner: who gets the responses.
         at: its place in the batch; None while it waits, and when it is over.
         table: i32[X], the extents that its row has; None without a pool, and without a place.
@@ -42,6 +45,8 @@ class Ticket:
 
     request: Any
     wanted: np.ndarray | None = None
+    shared: np.ndarray | None = None
+    route: Any = None
     owner: Any = None
     at: int | None = None
     table: np.ndarray | None = field(default=None, repr=False)
@@ -57,7 +62,15 @@ class Scheduler:
         extents: the pool's extents; None without a pool.
     """
 
-    def __init__(self, places: int, extents: Extents | None, *, share: float = 1.0, most_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        places: int,
+        extents: Extents | None,
+        *,
+        share: float = 1.0,
+        most_waiting: int | None = None,
+        prepare: Callable[[Ticket], None] | None = None,
+    ) -> None:
         """Begins with an empty queue.
 
         Args:
@@ -65,12 +78,15 @@ class Scheduler:
             share: most of the time that prefill may take while other rows decode, above 0; 1: a prompt is prefilled whole
                 before the next step, so that the order of all work depends on the requests alone.
             most_waiting: most tickets that may wait; None: any number.
+            prepare: called with the first ticket that waits when a place is free: it sets `wanted` and `shared` anew, and may
+                free extents.
         """
         self.waiting, self.prefilling, self.decoding = deque[Ticket](), None, dict[int, Ticket]()
-        self.extents, self._share, self._most_waiting = extents, share, most_waiting
+        self.extents, self._share, self._most_waiting, self._prepare = extents, share, most_waiting, prepare
         self._free = list(range(places))
         self._capacity = 0 if extents is None else extents.free
-        self._spent = {Work.PREFILL: 0.0, Work.DECODE: 0.0}  # seconds since the present prompt began
+        # share x seconds of steps - (1 - share) x seconds of units that delayed rows; below 0 the next unit waits for steps.
+        self._credit, self._delays_rows = 0.0, False
         self._newest = Work.NOTHING
 
     @property
@@ -99,16 +115,21 @@ class Scheduler:
             self._admit()
         if self.prefilling is None:
             return Work.DECODE if self.decoding else Work.NOTHING
+        self._delays_rows = bool(self.decoding)
         if not self.decoding or self._share == 1:
             return Work.PREFILL
-        prefill, decode = self._spent.values()
-        may_prefill = self._newest is Work.DECODE and prefill <= self._share * (prefill + decode)
+        may_prefill = self._newest is Work.DECODE and self._credit >= 0
         return Work.PREFILL if may_prefill else Work.DECODE
 
     def ran(self, work: Work, seconds: float) -> None:
-        """Counts the time that a piece of work took."""
+        """Counts the time that a piece of work took, which `next` returned."""
         self._newest = work
-        self._spent[work] += seconds
+        if work is Work.DECODE:
+            self._credit += self._share * seconds
+            if self.prefilling is None:  # steps without a prompt to prefill pay for past units, not for later ones
+                self._credit = min(self._credit, 0.0)
+        elif self._delays_rows:
+            self._credit -= (1 - self._share) * seconds
 
     def prefilled(self) -> Ticket:
         """Moves the prefilled ticket to those that decode, and returns it."""
@@ -135,10 +156,14 @@ class Scheduler:
         if not (self.waiting and self._free):
             return
         ticket = self.waiting[0]
+        if self._prepare is not None:
+            self._prepare(ticket)
         if ticket.wanted is not None:
             if ticket.wanted.sum() > self.extents.free:
                 return
             ticket.table = self.extents.take(ticket.wanted)
+            if ticket.shared is not None:
+                self.extents.share(ticket.shared)
+                ticket.table = np.where(ticket.wanted, ticket.table, ticket.shared)
         self.waiting.popleft()
         ticket.at, self.prefilling = self._free.pop(0), ticket
-        self._spent, self._newest = {Work.PREFILL: 0.0, Work.DECODE: 0.0}, Work.DECODE
