@@ -45,14 +45,14 @@ def gaps_between(times: Sequence[Sequence[float]], start: float, end: float) -> 
 
 def judged_rounds(rounds: Sequence[Round], **sizes: float) -> Iterator[dict]:
     """Yields the rows of the time between tokens, over the gaps of all rounds, and of the time to the first token."""
-    step_s = float(np.median([step for one in rounds for step in one.steps]))
-    gaps = [gap for one in rounds for gap in one.gaps]
+    step_s = float(np.median([step for measured in rounds for step in measured.steps]))
+    gaps = [gap for measured in rounds for gap in measured.gaps]
     p99_s = float(np.quantile(gaps, 0.99))
-    units = [unit for one in rounds for unit in one.units]
+    units = [unit for measured in rounds for unit in measured.units]
     figures = dict(p99_s=p99_s, max_s=max(gaps), gaps=len(gaps), step_s=step_s, longest_unit_s=max(units), units=len(units))
     yield judged("prefill", "itl", [p99_s / (UNIT_S + step_s)], **sizes, **figures)
-    ratios = [one.ttft_s / one.alone_s for one in rounds]
-    seconds = {name: float(np.median([getattr(one, name) for one in rounds])) for name in ("ttft_s", "alone_s")}
+    ratios = [measured.ttft_s / measured.alone_s for measured in rounds]
+    seconds = {name: float(np.median([getattr(measured, name) for measured in rounds])) for name in ("ttft_s", "alone_s")}
     yield judged("prefill", "ttft", ratios, **sizes, **seconds)
 
 
