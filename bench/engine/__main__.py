@@ -51,13 +51,6 @@ def _folder(name: str) -> Path | str | None:
     return name or None
 
 
-def _chosen(text: str) -> list[str]:
-    names = listed("--parts", text, PARTS)
-    if "prefix" in names and not prefix.has_store():
-        raise InputError("--parts prefix needs an engine that stores prefixes, and this one does not: leave it out")
-    return names
-
-
 def _sizes(arguments: argparse.Namespace) -> Sizes:
     numbers = {}
     for field in fields(Sizes):
@@ -81,15 +74,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", metavar="DIR", default="", help="or a name of bench.published (default: the bundled model)")
     parser.add_argument("--cache", default="clustered", help="default: %(default)s")
     parser.add_argument("--dtype", help="default: float32 on a CPU, else the checkpoint's")
-    usual = ",".join(name for name in PARTS if name != "prefix" or prefix.has_store())
-    parser.add_argument("--parts", default=usual, help=f"comma-separated, of {', '.join(PARTS)} (default: %(default)s)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: %(default)s)")
     for field in fields(Sizes):
         flag, text = f"--{field.name.replace('_', '-')}", f"{field.metadata['help']} (default: %(default)s)"
         parser.add_argument(flag, type=int, default=field.default, metavar="N", help=text)
     arguments = parser.parse_args(argv)
     printed = []
     try:
-        sizes, names, policy = _sizes(arguments), _chosen(arguments.parts), make_policy(arguments.cache, {})
+        sizes, names, policy = _sizes(arguments), listed("--parts", arguments.parts, PARTS), make_policy(arguments.cache, {})
         subject = Subject(_folder(arguments.model), policy, dtype=arguments.dtype)
         labels = dict(model=Path(arguments.model).name or "bundled", cache=arguments.cache, repeats=sizes.repeats)
         labels |= dict(device=devices.device_name(), dtype=subject.model.dtype, version=f"jax {jax.__version__}")

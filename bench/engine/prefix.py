@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 
@@ -13,11 +12,6 @@ from bench.engine.bars import judged
 from bench.engine.subject import Asked, Sizes, Subject, timed
 
 
-def has_store() -> bool:
-    """Returns whether an engine can store the beginnings of prompts."""
-    return "prefix_memory" in inspect.signature(icejax.Engine).parameters
-
-
 def measure(subject: Subject, sizes: Sizes) -> Iterator[dict]:
     """Yields the row; the engine without a store runs first, because two pools may not fit beside each other."""
     document = subject.prompt(sizes.document)
@@ -26,7 +20,7 @@ def measure(subject: Subject, sizes: Sizes) -> Iterator[dict]:
     def ask(engine: icejax.Engine, question: list[int] | None = None) -> Asked:
         return Asked(engine, document + (question or subject.prompt(sizes.question)), 1).wait(1)
 
-    with subject.engine(**options) as engine:
+    with subject.engine(**options, prefix_memory=0) as engine:
         answers, _ = timed(lambda: ask(engine), sizes.repeats)
     without = [answer.ttft_s for answer in answers]
     with subject.engine(**options, prefix_memory=sizes.prefix_memory) as engine:

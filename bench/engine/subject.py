@@ -44,7 +44,7 @@ class Sizes:
     most_answer: int = size(256, "lines: tokens of the longest answer")
     document: int = size(16384, "prefix: tokens of the document")
     question: int = size(64, "prefix: tokens of a question about it")
-    prefix_memory: int = size(2**32, "prefix: bytes of the store")
+    prefix_memory: int = size(2**31, "prefix: bytes of the store")
     repeats: int = size(3, "timed rounds that medians are of, after one that is not timed")
 
     def __post_init__(self) -> None:
