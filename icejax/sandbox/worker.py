@@ -79,15 +79,15 @@ ENVIRONMENT.globals |= dict(raise_exception=raise_exception, dict=MakeDict(), na
 
 
 @lru_cache(maxsize=16)
-def compiled(template, names, mark):
-    """Returns a template with the mark around the names in its texts; of equal beginnings the longest name counts."""
+def compiled(template, names, marks):
+    """Returns a template with the marks around the names in its texts; of equal beginnings the longest name counts."""
     tree = ENVIRONMENT.parse(template)
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
     for node in tree.find_all((nodes.Const, nodes.TemplateData)) if names else ():
         field = "data" if isinstance(node, nodes.TemplateData) else "value"
         text = getattr(node, field)
         if isinstance(text, str):
-            setattr(node, field, pattern.sub(lambda match: mark + match[0] + mark, text))
+            setattr(node, field, pattern.sub(lambda match: match[0].join(marks), text))
     return ENVIRONMENT.from_string(tree)
 
 
@@ -101,13 +101,13 @@ def fits(expression, names):
         return {"fault": f"fails: {' '.join(str(error).split())[:300] or type(error).__name__}"}
 
 
-def rendered(template, variables, now, most, names=(), mark=""):
+def rendered(template, variables, now, most, names=(), marks=()):
     """Returns the text of a template, or a fault.
 
     Args:
         now: unix time.
         most: the largest number of characters.
-        names, mark: texts, and the character that stands before and behind each of them in the template.
+        names, marks: texts, and the two characters before and behind each of them in the template.
     """
 
     def strftime_now(form):
@@ -115,7 +115,7 @@ def rendered(template, variables, now, most, names=(), mark=""):
 
     pieces, size = [], 0
     try:
-        for piece in compiled(template, tuple(names), mark).generate(variables, strftime_now=strftime_now):
+        for piece in compiled(template, tuple(names), tuple(marks)).generate(variables, strftime_now=strftime_now):
             pieces.append(piece)
             size += len(piece)
             if size > most:

@@ -3,8 +3,8 @@
 `chat_origin` puts them into messages and the template, and reads them back from the rendered text. A mark is a character of
 Unicode's private use that occurs nowhere else, so a template that trims, splits or joins texts keeps the marks.
 
-Example: with the marks ( ) for messages and | for all names, the message "a</s>" becomes "a(|</s>|)", and the template's own
-"</s>" becomes "|</s>|". The template writes "[a(|</s>|)]|</s>|", whose first "</s>" is text. A name without marks is made of
+Example: with the marks ( ) for messages and { } for all names, the message "a</s>" becomes "a({</s>})", and the template's own
+"</s>" becomes "{</s>}". The template writes "[a({</s>})]{</s>}", whose first "</s>" is text. A name without marks is made of
 parts: by the template, or of a message's text, such as "</S>" in lower case.
 """
 
@@ -21,6 +21,7 @@ from icejax.checks.errors import InputError
 from icejax.text.control_tokens import ControlTokens, Name
 
 PRIVATE = range(0xE000, 0xF900)
+WIDTH = 16  # of the marks beside a message's name: a template that cuts some characters off leaves a part of them
 
 
 class Origin(enum.Enum):
@@ -41,10 +42,10 @@ class Marked(NamedTuple):
 
 
 class Marks:
-    """Four marks that are not in a text: around every name, before and behind a message's name, and at the end of a chat.
+    """Five marks that are not in a text: around every name, before and behind a message's name, and at the end of a chat.
 
     Attributes:
-        name: the mark around every name.
+        around: the marks before and behind every name.
         end: the mark at the end of the message to continue.
         controls: the control tokens.
     """
@@ -56,11 +57,11 @@ class Marks:
             InputError: the text has every private character.
         """
         used = {*text} | {chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-f]{4})", text)}
-        free = [*itertools.islice((chr(code) for code in PRIVATE if chr(code) not in used), 4)]
-        if len(free) < 4:
+        free = [*itertools.islice((chr(code) for code in PRIVATE if chr(code) not in used), 5)]
+        if len(free) < 5:
             raise InputError("the chat has every private character of Unicode (U+E000 to U+F8FF): leave some of them out")
         self.controls = controls
-        self._before, self._behind, self.name, self.end = free
+        self._before, self._behind, *self.around, self.end = free
         # A template may write texts as JSON, with escapes.
         self._forms = {form: mark for mark in free for form in (mark, json.dumps(mark)[1:-1])}
 
@@ -71,8 +72,8 @@ class Marks:
     def put(self, value: Any, *, in_template: bool = False) -> Any:
         """Returns a value of JSON with marks around the names in its texts and keys: a message's or the template's."""
         if isinstance(value, str):
-            before, behind = ("", "") if in_template else (self._before, self._behind)
-            return self._marked(str(value), before + self.name, self.name + behind)
+            before, behind = ("", "") if in_template else (WIDTH * self._before, WIDTH * self._behind)
+            return self._marked(str(value), before + self.around[0], self.around[1] + behind)
         if isinstance(value, list):
             return [self.put(item, in_template=in_template) for item in value]
         if isinstance(value, dict):
@@ -102,7 +103,8 @@ class Marks:
         return Marked(plain, names, [self._origin(marks.get(name.start, ""), marks.get(name.end, "")) for name in names])
 
     def _origin(self, before: str, behind: str) -> Origin:
-        if not (before.endswith(self.name) and behind.startswith(self.name)):
+        first, last = self.around
+        if not (before.endswith(first) and behind.startswith(last)):
             return Origin.PARTS
-        sides = before.endswith(self._before + self.name), behind.startswith(self.name + self._behind)
+        sides = before.endswith(self._before + first), behind.startswith(last + self._behind)
         return Origin.MESSAGE if all(sides) else Origin.CUT if any(sides) else Origin.TEMPLATE

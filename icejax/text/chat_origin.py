@@ -13,8 +13,8 @@ have the names <|user|>, <|assistant|>, which are the template's. With the messa
 from __future__ import annotations
 
 import itertools
-import logging
 import re
+from collections.abc import Set
 from typing import Any, Protocol
 
 from icejax.checks.errors import InputError, quoted
@@ -22,7 +22,6 @@ from icejax.text.chat_marks import Marked, Marks, Origin
 from icejax.text.chat_text import ChatText
 from icejax.text.control_tokens import ControlTokens
 
-LOG = logging.getLogger(__name__)
 KINDS = ("role", "type")  # keys whose values are no free text: templates compare them, and refuse those that they do not know
 
 
@@ -44,65 +43,59 @@ def told_apart(write: Write, marks: Marks, template: str, values: dict[str, Any]
     """
     marked_values, marked_chat = marks.put(values, in_template=True), marks.put(chat)
     marked = marks.read(write(marked_values, marked_chat, marks))
+    own = {Origin.TEMPLATE}
     if marked_chat != chat:
         try:
             text = write(values, chat)
         except InputError:  # the template refuses names that it knows
             text = None
-        marked = _compared(marked, text, marks.controls)
-    if Origin.PARTS in marked.origins:
+        own |= {Origin.CUT} if text == marked.text else set()  # it counts no characters, so that it cut nothing off
+        marked = _without_marks(marked, text, marks.controls)
+    unclear = _names(marked, {Origin.CUT, Origin.PARTS} - own)
+    if unclear:
         try:
             lettered = marks.read(write(marked_values, marks.put(_lettered_chat(chat, template)), marks))
         except InputError as error:
-            names = quoted(_names(marked, Origin.PARTS))
             raise InputError(
-                f"it is not clear whether {names} are control tokens of the chat template or text of a message, as with other "
-                f"text {error}: change the messages or the template"
+                f"it is not clear whether {quoted(unclear)} are control tokens of the chat template or text of a message, as "
+                f"with other text {error}: change the messages or the template"
             ) from None
-        marked = _replaced(marked, Origin.PARTS, _origin_of_parts(marked, lettered))
-    spans = ((name.start, name.end) for name, origin in zip(*marked[1:], strict=True) if origin is Origin.MESSAGE)
+        own = _own(marked, lettered)
+    spans = ((name.start, name.end) for name, origin in zip(*marked[1:], strict=True) if origin not in own)
     return ChatText(marked.text, spans)
 
 
-def _compared(marked: Marked, text: str | None, controls: ControlTokens) -> Marked:
-    """Returns the marked text as `text`, the one without marks, if both have the same names.
-
-    If the texts differ, the template counts characters and may have cut a name.
-    """
-    marked = _replaced(marked, Origin.CUT, Origin.TEMPLATE if marked.text == text else Origin.MESSAGE)
+def _without_marks(marked: Marked, text: str | None, controls: ControlTokens) -> Marked:
+    """Returns the marked text as `text`, the one without marks, if both have the same names."""
     names = [] if text is None else controls.find(text)
     if text is None or [name.token for name in names] != [name.token for name in marked.names]:
         return marked
     return marked._replace(text=text, names=names)
 
 
-def _replaced(marked: Marked, old: Origin, new: Origin) -> Marked:
-    return marked._replace(origins=[new if origin is old else origin for origin in marked.origins])
-
-
-def _names(marked: Marked, *origins: Origin) -> list[str]:
+def _names(marked: Marked, origins: Set[Origin]) -> list[str]:
     return [marked.text[name.start : name.end] for name, origin in zip(*marked[1:], strict=True) if origin in origins]
 
 
-def _origin_of_parts(marked: Marked, lettered: Marked) -> Origin:
-    """Returns where the names of parts come from: the template if `lettered`, which has no text of messages, has them too.
+def _own(marked: Marked, lettered: Marked) -> Set[Origin]:
+    """Returns the origins whose names are the template's: those that `lettered` has, which has no text of messages.
 
     Raises:
-        InputError: some are the template's, and others come from messages.
+        InputError: some names of parts are the template's, and others come from messages.
     """
-    parts, expected = (_names(chat, Origin.PARTS) for chat in (marked, lettered))
-    all_names, all_expected = (_names(chat, Origin.PARTS, Origin.TEMPLATE) for chat in (marked, lettered))
-    if parts == expected or all_names == all_expected:
-        return Origin.TEMPLATE
-    if not expected:
-        LOG.info("the chat template makes names of control tokens of a message's text; they stay text: %s", quoted(parts))
-        return Origin.MESSAGE
-    pairs = itertools.zip_longest(all_names, all_expected, fillvalue="")
-    name, other = next(pair for pair in pairs if pair[0] != pair[1])
+    parts = {Origin.PARTS} & {*lettered.origins}
+    own = {Origin.TEMPLATE} | parts
+    expected = _names(lettered, own)
+    if _names(marked, own | {Origin.CUT}) == expected:
+        return own | {Origin.CUT}
+    # The template may decide by the messages' text which names it writes.
+    if not parts or _names(marked, parts) == _names(lettered, parts):
+        return own
+    pairs = itertools.zip_longest(_names(marked, own), expected)
+    name, other = (quoted(name) if name else "no more" for name in next(pair for pair in pairs if pair[0] != pair[1]))
     raise InputError(
-        "the chat template makes a control token of a message's text, or leaves one out: expected "
-        f"{quoted(other) if other else 'no more'}, as with other text, found {quoted(name) if name else 'no more'}: "
-        "change the message or the template"
+        "the chat template makes a control token of a message's text, or leaves one out: "
+        f"expected {other}, as with other text, found {name}: change the message or the template"
     )
 
 

@@ -94,7 +94,7 @@ def _rendered(template: str, variables: Mapping[str, Any], *, now: float, marks:
     limit = CHARACTERS + len(json.dumps(variables))
     request = dict(template=template, variables=variables, now=now, most=limit)
     if marks is not None:
-        request |= dict(mark=marks.name, names=marks.names(template))
+        request |= dict(marks=marks.around, names=marks.names(template))
     return SANDBOX.ask(request, most=limit)
 
 

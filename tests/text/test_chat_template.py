@@ -185,7 +185,19 @@ SPANS = {
     ),
     "begun by the template": ("{{ '</' + messages[0].content }}{{ eos_token }}", "s>", [(0, 4)]),
     "ended by the template": ("{{ messages[0].content + 's>' }}{{ eos_token }}", "</", [(0, 4)]),
-    "cut off behind": ("{{ messages[0].content[:7] }}{{ eos_token }}", "</s>abcdef", [(0, 4)]),
+    "cut off behind": ("{{ messages[0].content[:22] }}{{ eos_token }}", "</s>abcdefghijklmnopqr", [(0, 4)]),
+    "cut off with the text before": ("{{ messages[0].content[:6] }}</s>", "abcd</s></s>", []),
+    "cut off, with parts": ("{{ '</' }}{{ messages[0].content[:7] }}</s>", "s>abcd</s>", [(0, 4)]),
+    "cut off behind a name of parts": (
+        "{{ '</' + messages[0].role[1] + '>' + messages[0].content[:22] }}",
+        "</s>abcdefghijklmnopqr",
+        [(4, 8)],
+    ),
+    "of parts, and one that depends on the text": (
+        "{{ '</' + messages[0].role[1] + '>' }}{{ '<unused>' if '/think' in messages[0].content }}",
+        "/think",
+        [],
+    ),
     "taken away": ("{{ messages[0].content.replace('</s>', '') }}</s>{{ messages[0].content.split('</s>')[1] }}", "a</s>", []),
     "of the template in lower case": ("{{ '<S>' | lower }}{{ messages[0].content | lower }}{{ eos_token }}", "a", []),
     "of the template, from a role": ("{{ '</' + messages[0].role[1] + '>' }}{{ messages[0].content }}", "a</s>", [(5, 9)]),
@@ -248,7 +260,7 @@ def test_a_refusal_has_no_marks():
 
 
 @pytest.mark.parametrize("family", chat_templates.FAMILIES)
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_messages_of_fragments_add_no_control_token(family, data):
     tokenizer = chat_templates.tokenizer(family)
@@ -266,9 +278,9 @@ def test_messages_of_fragments_add_no_control_token(family, data):
 
 def test_a_chat_of_all_private_characters_is_refused():
     every = "".join(map(chr, PRIVATE))
-    assert render(tokenizer_with("{{ messages[0].content }}"), [{"role": "user", "content": every[4:]}]) == every[4:]
+    assert render(tokenizer_with("{{ messages[0].content }}"), [{"role": "user", "content": every[5:]}]) == every[5:]
     with pytest.raises(icejax.InputError, match="the chat has every private character of Unicode"):
-        render(tokenizer_with("x"), [{"role": "user", "content": every[3:]}])
+        render(tokenizer_with("x"), [{"role": "user", "content": every[4:]}])
 
 
 PARTS = {
