@@ -78,9 +78,10 @@ def template_variables(tools: Any = None, arguments: Any = None) -> dict[str, An
     if not isinstance(variables, dict):
         raise InputError(f"chat_template_kwargs must be an object of names and values, got {quoted(arguments)}")
     for name in variables:
-        if not name.isidentifier() or name in RESERVED or name in FUNCTIONS:
-            reason = "icejax sets it" if name in RESERVED else "expected letters, digits and underscores"
-            reason = "templates call the function of this name" if name in FUNCTIONS else reason
+        reason = "" if name.isidentifier() else "expected letters, digits and underscores"
+        if name in RESERVED or name in FUNCTIONS:
+            reason = "icejax sets it" if name in RESERVED else "templates call the function of this name"
+        if reason:
             raise InputError(f"{quoted(name)} cannot be an argument of a chat template: {reason}")
     if tools is not None:
         tools = json_value("tools", tools)
