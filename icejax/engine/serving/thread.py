@@ -10,11 +10,11 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from icejax.checks.errors import InputError
 from icejax.engine.decode.loop import Outcome
-from icejax.engine.response import GenerationResponse, join
+from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core, Job
 from icejax.engine.serving.scheduler import Ticket
 
@@ -25,23 +25,26 @@ CLOSED = "the engine is closed: start another one"
 class Handle:
     """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
 
-    The queue of pieces holds at most one per token of the answer, so it is bounded by the answer's limit.
+    The queue of pieces holds at most one per token of the answers, so it is bounded by their limit.
     """
 
-    def __init__(self, cancel: Callable[[Handle], None]) -> None:
+    def __init__(self, cancel: Callable[[Handle], None], answers: int) -> None:
         self._pieces: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
-        self._cancel, self._is_over = cancel, False
+        self._cancel, self._answers_left = cancel, answers
 
     def __iter__(self) -> Iterator[GenerationResponse]:
-        """Yields the pieces of the answer; ends early if the request was cancelled.
+        """Yields the pieces of the answers; ends early if the request was cancelled.
 
         Raises:
             InputError: the pool can never hold the request, too many wait, or the logits are not finite.
             RuntimeError: the engine failed or was closed; the error of a failure is its cause.
         """
-        while not self._is_over:
+        while self._answers_left:
             piece = self._pieces.get()
-            self._is_over = not isinstance(piece, GenerationResponse) or piece.finish_reason is not None
+            if not isinstance(piece, GenerationResponse):
+                self._answers_left = 0
+            elif piece.finish_reason is not None:
+                self._answers_left -= 1
             if isinstance(piece, InputError):
                 raise piece
             if isinstance(piece, BaseException):
@@ -49,16 +52,20 @@ class Handle:
             if piece is not None:
                 yield piece
 
+    def results(self) -> list[GenerationResponse]:
+        """Returns the whole answers, without those that were cancelled before their first token; errors as in the iteration."""
+        return joined(self)
+
     def result(self) -> GenerationResponse:
-        """Returns the whole answer; errors are those of the iteration.
+        """Returns the whole answer, the first if there are several; errors are those of the iteration.
 
         Raises:
             InputError: the request was cancelled before its first token.
         """
-        pieces = list(self)
-        if not pieces:
+        answers = self.results()
+        if not answers:
             raise InputError("the request was cancelled before its first token: it has no answer")
-        return join(pieces)
+        return answers[0]
 
     def cancel(self) -> None:
         """Ends the request wherever it is: in the queue, in prefill or between tokens. A request that is over stays so."""
@@ -75,9 +82,9 @@ class EngineThread:
     def __init__(self, make_core: Callable[[], Core]) -> None:
         """Starts the thread, which makes the core; raises what that raises."""
         self._changed = threading.Condition()
-        self._new: deque[tuple[Handle, Job]] = deque()
+        self._new: deque[tuple[Handle, Sequence[Job]]] = deque()
         self._cancelled: deque[Handle] = deque()
-        self._tickets: dict[Handle, Ticket] = {}
+        self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes, self._failure = False, None
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
@@ -85,19 +92,19 @@ class EngineThread:
         if (error := self._started.get()) is not None:
             raise error
 
-    def submit(self, job: Job) -> Handle:
-        """Puts a job at the end of the queue.
+    def submit(self, jobs: Sequence[Job]) -> Handle:
+        """Puts the jobs of one request at the end of the queue.
 
         Raises:
             RuntimeError: the engine is closed, or has failed.
         """
-        handle = Handle(self._cancel)
+        handle = Handle(self._cancel, len(jobs))
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError(f"the engine has failed: {self._failure}") from self._failure
             if self._closes:
                 raise RuntimeError(CLOSED)
-            self._new.append((handle, job))
+            self._new.append((handle, jobs))
             self._changed.notify()
         return handle
 
@@ -126,8 +133,12 @@ class EngineThread:
                 for ticket, outcome in core.step():
                     handle = ticket.owner
                     handle.put(outcome)
-                    if isinstance(outcome, InputError) or outcome.finish_reason is not None:
-                        self._tickets.pop(handle, None)
+                    if isinstance(outcome, InputError):
+                        self._drop(core, handle)
+                    elif outcome.finish_reason is not None:
+                        self._tickets[handle].remove(ticket)
+                        if not self._tickets[handle]:
+                            del self._tickets[handle]
         except BaseException as error:
             LOG.error("the engine has failed: %s", error)
             failure = error
@@ -147,14 +158,22 @@ class EngineThread:
             if self._closes:
                 self._new.extend(new)
                 return False
-        for handle, job in new:
+        for handle, jobs in new:
+            self._tickets[handle] = []
             try:
-                self._tickets[handle] = core.submit(job, owner=handle)
+                for job in jobs:
+                    self._tickets[handle].append(core.submit(job, owner=handle))
             except InputError as error:
+                self._drop(core, handle)
                 handle.put(error)
         for handle in cancelled:
-            ticket = self._tickets.pop(handle, None)
-            if ticket is not None:
-                core.release(ticket)
+            if self._drop(core, handle):
                 handle.put(None)
         return True
+
+    def _drop(self, core: Core, handle: Handle) -> bool:
+        """Takes a request out of the core; False if it is over already."""
+        tickets = self._tickets.pop(handle, [])
+        for ticket in tickets:
+            core.release(ticket)
+        return bool(tickets)
