@@ -99,7 +99,7 @@ class PrefillJob:
             for first in range(0, len(self._prompt), sizes.tokens):
                 yield
                 if first == 0:
-                    LOG.info("layer %d: units of %d tokens and %d queries", number, sizes.tokens, sizes.queries)
+                    LOG.debug("layer %d: units of %d tokens and %d queries", number, sizes.tokens, sizes.queries)
                     x = self._embedded() if x is None else x.block_until_ready()
                     loaded = with_experts_on_device(layer)
                     keys, queries = programs.empty_buffers(loaded, x)
