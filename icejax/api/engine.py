@@ -8,6 +8,7 @@ with icejax.Engine(*icejax.load(FOLDER)) as engine:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from icejax.api.jobs import jobs_of
@@ -47,6 +48,7 @@ class Engine:
         max_new_tokens: int = 1024,
         host_memory_limit: int | None = None,
         prefill_share: float = 0.7,
+        prefix_memory: int = 2**30,
         max_queue: int = 256,
     ) -> None:
         """Allocates the cache and starts the thread.
@@ -59,6 +61,7 @@ class Engine:
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
             prefill_share: most of the time that prefill may take while other rows decode, above 0 and up to 1; with 1 they
                 stand still while a prompt is prefilled.
+            prefix_memory: bytes of host memory for the beginnings of earlier prompts, whose caches are used again; 0: none.
             max_queue: requests that may wait.
 
         Raises:
@@ -69,6 +72,7 @@ class Engine:
         self.max_new_tokens = min(integer("max_new_tokens", max_new_tokens, most=2**31), self.context_length - 1)
         integer("batch_size", batch_size, most=2**16)
         share = number("prefill_share", prefill_share, least=0, most=1, above=True)
+        integer("prefix_memory", prefix_memory, least=0, most=2**60)
         integer("max_queue", max_queue, most=2**31)
         sizes = CoreSizes(
             places=batch_size,
@@ -76,6 +80,7 @@ class Engine:
             new_tokens=self.max_new_tokens,
             prompts=(self.context_length - 1,) * batch_size,
             joins=True,
+            prefix_bytes=prefix_memory,
         )
         options = dict(host_memory_limit=limit, share=share, most_waiting=max_queue)
         self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options))
@@ -86,11 +91,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, prompt: Prompt | Request, **options: Any) -> Handle:
+    def submit(self, prompt: Prompt | Request, *, cache_salt: str = "", **options: Any) -> Handle:
         """Puts a prompt into the queue and returns at once; the handle yields the answer's pieces.
 
         Args:
             prompt: text, token ids, or a `Request` with its own options.
+            cache_salt: only prompts of the same salt use each other's caches.
             options: options of `AnswerOptions`, as in `generate`.
 
         Raises:
@@ -107,7 +113,7 @@ class Engine:
                 f"max_new_tokens is {job.options.max_new_tokens} and the engine's rows have room for {self.max_new_tokens}: "
                 "ask for fewer, or start an engine with more"
             )
-        return self._thread.submit(job)
+        return self._thread.submit(dataclasses.replace(job, salt=cache_salt))
 
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""

@@ -118,9 +118,8 @@ def fold_into_prompt(
     """
     if not plan.pooled:
         return row, pool
-    first, prompt_pages, table = plan.pooled[0], plan.prompt_pages, np.array(row.cache.table)
-    counts = np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
-    used = int(np.flatnonzero(counts[:prompt_pages]).max(initial=-1)) + 1
+    prompt_pages, table = plan.prompt_pages, np.array(row.cache.table)
+    counts, used = _counts(row, plan), pages_used(row, plan)
     # Oldest page first: the pages for new tokens are a ring, and `next_page` is its oldest page.
     ids = prompt_pages + (int(row.cache.lengths.next_page) - prompt_pages + np.arange(plan.growth_pages)) % plan.growth_pages
     filled = counts[ids] > 0
@@ -136,6 +135,16 @@ def fold_into_prompt(
     pool = host_pool.write_pages(pool, pages, table, jnp.int32(used))
     lengths = replace(row.cache.lengths, next_page=jnp.int32(used + count))
     return replace(row, cache=KVCache(layers, lengths, table)), pool
+
+
+def pages_used(row: DecodeState, plan: Plan) -> int:
+    """Returns the number of prompt pages of one row up to the last that holds tokens."""
+    return int(np.flatnonzero(_counts(row, plan)[: plan.prompt_pages]).max(initial=-1)) + 1
+
+
+def _counts(row: DecodeState, plan: Plan) -> Int[np.ndarray, " P"]:
+    first = plan.pooled[0]
+    return np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
 
 
 @functools.partial(jax.jit, static_argnames="plan")

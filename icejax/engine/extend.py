@@ -23,7 +23,6 @@ from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_layers
 from icejax.engine.plan import Plan
-from icejax.engine.sampling import fold_in
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
@@ -65,9 +64,8 @@ def extend(
             progress(i + 1)
     lengths = Lengths.of(lengths.seen + new, lengths.next_page + used)
     penalties = None if state.penalties is None else state.penalties.behind(jnp.asarray(tokens))
-    cache, key = KVCache(tuple(states), lengths, table), fold_in(state.key, lengths.seen)
-    draw_origin = jnp.copy(lengths.seen)
-    options = dict(key=key, draw_origin=draw_origin, penalties=penalties)
+    cache, draw_origin = KVCache(tuple(states), lengths, table), jnp.copy(lengths.seen)
+    options = dict(draw_origin=draw_origin, penalties=penalties)
     state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, **options)
     return *choose_first(model, x, new, state, plan), pool
 

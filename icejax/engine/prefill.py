@@ -88,7 +88,7 @@ def prefill_layers(
     model: CausalLM, prompts: Sequence[Sequence[int]], plan: Plan
 ) -> Iterable[tuple[Float[Array, "B T D"], Kept]]:
     """Yields each layer's output over the prompts, and its policy's state and pages after them."""
-    lengths = _lengths(prompts)
+    lengths = lengths_of(prompts)
 
     def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
         sizes, loaded = dict(policy=plan.policies[place.number], spec=plan.spec_of(place.number)), with_experts_on_device(layer)
@@ -115,12 +115,16 @@ def keep_layers(
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
-            together = math.gcd(len(pages), host_pool.EXTENT)
-            pool = host_pool.write_pages(pool, pages[:, None], table, 0, plan.pooled.index(i), together=together)
+            pool = write_layer(pool, pages, table, plan.pooled.index(i))
         x.block_until_ready()  # otherwise pages of many layers pile up on the device while the host writes
         if progress is not None:
             progress(i + 1)
     return x, tuple(states), pool
+
+
+def write_layer(pool: jax.Array, pages: Float[Array, "P B K planes p W"], table: Table, layer: int) -> jax.Array:
+    """Returns the pool with a prompt's pages of one layer; `layer` is its place in the pool. Donates the pool."""
+    return host_pool.write_pages(pool, pages[:, None], table, 0, layer, together=math.gcd(len(pages), host_pool.EXTENT))
 
 
 def first_state(
@@ -140,14 +144,15 @@ def first_state(
         x: the last layer's output over the prompts.
         states: the layers' states after the prompts.
     """
-    cache = KVCache(states, Lengths.of(_lengths(prompts), plan.prompt_pages), table)
+    cache = KVCache(states, Lengths.of(lengths_of(prompts), plan.prompt_pages), table)
     zeros, options = np.zeros(len(prompts), np.int32), row_options(sampling, prompts, model.config.vocab_size)
-    # NumPy's arrays and `_lengths` are copied to the device; each eager operation of JAX would be a program to compile.
-    state = DecodeState(cache, zeros, zeros > 0, row_keys(draws), _lengths(prompts), *options)
-    return choose_first(model, x, _lengths(prompts), state, plan)
+    # NumPy's arrays and `lengths_of` are copied to the device; each eager operation of JAX would be a program to compile.
+    state = DecodeState(cache, zeros, zeros > 0, row_keys(draws), lengths_of(prompts), *options)
+    return choose_first(model, x, lengths_of(prompts), state, plan)
 
 
-def _lengths(prompts: Sequence[Sequence[int]]) -> Int[Array, " B"]:
+def lengths_of(prompts: Sequence[Sequence[int]]) -> Int[Array, " B"]:
+    """Returns the number of tokens of every prompt."""
     return jnp.asarray(np.asarray([len(prompt) for prompt in prompts], np.int32))
 
 
@@ -174,11 +179,11 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
         return prefill_outcome(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
     x, outcome, experts = run_exact_with_experts(layer, x, new, keep)
-    uses = None if experts is None else _expert_uses(experts, new, layer.config.experts.count)
+    uses = None if experts is None else expert_uses(experts, new, layer.config.experts.count)
     return x, (outcome.state, outcome.pages), outcome.shared or shared, uses
 
 
-def _expert_uses(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:
+def expert_uses(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:
     """Returns how many real tokens are routed to each expert; padding does not count."""
     is_token = jnp.arange(experts.shape[1])[None, :] < lengths[:, None]
     return jnp.zeros(count, jnp.int32).at[experts].add(is_token[..., None].astype(jnp.int32))

@@ -65,6 +65,7 @@ class GenerationResponse:
             are none. It can be read as `reasoning_content` too.
         logprobs: one entry per token in `token_ids`; None unless requested.
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
+        cached_tokens: number of prompt tokens that were in a cache before the call, of a session or of the prefix store.
         finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
         ttft_s: seconds from the call to the first token, which all rows of a batch get together. The tokenizing of a text
             counts; `icejax generate` tokenizes all prompts before its first call.
@@ -93,6 +94,7 @@ class GenerationResponse:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_tokens: int
+    cached_tokens: int
     new_tokens: int
     finish_reason: str | None
     ttft_s: float

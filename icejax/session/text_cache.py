@@ -20,7 +20,7 @@ from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions
-from icejax.engine.sampling import row_keys
+from icejax.engine.sampling import fold_in, row_keys
 from icejax.engine.trim import Joint, joint_of, last_joint, trim
 from icejax.models.decoder import CausalLM
 from icejax.session.room import session_plan
@@ -94,12 +94,12 @@ class TextCache:
             results = prefill(self._model, [new], self.plan, **options)
         else:
             sampling, penalties = row_options([answer.sampling], [held], self._model.config.vocab_size)
-            key = row_keys([(answer.seed, 0)])
             end, state = self.end(len(held), seen=seen), self.run.state
             self._add_joint()
             if end.tokens < seen:
                 state = trim(state, self.plan, end)
                 self.joints = [joint for joint in self.joints if joint.tokens <= end.tokens]
+            key = fold_in(row_keys([(answer.seed, 0)]), state.cache.lengths.seen)  # each text's answer draws differently
             state = replace(state, key=key, sampling=sampling, penalties=penalties)
             results = extend(self._model, (held + new)[end.tokens :], self.plan, state, self.run.pool, progress=progress)
         self.run = Run(DecodePrograms(self._model, self.plan), *results)

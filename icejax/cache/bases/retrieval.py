@@ -70,6 +70,7 @@ class Retrieval(CachePolicy):
     by_slot: bool = False  # whether it selects and fetches single slots of pages
     per_query_head: bool = False  # whether every query head selects pages of its own
     shares: bool = False  # whether later layers may follow it
+    packs_by_head = True
 
     @property
     @abc.abstractmethod

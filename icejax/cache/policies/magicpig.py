@@ -75,6 +75,7 @@ class MagicPIG(Retrieval):
     page_size = PAGE
     by_slot = True
     per_query_head = True
+    packs_by_head = False  # the hashes of all KV heads are drawn together
 
     @property
     def window_layout(self) -> Window:

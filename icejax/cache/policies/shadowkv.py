@@ -70,6 +70,7 @@ class ShadowKV(Retrieval):
             raise InputError(f"budget must hold {parts}, of {self.page_size} tokens each: at least {least}, got {self.budget}")
 
     rerotates = True
+    packs_by_head = False  # the keys of all KV heads are approximated together
 
     @property
     def _outliers(self) -> int:

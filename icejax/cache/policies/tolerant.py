@@ -65,6 +65,8 @@ class Tolerant(DigestPages):
     tolerance: float = 0.05
     max_budget: int | None = None
 
+    packs_by_head = False  # the error is measured over all KV heads
+
     def __post_init__(self) -> None:
         super().__post_init__()
         number("tolerance", self.tolerance, least=0, most=1e3, above=True)

@@ -117,6 +117,7 @@ class Row:
             token_ids=(self.tokens[-1],),
             logprobs=None if logprobs is None else (logprobs,),
             prompt_tokens=len(self.prompt),
+            cached_tokens=len(self.prompt) - self.fed,
             new_tokens=count,
             finish_reason=self.finish_reason,
             tpot_s=tpot,

@@ -12,12 +12,13 @@ callers that come at any time. One core owns the decoding batch, the pool and it
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from icejax.cache.pool import host_pool
@@ -29,11 +30,14 @@ from icejax.engine.decode.row import Row
 from icejax.engine.decode.run import Run, run_constants
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import make_plan
-from icejax.engine.prefill import prefill
 from icejax.engine.request import AnswerOptions
+from icejax.engine.serving.kept import KeptPrefixes, pool_extents
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
+from icejax.engine.serving.start import Route, RowStart
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class Job:
         draw: seed and index of the row's random key.
         index, number: as in `Row`.
         started: when the caller asked.
+        salt: prompts share kept beginnings only with prompts of the same salt.
     """
 
     tokens: np.ndarray
@@ -56,10 +61,12 @@ class Job:
     index: int
     number: int
     started: Mark
+    salt: str = ""
 
-    def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
-        """Returns the record of the row that answers the prompt, whose prefill begins now."""
+    def row(self, tokenizer: Any, eos: tuple[int, ...], *, kept: int) -> Row:
+        """Returns the record of the row that answers the prompt, whose prefill begins now behind `kept` tokens."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
+        options["fed"] = len(self.tokens) - kept
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 
@@ -72,6 +79,7 @@ class CoreSizes:
         prompt_tokens, new_tokens: most tokens of a prompt, and of its answer.
         prompts: token counts of the longest prompts that the pool holds at once.
         joins: whether a row may get the place of one that has ended.
+        prefix_bytes: bytes of host memory for kept beginnings; 0: none are kept.
     """
 
     places: int
@@ -79,6 +87,7 @@ class CoreSizes:
     new_tokens: int
     prompts: tuple[int, ...]
     joins: bool
+    prefix_bytes: int = 0
 
 
 class Core:
@@ -87,6 +96,7 @@ class Core:
     Attributes:
         plan: the plan of the batch.
         scheduler: the queue.
+        pool: the pool while no row decodes, which else the run has; None without a pool.
     """
 
     def __init__(
@@ -118,13 +128,22 @@ class Core:
         self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
         self._progress, self._watch = progress, watch
-        self._pool, extents = None, None
+        prefix_bytes = sizes.prefix_bytes
+        if prefix_bytes and model.config.short_context is not None:
+            LOG.info("no beginnings are kept: LongRoPE's keys change with a text's length")
+            prefix_bytes = 0
+        self.pool, extents = None, None
         if self.plan.pooled:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
-            self._pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
+            count += pool_extents(self.plan, prefix_bytes)
+            self.pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
-        self.scheduler = Scheduler(sizes.places, extents, share=share, most_waiting=most_waiting)
+        self._kept = KeptPrefixes(self._row_plan, extents, prefix_bytes) if prefix_bytes else None
+        options = dict(share=share, most_waiting=most_waiting, prepare=self._kept and self._kept.prepare)
+        self.scheduler = Scheduler(sizes.places, extents, **options)
+        self._in_units = share < 1
+        self._start: tuple[Row, RowStart] | None = None  # of the prompt that is being prefilled
         self._loop: DecodeLoop | None = None  # None while no row decodes
         self._layers, self._has_stepped = 0, False
         self._hosts_experts = any(layer.offloaded is not None for layer in model.model.layers)
@@ -163,29 +182,45 @@ class Core:
         decoded = ticket.at in self.scheduler.decoding
         if decoded:
             self._loop.drop(ticket.at)
+        if ticket is self.scheduler.prefilling:
+            self._start = None
         self.scheduler.release(ticket)
         if decoded and not self.scheduler.decoding:
-            self._pool, self._loop = self._loop.run.pool, None
+            self.pool, self._loop = self._loop.run.pool, None
 
     def _prefill(self) -> None:
-        ticket = self.scheduler.prefilling
-        job: Job = ticket.request
-        into = None if ticket.table is None else (self._take_pool(), ticket.table[None])
-        row = job.row(self._tokenizer, self.plan.eos_token_ids)
-        options = dict(sampling=[job.options.sampling], draws=[job.draw], progress=self._tell_layer, into=into)
-        state, step, pool = prefill(self._model, [row.prompt], self._row_plan, **options)
-        self._put(self.scheduler.prefilled(), row, state, step, pool)
+        if self._start is None:
+            self._start = self._started(self.scheduler.prefilling)
+        row, start = self._start
+        holder = self if self._loop is None else self._loop.run
+        holder.pool = start.advance(holder.pool)
+        if start.done:
+            self._start = None
+            self._put(self.scheduler.prefilled(), row, *start.result())
 
-    def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step, pool: jax.Array | None) -> None:
+    def _started(self, ticket: Ticket) -> tuple[Row, RowStart]:
+        """Returns the record and the start of a row whose ticket has just got its place."""
+        job, keep = ticket.request, None
+        route = ticket.route or Route(None, (len(job.tokens),))
+        kept = 0 if route.entry is None else len(route.entry.tokens)
+        if self._kept is not None:
+            self._kept.prefixes.see(job.tokens, job.salt)
+            self._kept.prefixes.count(len(job.tokens), hits=kept)
+            keep = functools.partial(self._kept.keep, job.tokens, job.salt)
+        row = job.row(self._tokenizer, self.plan.eos_token_ids, kept=kept)
+        options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units)
+        options |= dict(keep=keep, progress=self._tell_layer)
+        return row, RowStart(self._model, self._row_plan, row.prompt, route, ticket.table, **options)
+
+    def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step) -> None:
         """Puts a prefilled row into its place in the batch."""
         places = self.plan.spec.batch_size
         if self._loop is None:
             programs = DecodePrograms(self._model, self.plan)
-            empty = batch.empty_batch(self.plan), step.of_rows(places)
-            run = Run(programs, *((state, step) if places == 1 else empty), pool, self._watch)
-            self._loop = DecodeLoop(run, run_constants(run, self._policy))
+            arrays = (state, step) if places == 1 else (batch.empty_batch(self.plan), step.of_rows(places))
+            run = Run(programs, *arrays, self.pool, self._watch)
+            self._loop, self.pool = DecodeLoop(run, run_constants(run, self._policy)), None
         run = self._loop.run
-        run.pool = pool
         if self._hosts_experts:  # prefill has moved some to the device
             run.decoding.take_weights()
         if places > 1:
@@ -201,9 +236,6 @@ class Core:
             yield tickets[at], outcome
             if is_over:
                 self.release(tickets[at])
-
-    def _take_pool(self) -> jax.Array:
-        return self._pool if self._loop is None else self._loop.run.pool
 
     def _tell_layer(self, _: int) -> None:
         if self._progress is not None and not self._has_stepped:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,9 @@ class Ticket:
 
     Attributes:
         request: what the engine prefills and decodes; the scheduler does not look at it, nor at the owner.
-        wanted: bool[X], the extents that its row needs; None without a pool.
+        wanted: bool[X], the extents that its row needs for itself; None without a pool.
+        shared: i32[X], extents of a kept beginning that it reads too.
+        route: how its prompt gets into a cache; set by `prepare`.
         owner: who gets the responses.
         at: its place in the batch; None while it waits, and when it is over.
         table: i32[X], the extents that its row has; None without a pool, and without a place.
@@ -42,6 +45,8 @@ class Ticket:
 
     request: Any
     wanted: np.ndarray | None = None
+    shared: np.ndarray | None = None
+    route: Any = None
     owner: Any = None
     at: int | None = None
     table: np.ndarray | None = field(default=None, repr=False)
@@ -57,7 +62,15 @@ class Scheduler:
         extents: the pool's extents; None without a pool.
     """
 
-    def __init__(self, places: int, extents: Extents | None, *, share: float = 1.0, most_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        places: int,
+        extents: Extents | None,
+        *,
+        share: float = 1.0,
+        most_waiting: int | None = None,
+        prepare: Callable[[Ticket], None] | None = None,
+    ) -> None:
         """Begins with an empty queue.
 
         Args:
@@ -65,9 +78,11 @@ class Scheduler:
             share: most of the time that prefill may take while other rows decode, above 0; 1: a prompt is prefilled whole
                 before the next step, so that the order of all work depends on the requests alone.
             most_waiting: most tickets that may wait; None: any number.
+            prepare: called with the first ticket that waits when a place is free: it sets `wanted` and `shared` anew, and may
+                free extents.
         """
         self.waiting, self.prefilling, self.decoding = deque[Ticket](), None, dict[int, Ticket]()
-        self.extents, self._share, self._most_waiting = extents, share, most_waiting
+        self.extents, self._share, self._most_waiting, self._prepare = extents, share, most_waiting, prepare
         self._free = list(range(places))
         self._capacity = 0 if extents is None else extents.free
         # share x seconds of steps - (1 - share) x seconds of units that delayed rows; below 0 the next unit waits for steps.
@@ -141,9 +156,14 @@ class Scheduler:
         if not (self.waiting and self._free):
             return
         ticket = self.waiting[0]
+        if self._prepare is not None:
+            self._prepare(ticket)
         if ticket.wanted is not None:
             if ticket.wanted.sum() > self.extents.free:
                 return
             ticket.table = self.extents.take(ticket.wanted)
+            if ticket.shared is not None:
+                self.extents.share(ticket.shared)
+                ticket.table = np.where(ticket.wanted, ticket.table, ticket.shared)
         self.waiting.popleft()
         ticket.at, self.prefilling = self._free.pop(0), ticket

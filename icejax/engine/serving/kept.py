@@ -1,0 +1,98 @@
+"""Kept beginnings on the device's side: how a prompt uses the prefix store, and how a row's cache gets into it.
+
+The core calls it. Pages stay where they are in the pool, shared by their extents; the other arrays of a row are copied to host
+memory. A row never writes to an extent that it shares: what follows a beginning goes to extents of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for, row_extents
+from icejax.cache.pool.host_pool import EXTENT
+from icejax.engine.batch import pages_used
+from icejax.engine.buckets import bucket
+from icejax.engine.decode.step import DecodeState
+from icejax.engine.plan import Plan
+from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes
+from icejax.engine.serving.scheduler import Ticket
+from icejax.engine.serving.start import Route
+
+LOG = logging.getLogger(__name__)
+POOL_SHARE = 0.75  # of the bytes for beginnings that go to the pool; digests and dense layers take the rest
+
+
+def pool_extents(plan: Plan, prefix_bytes: int) -> int:
+    """Returns how many extents of a pool are for kept beginnings."""
+    if not plan.pooled:
+        return 0
+    return int(prefix_bytes * POOL_SHARE) // (math.prod(plan.pool_shape(1)) * jnp.dtype(plan.pool_dtype).itemsize)
+
+
+class KeptPrefixes:
+    """The prefix store of a core.
+
+    Attributes:
+        prefixes: the entries.
+    """
+
+    def __init__(self, plan: Plan, extents: Extents | None, prefix_bytes: int) -> None:
+        """Begins with an empty store.
+
+        Args:
+            plan: the plan of a batch of one row.
+            extents: the extents of the pool; None without a pool.
+        """
+        share = 1 - POOL_SHARE if plan.pooled else 1
+        most = dict(most_bytes=int(prefix_bytes * share), most_extents=pool_extents(plan, prefix_bytes))
+        self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, **most)
+
+    def prepare(self, ticket: Ticket) -> None:
+        """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
+        tokens, salt = ticket.request.tokens, ticket.request.salt
+        entry, shared = self.prefixes.find(tokens, salt)
+        held = 0 if entry is None else len(entry.tokens)
+        cuts = (shared, len(tokens)) if shared >= held + BLOCK else (len(tokens),)
+        route = Route(entry, cuts)
+        pages = self._pages(route)
+        if self._plan.pooled and pages > self._plan.prompt_pages:  # each text behind another wastes a part of a page
+            route, pages = Route(None, cuts[-1:]), bucket(len(tokens)) // self._plan.page_size
+        ticket.route = route
+        if not self._plan.pooled:
+            return
+        ticket.wanted = row_extents(pages, range(self._plan.prompt_pages, self._plan.pool.pages), most=len(ticket.wanted))
+        ticket.shared = None
+        if route.entry is not None:
+            whole = np.arange(len(ticket.wanted)) < route.entry.pages // EXTENT
+            ticket.shared, ticket.wanted = np.where(whole, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~whole
+        while ticket.wanted.sum() > self._extents.free and self.prefixes.evict(keep=route.entry):
+            pass
+
+    def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState) -> None:
+        """Puts a row's cache, of the first `count` of its tokens, into the store; the row goes on."""
+        # Copies, because the row's steps donate its arrays.
+        cache = jax.tree.map(lambda x: np.array(x, copy=True), row.cache.layers)
+        table, pages = None, 0
+        if self._plan.pooled:
+            table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)
+            table = np.where(np.arange(len(table)) < extents_for(pages), table, SCRATCH_EXTENT)
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(cache))
+        if not self.prefixes.add(Entry(np.array(tokens[:count]), cache, nbytes, table, pages), salt):
+            LOG.info("a beginning of %d tokens and %d bytes is not kept", count, nbytes)
+
+    def _pages(self, route: Route) -> int:
+        """Returns how many prompt pages a row takes that goes a route."""
+        if not self._plan.pooled:
+            return 0
+        if route.entry is None:
+            pages, done, cuts = bucket(route.cuts[0]) // self._plan.page_size, route.cuts[0], route.cuts[1:]
+        else:
+            pages, done, cuts = route.entry.pages, len(route.entry.tokens), route.cuts
+        for cut in cuts:
+            pages, done = pages + self._plan.text_slots(cut - done) // self._plan.page_size, cut
+        return pages

@@ -1,0 +1,141 @@
+"""The prefix store: beginnings of prompts whose cache is kept in host memory, for prompts that begin alike.
+
+The core asks it before a prompt is prefilled, and gives it every prompt's cache. A page holds tokens of many positions, so an
+entry is used whole: it serves the prompts that begin with all of its tokens. A beginning that two prompts share becomes an
+entry of its own when the second one comes, so that a document serves every question from the third on.
+
+Tokens are found by a chain of SHA-256 over blocks of 256 tokens, which begins with a salt: callers with other salts share no
+entry, so none can tell by the time of an answer what others asked (CVE-2025-46570).
+
+Example: the document D of 1,000 tokens and the question A. `D A` is prefilled and kept. `D B` shares 3 blocks with it: its
+first 768 tokens are prefilled and kept, then the rest. `D C` begins with the kept 768 tokens, and only the others are computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents
+
+BLOCK = 256  # tokens
+MOST_SEEN = 2**16  # blocks of earlier prompts that are remembered by their hash
+
+
+@dataclass(eq=False)
+class Entry:
+    """A kept beginning.
+
+    Attributes:
+        tokens: its token ids, i32[T].
+        cache: the cache of a batch of one row, in host memory; the store does not look at it.
+        nbytes: bytes of `cache`.
+        table: i32[X], extents of its pages; None without a pool.
+        pages: number of pages in use.
+    """
+
+    tokens: np.ndarray
+    cache: Any
+    nbytes: int
+    table: np.ndarray | None
+    pages: int
+
+
+class Prefixes:
+    """Entries by their first blocks, the last used of them within bounds.
+
+    Attributes:
+        hits, queries: number of tokens of prompts that were found, and of all prompts.
+    """
+
+    def __init__(self, extents: Extents | None, *, most_bytes: int, most_extents: int) -> None:
+        """Begins with an empty store.
+
+        Args:
+            most_bytes: bytes of the entries' arrays.
+            most_extents: extents of the entries; one that two entries share counts twice.
+        """
+        self._extents, self._most_bytes, self._most_extents = extents, most_bytes, most_extents
+        self._entries: OrderedDict[Entry, bytes] = OrderedDict()  # the last used at the end
+        self._by_blocks: dict[bytes, list[Entry]] = {}
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self.hits = self.queries = 0
+
+    def find(self, tokens: np.ndarray, salt: str) -> tuple[Entry | None, int]:
+        """Returns the longest entry that a prompt begins with, and how many of its first tokens an earlier prompt had too.
+
+        At least the last token of the prompt is not part of the entry, as its logits are needed.
+        """
+        chain, best = _chain(tokens, salt), None
+        for count, key in enumerate(chain):
+            for entry in self._by_blocks.get(key, ()):
+                fits = (0 if best is None else len(best.tokens)) < len(entry.tokens) < len(tokens)
+                if fits and np.array_equal(entry.tokens[count * BLOCK :], tokens[count * BLOCK : len(entry.tokens)]):
+                    best = entry
+        shared = max((count for count, key in enumerate(chain) if key in self._seen), default=0) * BLOCK
+        if best is not None:
+            self._entries.move_to_end(best)
+        return best, min(shared, len(tokens) - 1)
+
+    def count(self, tokens: int, *, hits: int) -> None:
+        """Counts a prompt of so many tokens, of which so many were found."""
+        self.queries += tokens
+        self.hits += hits
+
+    def see(self, tokens: np.ndarray, salt: str) -> None:
+        """Remembers a prompt's blocks."""
+        for key in _chain(tokens, salt)[1:]:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+
+    def add(self, entry: Entry, salt: str) -> bool:
+        """Keeps an entry and shares its extents; False if it is too large or too short, or is there."""
+        count = 0 if entry.table is None else int((entry.table != SCRATCH_EXTENT).sum())
+        key = _chain(entry.tokens, salt)[-1]
+        same = (other for other in self._by_blocks.get(key, ()) if np.array_equal(other.tokens, entry.tokens))
+        if len(entry.tokens) < BLOCK or entry.nbytes > self._most_bytes or count > self._most_extents or any(same):
+            return False
+        if entry.table is not None:
+            self._extents.share(entry.table)
+        self._entries[entry] = key
+        self._by_blocks.setdefault(key, []).append(entry)
+        while self.nbytes > self._most_bytes or self._held_extents > self._most_extents:
+            self.evict()
+        return True
+
+    def evict(self, keep: Entry | None = None) -> bool:
+        """Forgets the entry that was not used for longest; False if there is none but `keep`."""
+        entry = next((entry for entry in self._entries if entry is not keep), None)
+        if entry is None:
+            return False
+        key = self._entries.pop(entry)
+        self._by_blocks[key].remove(entry)
+        if not self._by_blocks[key]:
+            del self._by_blocks[key]
+        if entry.table is not None:
+            self._extents.give_back(entry.table)
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries' arrays."""
+        return sum(entry.nbytes for entry in self._entries)
+
+    @property
+    def _held_extents(self) -> int:
+        return sum(int((entry.table != SCRATCH_EXTENT).sum()) for entry in self._entries if entry.table is not None)
+
+
+def _chain(tokens: np.ndarray, salt: str) -> list[bytes]:
+    """Returns the hashes of the salt alone, and behind each whole block of tokens."""
+    chain = [hashlib.sha256(salt.encode()).digest()]
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        block = np.ascontiguousarray(tokens[start : start + BLOCK], "<i4").tobytes()
+        chain.append(hashlib.sha256(chain[-1] + block).digest())
+    return chain

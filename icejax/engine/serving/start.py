@@ -1,0 +1,147 @@
+"""The way of one prompt to its first token, piece by piece: a prefill, or a kept beginning and the text behind it.
+
+The core makes one for the prompt that has just got its place, and advances it between decode steps of other rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from icejax.cache.pool import host_pool
+from icejax.cache.pool.extents import SCRATCH_EXTENT
+from icejax.cache.protocol import KVCache, Lengths
+from icejax.engine.decode.step import DecodeState, Step
+from icejax.engine.extend import extend
+from icejax.engine.penalties import row_options
+from icejax.engine.plan import Plan
+from icejax.engine.prefill import prefill
+from icejax.engine.sampling import Sampling, row_keys
+from icejax.engine.serving.prefixes import Entry
+from icejax.engine.units.job import PrefillJob
+from icejax.models.decoder import CausalLM
+from icejax.runtime import devices
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How a prompt gets into a cache.
+
+    Attributes:
+        entry: the kept beginning; None: nothing is kept.
+        cuts: numbers of first tokens after which the cache is kept, in order; the last is the whole prompt's.
+    """
+
+    entry: Entry | None
+    cuts: tuple[int, ...]
+
+
+class RowStart:
+    """A row on its way to its first token.
+
+    Attributes:
+        done: whether `result` is there.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        plan: Plan,
+        tokens: Sequence[int],
+        route: Route,
+        table: np.ndarray | None,
+        *,
+        sampling: Sampling,
+        draw: tuple[int, int],
+        in_units: bool,
+        keep: Callable[[int, DecodeState], None] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepares the row; nothing runs yet.
+
+        Args:
+            plan: the plan of a batch of one row.
+            tokens: the whole prompt.
+            table: i32[X], the row's extents in the pool; None without a pool.
+            in_units: whether the prefill runs in units inside a layer; False: it is one piece.
+            keep: called with the number of tokens in the cache, and the row, after each cut.
+            progress: called with the number of layers done, where the prefill is one piece.
+        """
+        self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
+        self._sampling, self._draw, self._in_units = sampling, draw, in_units
+        self._keep, self._progress = keep, progress
+        self._pool: jax.Array | None = None
+        self._result: tuple[DecodeState, Step] | None = None
+        self._pieces = self._run()
+        next(self._pieces)  # stops before the first piece
+
+    @property
+    def done(self) -> bool:
+        """Whether all pieces have run."""
+        return self._result is not None
+
+    def advance(self, pool: jax.Array | None) -> jax.Array | None:
+        """Runs the next piece and returns the pool, which it may donate."""
+        self._pool = pool
+        next(self._pieces, None)
+        pool, self._pool = self._pool, None
+        return pool
+
+    def result(self) -> tuple[DecodeState, Step]:
+        """Returns the row, and the step with its first token; called when done."""
+        return self._result
+
+    def _run(self) -> Iterator[None]:
+        """Runs the pieces: a `yield` stands before every piece, and the code up to the next one is the piece."""
+        entry, end, state, step = self._route.entry, 0, None, None
+        for cut in self._route.cuts:
+            if entry is not None and state is None:
+                yield
+                state, end = self._restored(entry), len(entry.tokens)
+                LOG.info("%d of %d tokens are in the prefix store", end, len(self._tokens))
+            if state is not None:
+                yield
+                state, step, self._pool = extend(self._model, self._tokens[end:cut], self._plan, state, self._pool)
+            elif self._in_units:
+                table = None if self._table is None else self._table[None]
+                options = dict(sampling=self._sampling, draw=self._draw)
+                job = PrefillJob(self._model, self._tokens[:cut], self._plan, table, **options)
+                while not job.done:
+                    yield
+                    self._pool = job.advance(self._pool)
+                state, step = job.result()
+            else:
+                yield
+                into = None if self._table is None else (self._pool, self._table[None])
+                options = dict(sampling=[self._sampling], draws=[self._draw], progress=self._progress, into=into)
+                state, step, self._pool = prefill(self._model, [self._tokens[:cut]], self._plan, **options)
+            if self._keep is not None:
+                self._keep(cut, state)
+            state, end = self._with_options(state, cut) if cut < len(self._tokens) else state, cut
+        self._result = state, step
+
+    def _restored(self, entry: Entry) -> DecodeState:
+        """Returns the row of a kept beginning; the pages of its last extent, which is not full, are copied to the row's own."""
+        last = entry.pages // host_pool.EXTENT
+        if self._table is not None and entry.pages % host_pool.EXTENT and entry.table[last] != SCRATCH_EXTENT:
+            bits = host_pool.read_extent(self._pool, jnp.int32(entry.table[last]))
+            self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]))
+        layers = jax.tree.map(jnp.copy, jax.device_put(entry.cache, devices.device()))
+        table = None if self._table is None else jnp.asarray(self._table[None])
+        cache = KVCache(layers, Lengths.of(jnp.asarray([len(entry.tokens)], jnp.int32), entry.pages), table)
+        zeros = jnp.zeros(1, jnp.int32)
+        return self._with_options(
+            DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(zeros)), len(entry.tokens)
+        )
+
+    def _with_options(self, state: DecodeState, tokens: int) -> DecodeState:
+        """Returns a row of so many tokens with the request's key and options, for `extend` to draw the first token with."""
+        sampling, penalties = row_options([self._sampling], [self._tokens[:tokens]], self._model.config.vocab_size)
+        return dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
