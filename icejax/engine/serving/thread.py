@@ -6,9 +6,12 @@ arrays, so a caller that waits, fails or goes away stops nobody else.
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import logging
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -25,12 +28,12 @@ CLOSED = "the engine is closed: start another one"
 class Handle:
     """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
 
-    The queue of pieces holds at most one per token of the answer, so it is bounded by the answer's limit.
+    Each iteration begins with the first piece, and any thread may read. A handle holds at most one piece per token of the answer.
     """
 
     def __init__(self, cancel: Callable[[Handle], None]) -> None:
-        self._pieces: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
-        self._cancel, self._is_over = cancel, False
+        self._pieces: list[Outcome | RuntimeError | None] = []
+        self._grown, self._cancel = threading.Condition(), cancel
 
     def __iter__(self) -> Iterator[GenerationResponse]:
         """Yields the pieces of the answer; ends early if the request was cancelled.
@@ -39,15 +42,17 @@ class Handle:
             InputError: the pool can never hold the request, too many wait, or the logits are not finite.
             RuntimeError: the engine failed or was closed; the error of a failure is its cause.
         """
-        while not self._is_over:
-            piece = self._pieces.get()
-            self._is_over = not isinstance(piece, GenerationResponse) or piece.finish_reason is not None
-            if isinstance(piece, InputError):
-                raise piece
+        for count in itertools.count():
+            with self._grown:
+                self._grown.wait_for(lambda count=count: len(self._pieces) > count)
+            piece = self._pieces[count]
             if isinstance(piece, BaseException):
-                raise RuntimeError(f"the engine has failed: {piece}") from piece
-            if piece is not None:
-                yield piece
+                raise piece
+            if piece is None:
+                return
+            yield piece
+            if piece.finish_reason is not None:
+                return
 
     def result(self) -> GenerationResponse:
         """Returns the whole answer; errors are those of the iteration.
@@ -64,9 +69,11 @@ class Handle:
         """Ends the request wherever it is: in the queue, in prefill or between tokens. A request that is over stays so."""
         self._cancel(self)
 
-    def put(self, piece: Outcome | BaseException | None) -> None:
+    def put(self, piece: Outcome | RuntimeError | None) -> None:
         """Takes the next piece, an error, or None for the end of a cancelled request; the engine's thread calls it."""
-        self._pieces.put(piece)
+        with self._grown:
+            self._pieces.append(piece)
+            self._grown.notify_all()
 
 
 class EngineThread:
@@ -78,12 +85,14 @@ class EngineThread:
         self._new: deque[tuple[Handle, Job]] = deque()
         self._cancelled: deque[Handle] = deque()
         self._tickets: dict[Handle, Ticket] = {}
-        self._closes, self._failure = False, None
+        self._closes = False
+        self._failure: BaseException | None = None
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
         self._thread.start()
         if (error := self._started.get()) is not None:
             raise error
+        atexit.register(self.close)  # an interpreter that ends under a running program may crash
 
     def submit(self, job: Job) -> Handle:
         """Puts a job at the end of the queue.
@@ -93,10 +102,8 @@ class EngineThread:
         """
         handle = Handle(self._cancel)
         with self._changed:
-            if self._failure is not None:
-                raise RuntimeError(f"the engine has failed: {self._failure}") from self._failure
             if self._closes:
-                raise RuntimeError(CLOSED)
+                raise self._error()
             self._new.append((handle, job))
             self._changed.notify()
         return handle
@@ -107,46 +114,56 @@ class EngineThread:
             self._closes = True
             self._changed.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _cancel(self, handle: Handle) -> None:
         with self._changed:
             self._cancelled.append(handle)
             self._changed.notify()
 
+    def _error(self) -> RuntimeError:
+        """Returns the error of a caller whose request is not answered."""
+        error = RuntimeError(CLOSED if self._failure is None else f"the engine has failed: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
     def _run(self, make_core: Callable[[], Core]) -> None:
+        failure = None
         try:
             core = make_core()
         except BaseException as error:
             self._started.put(error)
             return
         self._started.put(None)
-        failure: BaseException = RuntimeError(CLOSED)
         try:
-            while self._take_changes(core):
-                for ticket, outcome in core.step():
-                    handle = ticket.owner
-                    handle.put(outcome)
-                    if isinstance(outcome, InputError) or outcome.finish_reason is not None:
-                        self._tickets.pop(handle, None)
+            self._drive(core)
         except BaseException as error:
             LOG.error("the engine has failed: %s", error)
             failure = error
+            traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
+        del core
         with self._changed:
             self._closes, self._failure = True, failure
             handles = [*self._tickets, *(handle for handle, _ in self._new)]
         for handle in handles:
-            handle.put(failure)
+            handle.put(self._error())
+
+    def _drive(self, core: Core) -> None:
+        """Works until the engine closes."""
+        while self._take_changes(core):
+            for ticket, outcome in core.step():
+                handle = ticket.owner
+                handle.put(outcome)
+                if isinstance(outcome, InputError) or outcome.finish_reason is not None:
+                    self._tickets.pop(handle, None)
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
         with self._changed:
             self._changed.wait_for(lambda: core.busy or self._new or self._cancelled or self._closes)
-            new, cancelled = [*self._new], [*self._cancelled]
+            new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
-            if self._closes:
-                self._new.extend(new)
-                return False
         for handle, job in new:
             try:
                 self._tickets[handle] = core.submit(job, owner=handle)
@@ -157,4 +174,4 @@ class EngineThread:
             if ticket is not None:
                 core.release(ticket)
                 handle.put(None)
-        return True
+        return not closes
