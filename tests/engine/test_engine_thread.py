@@ -174,13 +174,12 @@ def test_a_thousand_cancels_leave_places_and_extents_free(engine):
     assert not thread._tickets and sum(counts.values()) == 1000 and min(counts.values()) > 20, counts
 
 
-def test_a_request_is_cancelled_in_the_queue_and_before_its_token(engine):
+def test_requests_are_cancelled_in_the_queue_and_in_prefill(engine):
     thread, core = engine
-    core.gate.clear()
     handles = [thread.submit(job(name, units=10**9, extents=5)) for name in "abc"]
+    wait_until(lambda: core.scheduler.prefilling is not None)
     for handle in handles:
         handle.cancel()
-    core.gate.set()
     for handle in handles:
         assert list(handle) == []
         with pytest.raises(InputError, match="the request was cancelled before its first token: it has no answer"):

@@ -28,7 +28,7 @@ CLOSED = "the engine is closed: start another one"
 class Handle:
     """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
 
-    Each iteration begins with the first piece, and any thread may read. A handle holds at most one piece per token of the answer.
+    Each iteration begins with the first piece, and any thread may read. A handle holds at most a piece per token of the answer.
     """
 
     def __init__(self, cancel: Callable[[Handle], None]) -> None:
