@@ -80,7 +80,7 @@ class Engine:
             new_tokens=self.max_new_tokens,
             prompts=(self.context_length - 1,) * batch_size,
             joins=True,
-            prefix_bytes=prefix_memory,
+            prefix_memory=prefix_memory,
         )
         options = dict(host_memory_limit=limit, share=share, most_waiting=max_queue)
         self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options))
@@ -91,11 +91,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, prompt: Prompt | Request, *, cache_salt: str = "", **options: Any) -> Handle:
+    def submit(self, prompt: Prompt | Request, *, n: int = 1, cache_salt: str = "", **options: Any) -> Handle:
         """Puts a prompt into the queue and returns at once; the handle yields the answer's pieces.
 
         Args:
             prompt: text, token ids, or a `Request` with its own options.
+            n: number of answers, whose pieces come mixed, each with its `sample`.
             cache_salt: only prompts of the same salt use each other's caches.
             options: options of `AnswerOptions`, as in `generate`.
 
@@ -107,13 +108,14 @@ class Engine:
         prompts = requests(prompt)
         if len(prompts) > 1:
             raise InputError(f"submit takes one prompt, got {len(prompts)}: call it for each")
-        [job] = jobs_of(self._model, self._tokenizer, prompts, answer, context_length=self.context_length)
-        if job.options.max_new_tokens > self.max_new_tokens:
+        jobs = jobs_of(self._model, self._tokenizer, prompts, answer, n=n, context_length=self.context_length)
+        asked = jobs[0].options.max_new_tokens
+        if asked > self.max_new_tokens:
             raise InputError(
-                f"max_new_tokens is {job.options.max_new_tokens} and the engine's rows have room for {self.max_new_tokens}: "
+                f"max_new_tokens is {asked} and the engine's rows have room for {self.max_new_tokens}: "
                 "ask for fewer, or start an engine with more"
             )
-        return self._thread.submit(dataclasses.replace(job, salt=cache_salt))
+        return self._thread.submit([dataclasses.replace(job, salt=cache_salt) for job in jobs])
 
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""

@@ -16,7 +16,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.decode.step import DecodeState
 from icejax.engine.request import Prompt, Request, answer_options, requests
-from icejax.engine.response import GenerationResponse, join
+from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core, CoreSizes
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -66,6 +66,7 @@ def stream_generate(
     tokenizer: Any,
     prompts: Prompt | Request | Sequence[Prompt | Request],
     *,
+    n: int = 1,
     cache: CachePolicy | None = None,
     batch_size: int | None = None,
     context_length: int | None = None,
@@ -78,8 +79,9 @@ def stream_generate(
 
     Args:
         prompts: one or several prompts, whose lengths may differ. Each is text, token ids, or a `Request` with its own options.
+        n: number of answers to each prompt, which share its pages; they differ only where tokens are drawn.
         cache: the cache policy; None: `Clustered()`.
-        batch_size: rows that decode at once; the next prompt takes the place of a row that has ended. None: all prompts.
+        batch_size: rows that decode at once; the next answer takes the place of one that has ended. None: all of them.
         context_length: maximum number of tokens of a prompt and its answer together; None: the model's own.
         host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
         progress: called with "prefill", the number of layers done, and the number in all; and with "compiling", the number of
@@ -94,8 +96,8 @@ def stream_generate(
     cache, answer, context_length = checked_policy(cache), answer_options(options), check_context(model, context_length)
     devices.check_limit(host_memory_limit)
     places = None if batch_size is None else integer("batch_size", batch_size, most=2**63)
-    jobs = jobs_of(model, tokenizer, requests(prompts), answer, context_length=context_length)
-    lengths = sorted((len(job.tokens) for job in jobs), reverse=True)
+    jobs = jobs_of(model, tokenizer, requests(prompts), answer, n=n, context_length=context_length)
+    lengths = sorted((len(job.tokens) if job.sample == 0 else 1 for job in jobs), reverse=True)
     places = min(places or len(jobs), len(jobs))
     sizes = CoreSizes(
         places=places,
@@ -103,6 +105,7 @@ def stream_generate(
         new_tokens=max(job.limit for job in jobs),
         prompts=tuple(lengths[:places]),
         joins=places < len(jobs),
+        samples=n > 1,
     )
     with prefilling(progress, places * model.config.num_hidden_layers) as layer_done:
         options = dict(host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
@@ -119,8 +122,5 @@ def stream_generate(
 def generate(
     model: CausalLM, tokenizer: Any, prompts: Prompt | Request | Sequence[Prompt | Request], **options: Any
 ) -> list[GenerationResponse]:
-    """Returns one whole response per prompt; arguments and errors are those of `stream_generate`."""
-    pieces: dict[int, list[GenerationResponse]] = {}
-    for piece in stream_generate(model, tokenizer, prompts, **options):
-        pieces.setdefault(piece.row, []).append(piece)
-    return [join(pieces[row]) for row in sorted(pieces)]
+    """Returns the whole answers, `n` per prompt; arguments and errors are those of `stream_generate`."""
+    return joined(stream_generate(model, tokenizer, prompts, **options))

@@ -8,17 +8,22 @@ from typing import Any
 import numpy as np
 
 from icejax.api.prompts import encode_prompts
+from icejax.checks.numbers import integer
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import check_bias
 from icejax.engine.serving.core import Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
+MOST_SAMPLES = 1024  # answers to a prompt
+SAMPLE_STEP = 2654435761  # between the indices of a prompt's answers, so that prompts that follow draw differently
+
 
 def jobs_of(
-    model: CausalLM, tokenizer: Any, prompts: Sequence[Request], answer: AnswerOptions, *, context_length: int
+    model: CausalLM, tokenizer: Any, prompts: Sequence[Request], answer: AnswerOptions, *, n: int, context_length: int
 ) -> list[Job]:
-    """Returns the jobs of prompts, all of which have been checked; `answer` has the options of the call."""
+    """Returns `n` jobs for each prompt, all of which have been checked; `answer` has the options of the call."""
+    integer("n", n, most=MOST_SAMPLES)
     answers = [request.options(answer) for request in prompts]
     for request, row_answer in zip(prompts, answers, strict=True):
         check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
@@ -27,7 +32,9 @@ def jobs_of(
     for i, (request, options) in enumerate(zip(prompts, answers, strict=True)):
         tokens = np.asarray(encode_prompts(model, tokenizer, [request], **texts)[0], np.int32)
         limit = min(options.max_new_tokens, context_length - len(tokens))
-        draw = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
-        numbers = dict(index=i, number=request.index + 1)
-        jobs.append(Job(tokens=tokens, options=options, limit=limit, draw=draw, started=started, **numbers))
+        seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
+        fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
+        for sample in range(n):
+            draw = seed, (index + sample * SAMPLE_STEP) % 2**32
+            jobs.append(Job(draw=draw, sample=sample, samples=n, **fields))
     return jobs

@@ -44,3 +44,6 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
 
         convert = orbax_to_hf if to_hf else hf_to_orbax
         convert(source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=show_progress)
+    size = sum(file.stat().st_size for file in arguments.target.rglob("*") if file.is_file())
+    form = "a Hugging Face" if to_hf else "an icejax (Orbax)"
+    print(f"wrote {arguments.target}: {form} folder of {size / 2**20:.1f} MiB")

@@ -35,6 +35,18 @@ def choose_first(
     return jax.device_put(state, devices.device()), step
 
 
+def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
+    """Returns what `choose_first` does, from the logits behind texts that are in the cache. Donates `state`."""
+    state, step = _choose_from(logits, state, plan=plan)
+    return jax.device_put(state, devices.device()), step
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def _choose_from(logits: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[DecodeState, Step]:
+    state = choose_next(logits, state, plan)
+    return state, Step(pack_token(state.last_tokens), logits)
+
+
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _choose(ends: Ends, x: jax.Array, lengths: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[DecodeState, Step]:
     logits = ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -60,6 +60,7 @@ class GenerationResponse:
 
     Attributes:
         row: index of the prompt, from 0.
+        sample: index of the answer among the answers to the prompt, from 0.
         text, token_ids: the new text and its tokens. A final eos token is among the tokens but not in the text.
         reasoning: the new text of the model's thoughts (`<think>`, harmony's analysis), which `text` leaves out; None if there
             are none. It can be read as `reasoning_content` too.
@@ -89,6 +90,7 @@ class GenerationResponse:
     """
 
     row: int
+    sample: int
     text: str
     reasoning: str | None
     token_ids: tuple[int, ...]
@@ -116,6 +118,14 @@ class GenerationResponse:
     def reasoning_content(self) -> str | None:
         """`reasoning`, by the name that some programs know it by."""
         return self.reasoning
+
+
+def joined(pieces: Iterable[GenerationResponse]) -> list[GenerationResponse]:
+    """Returns the pieces of several rows, mixed, as one response per row and sample, in their order."""
+    by_row: dict[tuple[int, int], list[GenerationResponse]] = {}
+    for piece in pieces:
+        by_row.setdefault((piece.row, piece.sample), []).append(piece)
+    return [join(by_row[row]) for row in sorted(by_row)]
 
 
 def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from icejax.cache.protocol import KVCache, Lengths
@@ -49,6 +50,15 @@ def joint_of(plan: Plan, cache: KVCache) -> Joint | None:
     layout, first = plan.policies[layer].window_layout, cache.layers[layer].window.first
     start = int(layout.start(cache.lengths)[0, 0])
     return Joint(start, int(cache.lengths.next_page)) if min(start, int(first[0])) >= layout.sinks else None
+
+
+def fits(plan: Plan, cache: KVCache, joint: Joint) -> bool:
+    """Says whether the sinks and the pages before a joint hold as many tokens as the joint has before it."""
+    if not plan.pooled or joint.page > int(cache.lengths.next_page):
+        return False
+    policy, state = plan.policies[plan.pooled[0]], cache.layers[plan.pooled[0]]
+    counts = np.asarray(policy.counts(state))[0, :, : joint.page].sum(-1)
+    return bool((policy.window_layout.sinks + counts == joint.tokens).all())
 
 
 def last_joint(plan: Plan, joints: Sequence[Joint], *, same: int, seen: int) -> Joint | None:

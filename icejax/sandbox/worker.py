@@ -76,7 +76,19 @@ def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)
 ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
 ENVIRONMENT.filters["tojson"] = tojson
 ENVIRONMENT.globals |= dict(raise_exception=raise_exception, dict=MakeDict(), namespace=PlainNamespace)
-compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
+
+
+@lru_cache(maxsize=16)
+def compiled(template, names, marks):
+    """Returns a template with the marks around the names in its texts; of equal beginnings the longest name counts."""
+    tree = ENVIRONMENT.parse(template)
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    for node in tree.find_all((nodes.Const, nodes.TemplateData)) if names else ():
+        field = "data" if isinstance(node, nodes.TemplateData) else "value"
+        text = getattr(node, field)
+        if isinstance(text, str):
+            setattr(node, field, pattern.sub(lambda match: match[0].join(marks), text))
+    return ENVIRONMENT.from_string(tree)
 
 
 def fits(expression, names):
@@ -89,15 +101,21 @@ def fits(expression, names):
         return {"fault": f"fails: {' '.join(str(error).split())[:300] or type(error).__name__}"}
 
 
-def rendered(template, variables, now, most):
-    """Returns the text of a template, or a fault; `now` is unix time, `most` is the largest number of characters."""
+def rendered(template, variables, now, most, names=(), marks=()):
+    """Returns the text of a template, or a fault.
+
+    Args:
+        now: unix time.
+        most: the largest number of characters.
+        names, marks: texts, and the two characters before and behind each of them in the template.
+    """
 
     def strftime_now(form):
         return datetime.fromtimestamp(now).strftime(form)
 
     pieces, size = [], 0
     try:
-        for piece in compiled(template).generate(variables, strftime_now=strftime_now):
+        for piece in compiled(template, tuple(names), tuple(marks)).generate(variables, strftime_now=strftime_now):
             pieces.append(piece)
             size += len(piece)
             if size > most:

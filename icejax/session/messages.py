@@ -14,6 +14,7 @@ from icejax.engine.response import GenerationResponse
 from icejax.text.chat_messages import template_variables
 
 LOG = logging.getLogger(__name__)
+SHORT = 64  # tokens of a chat below which a prefill takes no time worth a warning
 
 
 def grow(answer: dict[str, str], piece: GenerationResponse) -> None:
@@ -54,11 +55,16 @@ def has_answer(messages: list[dict[str, str]]) -> bool:
     return any(item["role"] == "assistant" for item in messages)
 
 
-def warn_anew(outdated: bool) -> None:
-    """Logs why a chat is prefilled anew; `outdated`: the cache holds what the chat leaves out."""
+def tell_anew(outdated: bool, *, tokens: int) -> bool:
+    """Logs why a chat of `tokens` tokens is prefilled anew, with a warning unless it is short; returns whether it warned.
+
+    Args:
+        outdated: whether the cache holds what the chat leaves out.
+    """
     left_out = "the cache holds thoughts, a stop string or a turn that the chat leaves out"
     reason = left_out if outdated else "the chat template rewrites earlier turns"
-    LOG.warning("%s: the conversation is prefilled anew", reason)
+    LOG.log(logging.INFO if tokens < SHORT else logging.WARNING, "%s: the conversation is prefilled anew", reason)
+    return tokens >= SHORT
 
 
 def is_chat(value: Any) -> bool:

@@ -25,7 +25,7 @@ from icejax.runtime.compile_clock import Mark
 from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
 from icejax.session.fingerprint import check_registered, fingerprint
-from icejax.session.messages import asked, grow, has_answer, take_back, warn_anew
+from icejax.session.messages import asked, grow, has_answer, take_back, tell_anew
 from icejax.session.room import answer_limit, behind, of_whole_chat, outgrows, pool_is_full, saved_size
 from icejax.session.text_cache import TextCache
 from icejax.text.chat_messages import template_variables
@@ -163,8 +163,7 @@ class Session:
             return messages, [], tokens
         num_same = self._cache.num_same(self.token_ids, tokens, seen=self._seen)
         if self._cache.run is not None and not num_same and not self._warned:
-            warn_anew(outdated)
-            self._warned = True
+            self._warned = tell_anew(outdated, tokens=len(tokens))
         return messages, tokens[:num_same], tokens[num_same:]
 
     def undo(self) -> str:

@@ -33,7 +33,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
 from icejax.engine.plan import Plan
-from icejax.engine.trim import is_joint
+from icejax.engine.trim import Joint, fits, is_joint
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -156,6 +156,8 @@ class StoredSession:
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
         if int(cache.lengths.next_page) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
             damaged(self.path, "its cache's lengths do not match its description")
+        if not all(fits(plan, cache, Joint(*joint)) for joint in about.joints):
+            damaged(self.path, "its joints do not match its pages")
         return token_ids.tolist(), cache, pool
 
     def verify(self) -> None:

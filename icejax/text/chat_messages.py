@@ -15,6 +15,7 @@ Message = dict[str, Any]
 EXPECTED = "a list of objects with a text role, a content (text, or a list of text parts) and perhaps a text reasoning"
 KEYS = ("role", "content", "reasoning", "reasoning_content", "name", "tool_calls", "tool_call_id")
 RESERVED = ("messages", "tools", "add_generation_prompt")
+FUNCTIONS = ("range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now")
 DEEPEST = 50  # levels of nesting
 
 
@@ -71,14 +72,16 @@ def template_variables(tools: Any = None, arguments: Any = None) -> dict[str, An
         arguments: the template's own variables by name (`chat_template_kwargs`), such as `enable_thinking`; None: none.
 
     Raises:
-        InputError: they are no values of JSON, or an argument has the name of a variable that icejax sets.
+        InputError: they are no values of JSON, or an argument has the name of a variable that icejax sets, or of a function.
     """
     variables = json_value("chat_template_kwargs", {} if arguments is None else arguments)
     if not isinstance(variables, dict):
         raise InputError(f"chat_template_kwargs must be an object of names and values, got {quoted(arguments)}")
     for name in variables:
-        if not name.isidentifier() or name in RESERVED:
-            reason = "icejax sets it" if name in RESERVED else "expected letters, digits and underscores"
+        reason = "" if name.isidentifier() else "expected letters, digits and underscores"
+        if name in RESERVED or name in FUNCTIONS:
+            reason = "icejax sets it" if name in RESERVED else "templates call the function of this name"
+        if reason:
             raise InputError(f"{quoted(name)} cannot be an argument of a chat template: {reason}")
     if tools is not None:
         tools = json_value("tools", tools)

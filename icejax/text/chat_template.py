@@ -14,6 +14,7 @@ from icejax.checks.errors import InputError, quoted
 from icejax.sandbox.client import SANDBOX
 from icejax.text.chat_marks import Marks
 from icejax.text.chat_messages import Message
+from icejax.text.chat_origin import told_apart
 from icejax.text.chat_text import ChatText
 from icejax.text.control_tokens import ControlTokens
 
@@ -50,15 +51,18 @@ def render(
     if any(isinstance(message.get("content"), list) for message in messages) and not _reads_parts(ask, values):
         messages = [_joined(message) for message in messages]
     continues = bool(messages) and messages[-1].get("role") == "assistant"
-    controls, chat = ControlTokens(tokenizer), dict(variables, messages=messages)
-    marks = Marks(controls, template + json.dumps([values, chat], ensure_ascii=False))
-    chat = marks.put(chat)
-    if continues:
-        _continue(chat["messages"][-1], marks.end + " ")
-    answer = ask(values | chat | dict(add_generation_prompt=not continues))
-    if "text" not in answer:
-        raise InputError(f"the tokenizer's chat template {answer['fault']}")
-    return marks.read(_cut(answer["text"], marks.end) if continues else answer["text"])
+    chat = dict(variables, messages=messages)
+    marks = Marks(ControlTokens(tokenizer), template + json.dumps([values, chat], ensure_ascii=False))
+
+    def write(values: dict[str, Any], chat: dict[str, Any], template_marks: Marks | None = None) -> str:
+        if continues:
+            chat = chat | {"messages": [*chat["messages"][:-1], _continued(chat["messages"][-1], marks.end + " ")]}
+        answer = ask(values | chat | dict(add_generation_prompt=not continues), marks=template_marks)
+        if "text" not in answer:
+            raise InputError(f"the tokenizer's chat template {marks.read(answer['fault']).text}")
+        return _cut(answer["text"], marks.end) if continues else answer["text"]
+
+    return told_apart(write, marks, template, values, chat)
 
 
 def _template(tokenizer: Any, *, with_tools: bool) -> str:
@@ -86,9 +90,12 @@ def _tell_unused(template: str, name: str) -> None:
         LOG.warning("the chat template has no variable %s: it has no effect", quoted(name))
 
 
-def _rendered(template: str, variables: Mapping[str, Any], *, now: float) -> dict[str, Any]:
+def _rendered(template: str, variables: Mapping[str, Any], *, now: float, marks: Marks | None = None) -> dict[str, Any]:
     limit = CHARACTERS + len(json.dumps(variables))
-    return SANDBOX.ask(dict(template=template, variables=variables, now=now, most=limit), most=limit)
+    request = dict(template=template, variables=variables, now=now, most=limit)
+    if marks is not None:
+        request |= dict(marks=marks.around, names=marks.names(template))
+    return SANDBOX.ask(request, most=limit)
 
 
 def _reads_parts(ask: Any, values: Mapping[str, Any]) -> bool:
@@ -103,15 +110,14 @@ def _joined(message: Message) -> Message:
     return message | {"content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
-def _continue(message: Message, end: str) -> None:
-    """Appends `end` to the text of the message that the answer continues."""
+def _continued(message: Message, end: str) -> Message:
+    """Returns the message that the answer continues with `end` behind its text."""
     content = message.get("content")
     if content is None:
         raise InputError("the last message is the assistant's and has no content: expected a text that the answer continues")
     if isinstance(content, list):
-        content[-1]["text"] += end
-    else:
-        message["content"] += end
+        return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + end}]}
+    return message | {"content": content + end}
 
 
 def _cut(text: str, end: str) -> str:

@@ -1,4 +1,4 @@
-"""Control tokens of a tokenizer, such as <|im_end|>, and where a text has their names. `chat_template` and `encode` call it."""
+"""Control tokens of a tokenizer, such as <|im_end|>, and where a text has their names. `chat_marks` and `encode` call it."""
 
 from __future__ import annotations
 
@@ -71,15 +71,6 @@ class ControlTokens:
                 last += 1
             names.append(Name(start, end, self.ids[name], first, last))
         return names
-
-    def begun(self, text: str) -> int | None:
-        """Returns where a name begins that the end of a text, without spaces, cuts off; None if no name is cut off."""
-        text = text.rstrip()
-        for match in self._first.finditer(text, max(0, len(text) - self._lengths[0])) if self._first is not None else ():
-            tail = text[match.start() :]
-            if any(name.startswith(tail) and name != tail for name in self.ids):
-                return match.start()
-        return None
 
     def count(self, ids: list[int]) -> int:
         """Returns how many of the token ids are control tokens; the token of unknown text is none, as any text may have it."""

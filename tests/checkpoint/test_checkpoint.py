@@ -226,7 +226,11 @@ def test_unknown_dtype_is_refused(folder):
 def test_round_trip_is_bit_exact_and_transformers_loads_it(folder, tmp_path, capsys):
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 0
     assert convert("orbax_to_hf", [str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
-    assert capsys.readouterr().out == ""
+    lines = []
+    for target, form in ((tmp_path / "orbax", "an icejax (Orbax)"), (tmp_path / "back", "a Hugging Face")):
+        size = sum(os.path.getsize(os.path.join(place, file)) for place, _, files in os.walk(target) for file in files)
+        lines.append(f"wrote {target}: {form} folder of {size / 2**20:.1f} MiB")
+    assert capsys.readouterr().out.splitlines() == lines
     stored = {}
     for shard in folder.glob("*.safetensors"):
         stored |= load_file(shard)

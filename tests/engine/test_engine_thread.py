@@ -24,8 +24,10 @@ from icejax.engine.serving.thread import EngineThread
 NOTHING = dict.fromkeys(field.name for field in dataclasses.fields(GenerationResponse))
 
 
-def job(name: str, *, tokens: int = 3, units: int = 2, extents: int = 2) -> SimpleNamespace:
-    return SimpleNamespace(name=name, tokens=tokens, units=units, extents=extents)
+def job(name: str, *, answers: int = 1, tokens: int = 3, units: int = 2, extents: int = 2) -> list[SimpleNamespace]:
+    """Returns the jobs of one request."""
+    fields = dict(name=name, tokens=tokens, units=units, extents=extents)
+    return [SimpleNamespace(sample=sample, **fields) for sample in range(answers)]
 
 
 class FakeCore:
@@ -64,7 +66,8 @@ class FakeCore:
                 count = self.tokens[ticket] = self.tokens.get(ticket, 0) + 1
                 ends = "length" if count == ticket.request.tokens else None
                 text = f"{ticket.request.name}{count - 1} "
-                yield ticket, GenerationResponse(**NOTHING | dict(row=0, text=text, token_ids=(count,), finish_reason=ends))
+                fields = dict(row=0, sample=ticket.request.sample, text=text, token_ids=(count,), finish_reason=ends)
+                yield ticket, GenerationResponse(**NOTHING | fields)
                 if ends:
                     self.release(ticket)
         self.scheduler.ran(work, 0.001)
@@ -188,6 +191,18 @@ def test_requests_are_cancelled_in_the_queue_and_in_prefill(engine):
     assert thread.submit(job("d")).result().text == "d0 d1 d2 "
 
 
+def test_answers_to_one_prompt_come_and_end_together(engine):
+    thread, core = engine
+    handle = thread.submit(job("a", answers=5))
+    assert [(answer.sample, answer.text) for answer in handle.results()] == [(i, "a0 a1 a2 ") for i in range(5)]
+    assert handle.result().sample == 0 and len(list(handle)) == 15
+    handle = thread.submit(job("b", answers=5, tokens=10**9))
+    assert next(iter(handle)).text == "b0 "
+    handle.cancel()
+    assert {answer.sample for answer in handle.results()} <= {0, 1}
+    wait_until(lambda: core.is_free and not thread._tickets)
+
+
 def test_closing_ends_the_thread_and_tells_every_reader():
     core = FakeCore()
     thread = EngineThread(lambda: core)
@@ -292,6 +307,9 @@ def test_a_full_queue_refuses_in_the_callers_thread():
             results.append(str(error))
     assert results.count("2 requests wait already, as many as may: try again later") == 1, results
     assert thread.submit(job("e")).result().text == "e0 e1 e2 "
+    with pytest.raises(InputError, match="2 requests wait already, as many as may: try again later"):
+        thread.submit(job("g", answers=6)).results()
+    wait_until(lambda: core.is_free and not thread._tickets)
     too_large = thread.submit(job("f", extents=6))
     with pytest.raises(InputError, match="the request needs 6 extents of host memory and the pool has 5: shorten it"):
         too_large.result()

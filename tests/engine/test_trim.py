@@ -10,7 +10,7 @@ from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Quest, SnapKV
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.prefill import prefill
-from icejax.engine.trim import joint_of, last_joint, trim
+from icejax.engine.trim import fits, joint_of, last_joint, trim
 from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import all_logits, plan_for
@@ -52,6 +52,7 @@ def test_a_trimmed_cache_equals_one_without_the_forgotten_tokens(model, name):
     state, _, pool = extend(model, wrong[:WRONG], plan, state, pool)
     joints.append(joint_of(plan, state.cache))
     state, _, pool = decoded(DecodePrograms(model, plan), state, pool, wrong[WRONG:])
+    assert not plan.pooled or all(fits(plan, state.cache, joint) for joint in joints)
     joint = last_joint(plan, joints, same=SAME, seen=SAME + len(wrong))
     assert SAME - 2 * 32 < joint.tokens <= SAME and (plan.pooled or joint.tokens == SAME)
     state, step, pool = extend(model, right[joint.tokens : 300], plan, trim(state, plan, joint), pool)

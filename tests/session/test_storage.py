@@ -184,6 +184,8 @@ LIES = {
     "a deep template variable": (
         lambda f: f.update(template_variables={"a": json.loads("[" * 99 + "]" * 99)}), "template_variables are no tools"),
     "outdated as a number": (lambda f: f.update(outdated=1), "outdated is 1"),
+    "a joint of a token less": (lambda f: f["joints"][0].__setitem__(0, f["joints"][0][0] - 1), "joints do not match its pages"),
+    "a joint of a page more": (lambda f: f["joints"][-1].__setitem__(1, f["joints"][-1][1] + 1), "joints do not match its pages"),
     "an answer without a question": (lambda f: f.update(messages=f["messages"][1:]), "messages are no list of turns"),
     "a question without an answer": (lambda f: f.update(messages=f["messages"] + f["messages"][:1]), "messages are no list of turns"),
     "an array of a million axes": (

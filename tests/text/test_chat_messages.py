@@ -1,9 +1,10 @@
 """Messages, tools and template arguments: what a template gets, and what is refused in one line."""
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from icejax.checks.errors import InputError
-from icejax.text.chat_messages import checked_messages, template_variables
+from icejax.text.chat_messages import FUNCTIONS, checked_messages, template_variables
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TAKEN = {
@@ -60,6 +61,8 @@ VARIABLES = {
     "a function": (dict(tools=[print]), "tools must be made of text, numbers, lists and objects, got <built-in function print>"),
     "text": (dict(arguments="x"), "chat_template_kwargs must be an object of names and values, got 'x'"),
     "messages": (dict(arguments={"messages": []}), "'messages' cannot be an argument of a chat template: icejax sets it"),
+    "a function of Jinja": (dict(arguments={"range": "x"}), "'range' cannot be an argument of a chat template: templates call the function of this name"),
+    "a function of templates": (dict(arguments={"raise_exception": 1}), "'raise_exception' cannot be an argument of a chat template: templates call the function of this name"),
     "a name": (dict(arguments={"a-b": 1}), "'a-b' cannot be an argument of a chat template: expected letters, digits and underscores"),
     "depth": (dict(arguments={"a": nested(99)}), "chat_template_kwargs is nested more than 50 levels deep"),
     "a number": (dict(arguments={"a": 10**5000}), "chat_template_kwargs must be made of text, numbers, lists and objects, got a number of thousands of digits"),
@@ -74,6 +77,12 @@ def test_what_is_no_variable_is_refused_in_one_line(case):
     with pytest.raises(InputError) as raised:
         template_variables(**values)
     assert str(raised.value) == message
+
+
+def test_functions_of_templates_are_known():
+    """Those of transformers' environment, which has the functions of Jinja."""
+    known = {*chat_template_utils._compile_jinja_template("x").environment.globals, "strftime_now", "raise_exception"}
+    assert {*FUNCTIONS} == known
 
 
 def test_tools_and_arguments_are_variables():

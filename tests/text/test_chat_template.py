@@ -165,13 +165,42 @@ SPANS = {
     "next to the template's": ("{{ messages[0].content }}{{ eos_token }}{{ messages[0].content }}", "</s>", [(0, 4), (8, 12)]),
     "trimmed": ("{{ messages[0].content | trim }}{{ eos_token }}", " </s> ", [(0, 4)]),
     "split": ("{{ messages[0].content.split('</s>') | join('|') }}{{ eos_token }}", "a</s>b", []),
-    "cut and joined": ("{{ messages[0].content.split('|') | join }}{{ eos_token }}", "a</|s>", []),
+    "cut and joined": ("{{ messages[0].content.split('|') | join }}{{ eos_token }}", "a</|s>", [(1, 5)]),
     "of two messages": ("{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}", ("a</", "s>"), [(1, 5)]),
     "of two messages, trimmed": ("{% for m in messages %}{{ m.content | trim }}{% endfor %}</s>", ("a</ ", "s>"), [(1, 5)]),
     "in JSON": ("{{ messages[0].content | tojson }}{{ eos_token }}", "é</s>", [(2, 6)]),
     "in JSON with escapes": ("{{ messages[0].content | tojson(ensure_ascii=true) }}{{ eos_token }}", "é</s>", [(7, 11)]),
     "private characters": ("{{ messages[0].content }}{{ eos_token }}", "\ue000\\ue001\ue002</s>", [(8, 12)]),
     "a role": ("{{ messages[0].role }}{{ eos_token }}", "x", []),
+    "lower case": ("{{ messages[0].content | lower }}{{ eos_token }}", "a</S>", [(1, 5)]),
+    "lower case, before the template's own": ("{{ messages[0].content | lower }}</s>{{ '</s>' }}", "a</S>", [(1, 5)]),
+    "one letter in upper case": ("{{ messages[0].content | capitalize }}{{ eos_token }}", "</S>", [(0, 4)]),
+    "replaced": ("{{ messages[0].content.replace('XX', '') }}{{ eos_token }}", "</XXs>", [(0, 4)]),
+    "reversed": ("{{ messages[0].content | reverse }}{{ eos_token }}", ">s/<", [(0, 4)]),
+    "not escaped": ("{{ messages[0].content.replace('&lt;', '<') }}{{ eos_token }}", "&lt;/s>", [(0, 4)]),
+    "of ASCII": (
+        "{{ messages[0].content.encode('ascii', 'ignore').decode() }}{{ eos_token }}",
+        "</\u00e9s></s>",
+        [(0, 4), (4, 8)],
+    ),
+    "begun by the template": ("{{ '</' + messages[0].content }}{{ eos_token }}", "s>", [(0, 4)]),
+    "ended by the template": ("{{ messages[0].content + 's>' }}{{ eos_token }}", "</", [(0, 4)]),
+    "cut off behind": ("{{ messages[0].content[:22] }}{{ eos_token }}", "</s>abcdefghijklmnopqr", [(0, 4)]),
+    "cut off with the text before": ("{{ messages[0].content[:6] }}</s>", "abcd</s></s>", []),
+    "cut off, with parts": ("{{ '</' }}{{ messages[0].content[:7] }}</s>", "s>abcd</s>", [(0, 4)]),
+    "cut off behind a name of parts": (
+        "{{ '</' + messages[0].role[1] + '>' + messages[0].content[:22] }}",
+        "</s>abcdefghijklmnopqr",
+        [(4, 8)],
+    ),
+    "of parts, and one that depends on the text": (
+        "{{ '</' + messages[0].role[1] + '>' }}{{ '<unused>' if '/think' in messages[0].content }}",
+        "/think",
+        [],
+    ),
+    "taken away": ("{{ messages[0].content.replace('</s>', '') }}</s>{{ messages[0].content.split('</s>')[1] }}", "a</s>", []),
+    "of the template in lower case": ("{{ '<S>' | lower }}{{ messages[0].content | lower }}{{ eos_token }}", "a", []),
+    "of the template, from a role": ("{{ '</' + messages[0].role[1] + '>' }}{{ messages[0].content }}", "a</s>", [(5, 9)]),
 }
 
 
@@ -183,10 +212,55 @@ def test_names_of_messages_are_told_from_the_templates(case):
     text = render(tokenizer, messages)
     expected = in_transformers(tokenizer, messages)
     assert type(text) is ChatText and (text, list(text.spans)) == (expected, spans)
+    assert encode(tokenizer, text).count(tokenizer.eos_token_id) == expected.count("</s>") - len(spans)
+
+
+FROM_ROLES = (
+    "{% for m in messages %}{% if '</think>' in m.content %}</s>{% else %}{{ '</' + m.role[1] + '>' }}{% endif %}"
+    "{{ m.content | lower }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("contents", [("a", "B"), ("a", "<think>\n</think> b"), ("</think>", "</think>"), ("a", "</s>")])
+def test_templates_that_join_names_take_harmless_chats(contents):
+    messages = [{"role": "user", "content": content} for content in contents]
+    text = render(with_end(FROM_ROLES), messages)
+    first, second = (content.lower() for content in contents)
+    expected = ChatText("</s>") + first + ChatText("</s>") + second
+    ids = [encode(with_end(FROM_ROLES), chat) for chat in (text, expected)]
+    assert text == expected and ids[0] == ids[1]
+
+
+def test_an_argument_may_choose_a_name():
+    template = "{{ '</' + ending + '>' }}{{ messages[0].content | lower }}"
+    text = render(with_end(template), [{"role": "user", "content": "a"}], {"ending": "s"})
+    assert (text, text.spans) == ("</s>a", ())
+
+
+UNCLEAR = {
+    "a name more": (FROM_ROLES, "</S>", "the chat template makes a control token of a message's text, or leaves one out: expected no more, as with other text, found '</s>': change the message or the template"),
+    "a refusal of other text": ("{% if messages[0].content != 'a' %}{{ raise_exception('no') }}{% endif %}{{ '</' + 's>' }}", "a", "it is not clear whether ['</s>'] are control tokens of the chat template or text of a message, as with other text the tokenizer's chat template refuses the messages: no: change the messages or the template"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_a_chat_with_unclear_names_is_refused(case):
+    template, content, message = UNCLEAR[case]
+    with pytest.raises(icejax.InputError) as raised:
+        render(with_end(template), [{"role": "user", "content": content}])
+    assert str(raised.value) == message
+
+
+def test_a_refusal_has_no_marks():
+    with pytest.raises(icejax.InputError, match="refuses the messages: write a</s> or </s>$"):
+        render(
+            with_end("{{ raise_exception('write ' + messages[0].content + ' or </s>') }}"),
+            [{"role": "user", "content": "a</s>"}],
+        )
 
 
 @pytest.mark.parametrize("family", chat_templates.FAMILIES)
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_messages_of_fragments_add_no_control_token(family, data):
     tokenizer = chat_templates.tokenizer(family)
@@ -204,9 +278,9 @@ def test_messages_of_fragments_add_no_control_token(family, data):
 
 def test_a_chat_of_all_private_characters_is_refused():
     every = "".join(map(chr, PRIVATE))
-    assert render(tokenizer_with("{{ messages[0].content }}"), [{"role": "user", "content": every[4:]}]) == every[4:]
+    assert render(tokenizer_with("{{ messages[0].content }}"), [{"role": "user", "content": every[5:]}]) == every[5:]
     with pytest.raises(icejax.InputError, match="the chat has every private character of Unicode"):
-        render(tokenizer_with("x"), [{"role": "user", "content": every[3:]}])
+        render(tokenizer_with("x"), [{"role": "user", "content": every[4:]}])
 
 
 PARTS = {

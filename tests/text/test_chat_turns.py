@@ -18,6 +18,7 @@ from icejax.commands import generate as command
 from icejax.engine.decode.counters import NOTHING
 from icejax.engine.decode.row import Row
 from icejax.engine.trim import Joint
+from icejax.session import messages as session_messages
 from icejax.session import session as module
 from icejax.session import text_cache
 from icejax.session.session import Session
@@ -225,6 +226,7 @@ def test_a_stop_string_does_not_stay_in_a_chat(monkeypatch, caplog):
     tokenizer = chat_templates.tokenizer("qwen2.5")
     scripted = Scripted(monkeypatch, tokenizer)
     session = Session(scripted.model, tokenizer)
+    monkeypatch.setattr(session_messages, "SHORT", 0)
     scripted.answers = [tokenizer("One. STOP and more").input_ids, [65], [66]]
     assert "".join(piece.text for piece in session.stream_chat("a", stop=[" STOP"])) == "One."
     list(session.stream_chat("b"))
@@ -236,6 +238,20 @@ def test_a_stop_string_does_not_stay_in_a_chat(monkeypatch, caplog):
     assert len(scripted.prefilled) == 2  # an answer without a stop string stays in the cache
 
 
+def test_a_short_chat_prefilled_anew_is_no_warning(monkeypatch, caplog):
+    """Each answer ends at a stop string; the third text has more than 64 tokens, and the fourth warns no more."""
+    tokenizer = chat_templates.tokenizer("gemma")
+    scripted = Scripted(monkeypatch, tokenizer)
+    session, levels = Session(scripted.model, tokenizer), []
+    for question in ("a", "b", "0123456789" * 7, "c"):
+        scripted.answers = [tokenizer("One. STOP and more").input_ids]
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "icejax"):
+            list(session.stream_chat(question, stop=[" STOP"]))
+        levels.append([record.levelname for record in caplog.records if record.getMessage() == LEFT_OUT])
+    assert levels == [[], ["INFO"], ["WARNING"], []] and len(scripted.prefilled) == 4
+
+
 @pytest.mark.parametrize("trims", [False, True])
 def test_rewriting_template_costs_what_it_rewrites(monkeypatch, caplog, trims):
     """Qwen3's template leaves out the thoughts of earlier answers; the session keeps them apart.
@@ -244,6 +260,7 @@ def test_rewriting_template_costs_what_it_rewrites(monkeypatch, caplog, trims):
     """
     tokenizer = chat_templates.tokenizer("qwen3")
     scripted = Scripted(monkeypatch, tokenizer, trims=trims)
+    monkeypatch.setattr(session_messages, "SHORT", 0)
     session = Session(scripted.model, tokenizer)
     messages = []
     for turn, (question, answer) in enumerate(

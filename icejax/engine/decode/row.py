@@ -23,7 +23,7 @@ class Row:
     """The host's record of one row: its tokens, its text, and why it ended.
 
     Attributes:
-        index: `GenerationResponse.row` of its responses.
+        index, sample: `row` and `sample` of its responses.
         number: number of its prompt in error messages, from 1.
         tokens: tokens of the answer so far.
         totals: sums of its steps' counters.
@@ -42,6 +42,7 @@ class Row:
         limit: int,
         *,
         index: int = 0,
+        sample: int = 0,
         number: int = 1,
         fed: int | None = None,
         logprobs: int | None = None,
@@ -53,7 +54,7 @@ class Row:
             started: the start of the call, from which the time to the first token is counted; None: now.
         """
         self.tokenizer, self.prompt, self.logprobs = tokenizer, tuple(prompt), logprobs
-        self.index, self.number = index, number
+        self.index, self.sample, self.number = index, sample, number
         self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
         self.totals = NOTHING
@@ -112,6 +113,7 @@ class Row:
         timing = self.first_token
         return GenerationResponse(
             row=self.index,
+            sample=self.sample,
             text=parts.text,
             reasoning=parts.reasoning,
             token_ids=(self.tokens[-1],),

@@ -31,13 +31,15 @@ from icejax.engine.decode.run import Run, run_constants
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import make_plan
 from icejax.engine.request import AnswerOptions
-from icejax.engine.serving.kept import KeptPrefixes, pool_extents
+from icejax.engine.serving.kept import KeptPrefixes, divided
+from icejax.engine.serving.prefixes import BLOCK
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import Route, RowStart
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
 LOG = logging.getLogger(__name__)
+SAMPLES_BYTES = 2**30  # bytes of arrays of prompts that have several answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Job:
         index, number: as in `Row`.
         started: when the caller asked.
         salt: prompts share kept beginnings only with prompts of the same salt.
+        sample: number of the answer among the answers to the prompt, from 0.
+        samples: number of answers to the prompt.
     """
 
     tokens: np.ndarray
@@ -62,11 +66,13 @@ class Job:
     number: int
     started: Mark
     salt: str = ""
+    sample: int = 0
+    samples: int = 1
 
     def row(self, tokenizer: Any, eos: tuple[int, ...], *, kept: int) -> Row:
         """Returns the record of the row that answers the prompt, whose prefill begins now behind `kept` tokens."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options["fed"] = len(self.tokens) - kept
+        options |= dict(fed=len(self.tokens) - kept, sample=self.sample)
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 
@@ -79,7 +85,8 @@ class CoreSizes:
         prompt_tokens, new_tokens: most tokens of a prompt, and of its answer.
         prompts: token counts of the longest prompts that the pool holds at once.
         joins: whether a row may get the place of one that has ended.
-        prefix_bytes: bytes of host memory for kept beginnings; 0: none are kept.
+        samples: whether some prompts have several answers, which share the prompt's pages.
+        prefix_memory: bytes of host memory for kept beginnings; 0: none are kept.
     """
 
     places: int
@@ -87,7 +94,8 @@ class CoreSizes:
     new_tokens: int
     prompts: tuple[int, ...]
     joins: bool
-    prefix_bytes: int = 0
+    samples: bool = False
+    prefix_memory: int = 0
 
 
 class Core:
@@ -128,18 +136,20 @@ class Core:
         self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
         self._progress, self._watch = progress, watch
-        prefix_bytes = sizes.prefix_bytes
-        if prefix_bytes and model.config.short_context is not None:
-            LOG.info("no beginnings are kept: LongRoPE's keys change with a text's length")
-            prefix_bytes = 0
+        kept_extents, kept_bytes = divided(self.plan, sizes.prefix_memory)
+        if sizes.samples:
+            kept_bytes = max(kept_bytes, SAMPLES_BYTES)
+        if kept_bytes and model.config.short_context is not None:
+            LOG.info("no beginnings of prompts are kept: LongRoPE's keys change with a text's length")
+            kept_extents = kept_bytes = 0
         self.pool, extents = None, None
         if self.plan.pooled:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
-            count += pool_extents(self.plan, prefix_bytes)
+            count += kept_extents
             self.pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
-        self._kept = KeptPrefixes(self._row_plan, extents, prefix_bytes) if prefix_bytes else None
+        self._kept = KeptPrefixes(self._row_plan, extents, kept_bytes) if kept_bytes else None
         options = dict(share=share, most_waiting=most_waiting, prepare=self._kept and self._kept.prepare)
         self.scheduler = Scheduler(sizes.places, extents, **options)
         self._in_units = share < 1
@@ -206,7 +216,8 @@ class Core:
         if self._kept is not None:
             self._kept.prefixes.see(job.tokens, job.salt)
             self._kept.prefixes.count(len(job.tokens), hits=kept)
-            keep = functools.partial(self._kept.keep, job.tokens, job.salt)
+            if len(job.tokens) >= BLOCK or job.samples > 1:
+                keep = functools.partial(self._kept.keep, job.tokens, job.salt)
         row = job.row(self._tokenizer, self.plan.eos_token_ids, kept=kept)
         options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units)
         options |= dict(keep=keep, progress=self._tell_layer)

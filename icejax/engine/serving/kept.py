@@ -17,7 +17,7 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for, row_
 from icejax.cache.pool.host_pool import EXTENT
 from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.plan import Plan
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes
 from icejax.engine.serving.scheduler import Ticket
@@ -27,11 +27,12 @@ LOG = logging.getLogger(__name__)
 POOL_SHARE = 0.75  # of the bytes for beginnings that go to the pool; digests and dense layers take the rest
 
 
-def pool_extents(plan: Plan, prefix_bytes: int) -> int:
-    """Returns how many extents of a pool are for kept beginnings."""
+def divided(plan: Plan, memory: int) -> tuple[int, int]:
+    """Returns how bytes of host memory for kept beginnings are divided: extents of the pool, and bytes of other arrays."""
     if not plan.pooled:
-        return 0
-    return int(prefix_bytes * POOL_SHARE) // (math.prod(plan.pool_shape(1)) * jnp.dtype(plan.pool_dtype).itemsize)
+        return 0, memory
+    extent = math.prod(plan.pool_shape(1)) * jnp.dtype(plan.pool_dtype).itemsize
+    return int(memory * POOL_SHARE) // extent, int(memory * (1 - POOL_SHARE))
 
 
 class KeptPrefixes:
@@ -41,39 +42,40 @@ class KeptPrefixes:
         prefixes: the entries.
     """
 
-    def __init__(self, plan: Plan, extents: Extents | None, prefix_bytes: int) -> None:
+    def __init__(self, plan: Plan, extents: Extents | None, most_bytes: int) -> None:
         """Begins with an empty store.
 
         Args:
             plan: the plan of a batch of one row.
-            extents: the extents of the pool; None without a pool.
+            extents: the extents of the pool, of which entries take those that no row needs; None without a pool.
+            most_bytes: bytes of the entries' arrays.
         """
-        share = 1 - POOL_SHARE if plan.pooled else 1
-        most = dict(most_bytes=int(prefix_bytes * share), most_extents=pool_extents(plan, prefix_bytes))
-        self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, **most)
+        self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
 
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
         tokens, salt = ticket.request.tokens, ticket.request.salt
         entry, shared = self.prefixes.find(tokens, salt)
         held = 0 if entry is None else len(entry.tokens)
-        cuts = (shared, len(tokens)) if shared >= held + BLOCK else (len(tokens),)
+        cuts = (shared, len(tokens)) if held + BLOCK <= shared < len(tokens) else (len(tokens),)
+        cuts = () if held == len(tokens) else cuts
         route = Route(entry, cuts)
         pages = self._pages(route)
         if self._plan.pooled and pages > self._plan.prompt_pages:  # each text behind another wastes a part of a page
-            route, pages = Route(None, cuts[-1:]), bucket(len(tokens)) // self._plan.page_size
+            route, pages = Route(None, (len(tokens),)), bucket(len(tokens)) // self._plan.page_size
         ticket.route = route
         if not self._plan.pooled:
             return
         ticket.wanted = row_extents(pages, range(self._plan.prompt_pages, self._plan.pool.pages), most=len(ticket.wanted))
         ticket.shared = None
         if route.entry is not None:
-            whole = np.arange(len(ticket.wanted)) < route.entry.pages // EXTENT
+            pages = route.entry.pages  # the last of their extents is shared only if no text follows in it
+            whole = np.arange(len(ticket.wanted)) < (pages // EXTENT if route.cuts else extents_for(pages))
             ticket.shared, ticket.wanted = np.where(whole, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~whole
         while ticket.wanted.sum() > self._extents.free and self.prefixes.evict(keep=route.entry):
             pass
 
-    def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState) -> None:
+    def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState, step: Step) -> None:
         """Puts a row's cache, of the first `count` of its tokens, into the store; the row goes on."""
         # Copies, because the row's steps donate its arrays.
         cache = jax.tree.map(lambda x: np.array(x, copy=True), row.cache.layers)
@@ -82,7 +84,8 @@ class KeptPrefixes:
             table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)
             table = np.where(np.arange(len(table)) < extents_for(pages), table, SCRATCH_EXTENT)
         nbytes = sum(x.nbytes for x in jax.tree.leaves(cache))
-        if not self.prefixes.add(Entry(np.array(tokens[:count]), cache, nbytes, table, pages), salt):
+        entry = Entry(np.array(tokens[:count]), cache, nbytes, table, pages, np.array(step.logits))
+        if not self.prefixes.add(entry, salt):
             LOG.info("a beginning of %d tokens and %d bytes is not kept", count, nbytes)
 
     def _pages(self, route: Route) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents
+from icejax.cache.pool.extents import Extents
 
 BLOCK = 256  # tokens
 MOST_SEEN = 2**16  # blocks of earlier prompts that are remembered by their hash
@@ -36,6 +36,7 @@ class Entry:
         nbytes: bytes of `cache`.
         table: i32[X], extents of its pages; None without a pool.
         pages: number of pages in use.
+        logits: f32[1, V], the logits behind its last token, for a prompt that is the entry.
     """
 
     tokens: np.ndarray
@@ -43,37 +44,30 @@ class Entry:
     nbytes: int
     table: np.ndarray | None
     pages: int
+    logits: Any
 
 
 class Prefixes:
-    """Entries by their first blocks, the last used of them within bounds.
+    """Entries by their first blocks. Those that were not used for longest go when there is no room.
 
     Attributes:
         hits, queries: number of tokens of prompts that were found, and of all prompts.
     """
 
-    def __init__(self, extents: Extents | None, *, most_bytes: int, most_extents: int) -> None:
-        """Begins with an empty store.
-
-        Args:
-            most_bytes: bytes of the entries' arrays.
-            most_extents: extents of the entries; one that two entries share counts twice.
-        """
-        self._extents, self._most_bytes, self._most_extents = extents, most_bytes, most_extents
+    def __init__(self, extents: Extents | None, *, most_bytes: int) -> None:
+        """Begins with an empty store; `most_bytes`: bytes of the entries' arrays."""
+        self._extents, self._most_bytes = extents, most_bytes
         self._entries: OrderedDict[Entry, bytes] = OrderedDict()  # the last used at the end
         self._by_blocks: dict[bytes, list[Entry]] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self.hits = self.queries = 0
 
     def find(self, tokens: np.ndarray, salt: str) -> tuple[Entry | None, int]:
-        """Returns the longest entry that a prompt begins with, and how many of its first tokens an earlier prompt had too.
-
-        At least the last token of the prompt is not part of the entry, as its logits are needed.
-        """
+        """Returns the longest entry that a prompt begins with, and how many of its first tokens an earlier prompt had too."""
         chain, best = _chain(tokens, salt), None
         for count, key in enumerate(chain):
             for entry in self._by_blocks.get(key, ()):
-                fits = (0 if best is None else len(best.tokens)) < len(entry.tokens) < len(tokens)
+                fits = (0 if best is None else len(best.tokens)) < len(entry.tokens) <= len(tokens)
                 if fits and np.array_equal(entry.tokens[count * BLOCK :], tokens[count * BLOCK : len(entry.tokens)]):
                     best = entry
         shared = max((count for count, key in enumerate(chain) if key in self._seen), default=0) * BLOCK
@@ -95,17 +89,16 @@ class Prefixes:
             self._seen.popitem(last=False)
 
     def add(self, entry: Entry, salt: str) -> bool:
-        """Keeps an entry and shares its extents; False if it is too large or too short, or is there."""
-        count = 0 if entry.table is None else int((entry.table != SCRATCH_EXTENT).sum())
+        """Keeps an entry and shares its extents; False if it is too large, or is there."""
         key = _chain(entry.tokens, salt)[-1]
         same = (other for other in self._by_blocks.get(key, ()) if np.array_equal(other.tokens, entry.tokens))
-        if len(entry.tokens) < BLOCK or entry.nbytes > self._most_bytes or count > self._most_extents or any(same):
+        if entry.nbytes > self._most_bytes or any(same):
             return False
         if entry.table is not None:
             self._extents.share(entry.table)
         self._entries[entry] = key
         self._by_blocks.setdefault(key, []).append(entry)
-        while self.nbytes > self._most_bytes or self._held_extents > self._most_extents:
+        while self.nbytes > self._most_bytes:
             self.evict()
         return True
 
@@ -126,10 +119,6 @@ class Prefixes:
     def nbytes(self) -> int:
         """Bytes of the entries' arrays."""
         return sum(entry.nbytes for entry in self._entries)
-
-    @property
-    def _held_extents(self) -> int:
-        return sum(int((entry.table != SCRATCH_EXTENT).sum()) for entry in self._entries if entry.table is not None)
 
 
 def _chain(tokens: np.ndarray, salt: str) -> list[bytes]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool import host_pool
-from icejax.cache.pool.extents import SCRATCH_EXTENT
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.extend import extend
+from icejax.engine.first_token import choose_from
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
@@ -36,7 +36,8 @@ class Route:
 
     Attributes:
         entry: the kept beginning; None: nothing is kept.
-        cuts: numbers of first tokens after which the cache is kept, in order; the last is the whole prompt's.
+        cuts: numbers of first tokens after which the cache is kept, in order; the last is the whole prompt's. None if the
+            kept beginning is the whole prompt.
     """
 
     entry: Entry | None
@@ -61,7 +62,7 @@ class RowStart:
         sampling: Sampling,
         draw: tuple[int, int],
         in_units: bool,
-        keep: Callable[[int, DecodeState], None] | None = None,
+        keep: Callable[[int, DecodeState, Step], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Prepares the row; nothing runs yet.
@@ -71,7 +72,7 @@ class RowStart:
             tokens: the whole prompt.
             table: i32[X], the row's extents in the pool; None without a pool.
             in_units: whether the prefill runs in units inside a layer; False: it is one piece.
-            keep: called with the number of tokens in the cache, and the row, after each cut.
+            keep: called with the number of tokens in the cache, the row and its step, after each cut.
             progress: called with the number of layers done, where the prefill is one piece.
         """
         self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
@@ -101,11 +102,13 @@ class RowStart:
     def _run(self) -> Iterator[None]:
         """Runs the pieces: a `yield` stands before every piece, and the code up to the next one is the piece."""
         entry, end, state, step = self._route.entry, 0, None, None
+        if entry is not None:
+            yield
+            state, end = self._restored(entry), len(entry.tokens)
+            LOG.info("%d of %d tokens are in the prefix store", end, len(self._tokens))
+            if end == len(self._tokens):
+                state, step = choose_from(jnp.asarray(entry.logits), state, self._plan)
         for cut in self._route.cuts:
-            if entry is not None and state is None:
-                yield
-                state, end = self._restored(entry), len(entry.tokens)
-                LOG.info("%d of %d tokens are in the prefix store", end, len(self._tokens))
             if state is not None:
                 yield
                 state, step, self._pool = extend(self._model, self._tokens[end:cut], self._plan, state, self._pool)
@@ -123,14 +126,15 @@ class RowStart:
                 options = dict(sampling=[self._sampling], draws=[self._draw], progress=self._progress, into=into)
                 state, step, self._pool = prefill(self._model, [self._tokens[:cut]], self._plan, **options)
             if self._keep is not None:
-                self._keep(cut, state)
+                self._keep(cut, state, step)
             state, end = self._with_options(state, cut) if cut < len(self._tokens) else state, cut
         self._result = state, step
 
     def _restored(self, entry: Entry) -> DecodeState:
         """Returns the row of a kept beginning; the pages of its last extent, which is not full, are copied to the row's own."""
         last = entry.pages // host_pool.EXTENT
-        if self._table is not None and entry.pages % host_pool.EXTENT and entry.table[last] != SCRATCH_EXTENT:
+        is_copied = self._table is not None and entry.pages % host_pool.EXTENT and entry.table[last] != self._table[last]
+        if is_copied:
             bits = host_pool.read_extent(self._pool, jnp.int32(entry.table[last]))
             self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]))
         layers = jax.tree.map(jnp.copy, jax.device_put(entry.cache, devices.device()))

@@ -7,17 +7,16 @@ arrays, so a caller that waits, fails or goes away stops nobody else.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from icejax.checks.errors import InputError
 from icejax.engine.decode.loop import Outcome
-from icejax.engine.response import GenerationResponse, join
+from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core, Job
 from icejax.engine.serving.scheduler import Ticket
 
@@ -28,42 +27,50 @@ CLOSED = "the engine is closed: start another one"
 class Handle:
     """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
 
-    Each iteration begins with the first piece, and any thread may read. A handle holds at most a piece per token of the answer.
+    Each iteration begins with the first piece, and any thread may read. A handle holds at most one piece per answer token.
     """
 
-    def __init__(self, cancel: Callable[[Handle], None]) -> None:
+    def __init__(self, cancel: Callable[[Handle], None], answers: int) -> None:
         self._pieces: list[Outcome | RuntimeError | None] = []
-        self._grown, self._cancel = threading.Condition(), cancel
+        self._grown, self._cancel, self._answers = threading.Condition(), cancel, answers
 
     def __iter__(self) -> Iterator[GenerationResponse]:
-        """Yields the pieces of the answer; ends early if the request was cancelled.
+        """Yields the pieces of the answers; ends early if the request was cancelled.
 
         Raises:
             InputError: the pool can never hold the request, too many wait, or the logits are not finite.
             RuntimeError: the engine failed or was closed; the error of a failure is its cause.
         """
-        for count in itertools.count():
-            with self._grown:
-                self._grown.wait_for(lambda count=count: len(self._pieces) > count)
-            piece = self._pieces[count]
+        count, answers_left = 0, self._answers
+        while answers_left:
+            piece, count = self._piece(count), count + 1
             if isinstance(piece, BaseException):
                 raise piece
             if piece is None:
                 return
+            answers_left -= piece.finish_reason is not None
             yield piece
-            if piece.finish_reason is not None:
-                return
+
+    def _piece(self, number: int) -> Outcome | RuntimeError | None:
+        """Waits for a piece, and returns it."""
+        with self._grown:
+            self._grown.wait_for(lambda: len(self._pieces) > number)
+            return self._pieces[number]
+
+    def results(self) -> list[GenerationResponse]:
+        """Returns the whole answers, without those that were cancelled before their first token; errors as in the iteration."""
+        return joined(self)
 
     def result(self) -> GenerationResponse:
-        """Returns the whole answer; errors are those of the iteration.
+        """Returns the whole answer, the first if there are several; errors are those of the iteration.
 
         Raises:
             InputError: the request was cancelled before its first token.
         """
-        pieces = list(self)
-        if not pieces:
+        answers = self.results()
+        if not answers:
             raise InputError("the request was cancelled before its first token: it has no answer")
-        return join(pieces)
+        return answers[0]
 
     def cancel(self) -> None:
         """Ends the request wherever it is: in the queue, in prefill or between tokens. A request that is over stays so."""
@@ -82,9 +89,9 @@ class EngineThread:
     def __init__(self, make_core: Callable[[], Core]) -> None:
         """Starts the thread, which makes the core; raises what that raises."""
         self._changed = threading.Condition()
-        self._new: deque[tuple[Handle, Job]] = deque()
+        self._new: deque[tuple[Handle, Sequence[Job]]] = deque()
         self._cancelled: deque[Handle] = deque()
-        self._tickets: dict[Handle, Ticket] = {}
+        self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes = False
         self._failure: BaseException | None = None
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -94,17 +101,17 @@ class EngineThread:
             raise error
         atexit.register(self.close)  # an interpreter that ends under a running program may crash
 
-    def submit(self, job: Job) -> Handle:
-        """Puts a job at the end of the queue.
+    def submit(self, jobs: Sequence[Job]) -> Handle:
+        """Puts the jobs of one request at the end of the queue.
 
         Raises:
             RuntimeError: the engine is closed, or has failed.
         """
-        handle = Handle(self._cancel)
+        handle = Handle(self._cancel, len(jobs))
         with self._changed:
             if self._closes:
                 raise self._error()
-            self._new.append((handle, job))
+            self._new.append((handle, jobs))
             self._changed.notify()
         return handle
 
@@ -154,8 +161,12 @@ class EngineThread:
             for ticket, outcome in core.step():
                 handle = ticket.owner
                 handle.put(outcome)
-                if isinstance(outcome, InputError) or outcome.finish_reason is not None:
-                    self._tickets.pop(handle, None)
+                if isinstance(outcome, InputError):
+                    self._drop(core, handle)
+                elif outcome.finish_reason is not None:
+                    self._tickets[handle].remove(ticket)
+                    if not self._tickets[handle]:
+                        del self._tickets[handle]
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
@@ -164,14 +175,22 @@ class EngineThread:
             new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
-        for handle, job in new:
+        for handle, jobs in new:
+            self._tickets[handle] = []
             try:
-                self._tickets[handle] = core.submit(job, owner=handle)
+                for job in jobs:
+                    self._tickets[handle].append(core.submit(job, owner=handle))
             except InputError as error:
+                self._drop(core, handle)
                 handle.put(error)
         for handle in cancelled:
-            ticket = self._tickets.pop(handle, None)
-            if ticket is not None:
-                core.release(ticket)
+            if self._drop(core, handle):
                 handle.put(None)
         return not closes
+
+    def _drop(self, core: Core, handle: Handle) -> bool:
+        """Takes a request out of the core; False if it is over already."""
+        tickets = self._tickets.pop(handle, [])
+        for ticket in tickets:
+            core.release(ticket)
+        return bool(tickets)
