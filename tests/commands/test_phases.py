@@ -11,6 +11,7 @@ import icejax
 from icejax.cache.registry import Full
 from icejax.commands import phases
 from icejax.commands.phases import NOTE, Phases
+from tests.helpers import programs
 from tests.helpers.commands import SHORT, run
 
 ERASED = "\b" * len(NOTE) + "\x1b[K"
@@ -82,10 +83,11 @@ def test_the_api_tells_of_loading_compiling_and_prefill():
     model, tokenizer = icejax.load(progress=lambda *call: calls.append(call))
     assert calls[0] == ("loading", 0, 0) and [call[1] for call in calls[1:]] == [*range(1, calls[-1][2] + 1)]
     calls.clear()
-    prompts = ["a", "b", "c", "d", "e"]  # a batch of a size that no other test has, so that it compiles
+    prompts = ["a", "b", "c", "d", "e"]
+    programs.drop()
     icejax.generate(model, tokenizer, prompts, cache=Full(), max_new_tokens=2, progress=lambda *call: calls.append(call))
-    assert [done for phase, done, total in calls if (phase, total) == ("prefill", 4)] == [0, 1, 2, 3, 4]
-    programs = [done for phase, done, total in calls if (phase, total) == ("compiling", 0)]
-    assert programs == [*range(1, len(programs) + 1)] and len(programs) + 5 == len(calls)
-    first, last = calls.index(("prefill", 1, 4)), calls.index(("prefill", 4, 4))
+    assert [done for phase, done, total in calls if (phase, total) == ("prefill", 20)] == [*range(21)]
+    compiled = [done for phase, done, total in calls if (phase, total) == ("compiling", 0)]
+    assert compiled == [*range(1, len(compiled) + 1)] and len(compiled) + 21 == len(calls)
+    first, last = calls.index(("prefill", 1, 20)), calls.index(("prefill", 20, 20))
     assert "compiling" in [phase for phase, *_ in calls[:first]] and "compiling" in [phase for phase, *_ in calls[last:]]

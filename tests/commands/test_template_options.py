@@ -34,15 +34,11 @@ def prompts(monkeypatch):
     """The prompts of a command line, which ends before they run."""
     seen = []
 
-    def record(model, tokenizer, requests, **options):
-        seen.extend((str(request.prompt), options["parse_special"]) for request in requests)
-        return [[1] for _ in requests]
-
-    def end(*_):
+    def record(model, tokenizer, requests, *, parse_special, **_):
+        seen.extend((str(request.prompt), parse_special) for request in requests)
         raise InputError("seen")
 
-    monkeypatch.setattr(command, "encode_prompts", record)
-    monkeypatch.setattr(command, "batches", end)
+    monkeypatch.setattr(command, "stream_generate", record)
     return seen
 
 
