@@ -10,7 +10,6 @@ import pytest
 import icejax
 from icejax.api import jobs
 from icejax.cache.registry import Full
-from icejax.commands import generate as command
 from icejax.commands.requests import read_prompts
 from tests.helpers import families
 from tests.helpers.commands import run
