@@ -24,6 +24,7 @@ import numpy as np
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
 from icejax.cache.protocol import CachePolicy
+from icejax.checks.errors import InputError
 from icejax.engine import batch
 from icejax.engine.decode.loop import DecodeLoop, Outcome
 from icejax.engine.decode.row import Row
