@@ -15,8 +15,8 @@ from icejax.api.jobs import jobs_of
 from icejax.api.prompts import check_context
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
-from icejax.checks.errors import InputError
-from icejax.checks.numbers import integer, number
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import integer, is_unicode, number
 from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.serving.core import Core, CoreSizes
 from icejax.engine.serving.thread import EngineThread, Handle
@@ -104,6 +104,8 @@ class Engine:
             InputError: the prompt is empty or too long, an option is out of range, or it asks for more than `max_new_tokens`.
             RuntimeError: the engine is closed, or has failed.
         """
+        if not (isinstance(cache_salt, str) and is_unicode(cache_salt)):
+            raise InputError(f"cache_salt must be text, got {quoted(cache_salt)}")
         answer = answer_options(dict(max_new_tokens=min(self.max_new_tokens, 256)) | options)
         prompts = requests(prompt)
         if len(prompts) > 1:

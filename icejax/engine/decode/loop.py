@@ -55,7 +55,7 @@ class DecodeLoop:
     def step(self) -> Iterator[tuple[int, Outcome]]:
         """Reads the newest token of every row and takes a step; yields each row's place and its response, or its error.
 
-        A row that has ended or failed leaves `rows`. The error is that logits are not finite.
+        A row that has ended or failed leaves `rows`. A row fails if its logits are not finite, or the tokenizer fails.
         """
         run, rows, pending = self.run, dict(self.rows), self.run.step
         outgrown = {at: run.take_out(at) for at, row in rows.items() if row.reaches(run.decoding.plan.renewal)}
@@ -73,7 +73,12 @@ class DecodeLoop:
                 reason = not_finite(run.decoding.model, [*row.prompt, *row.tokens])
                 yield at, InputError(f"prompt {row.number}: the model's logits are not finite: {reason}")
                 continue
-            parts = row.take(counters.row(at))
+            try:
+                parts = row.take(counters.row(at))
+            except InputError as error:  # the tokenizer fails
+                del self.rows[at]
+                yield at, error
+                continue
             if row.finish_reason is not None:
                 del self.rows[at]
             yield at, row.response(parts, logprobs.get(at), self.constants)

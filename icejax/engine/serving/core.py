@@ -24,6 +24,7 @@ import numpy as np
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
 from icejax.cache.protocol import CachePolicy
+from icejax.checks.errors import InputError
 from icejax.engine import batch
 from icejax.engine.decode.loop import DecodeLoop, Outcome
 from icejax.engine.decode.row import Row
@@ -182,7 +183,7 @@ class Core:
         if work is Work.NOTHING:
             return
         if work is Work.PREFILL:
-            self._prefill()
+            yield from self._prefill()
         else:
             yield from self._decode()
         self.scheduler.ran(work, time.perf_counter() - started)
@@ -198,9 +199,15 @@ class Core:
         if decoded and not self.scheduler.decoding:
             self.pool, self._loop = self._loop.run.pool, None
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> Iterator[tuple[Ticket, Outcome]]:
+        ticket = self.scheduler.prefilling
         if self._start is None:
-            self._start = self._started(self.scheduler.prefilling)
+            try:
+                self._start = self._started(ticket)
+            except InputError as error:  # the tokenizer fails
+                self.release(ticket)
+                yield ticket, error
+                return
         row, start = self._start
         holder = self if self._loop is None else self._loop.run
         holder.pool = start.advance(holder.pool)
